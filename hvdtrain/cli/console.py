@@ -1,0 +1,114 @@
+"""What rank 0 prints: one header, progress, a row an epoch, a verdict.
+
+On a terminal progress is a live bar; into a pipe (always so under horovodrun, which prefixes every
+line) it is a plain line per interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hvdtrain import __version__
+from hvdtrain.audit import AuditRecord
+from hvdtrain.evaluate import Evaluation
+from hvdtrain.exchange import Exchange
+from hvdtrain.log import say
+from hvdtrain.metering import Totals
+from hvdtrain.ring import split_evenly
+from hvdtrain.training import Job
+
+SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
+
+
+class Console:
+    """An observer that prints."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._bar = tqdm(total=total_steps, unit="step") if sys.stdout.isatty() else None
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        if self._bar is not None:
+            self._bar.update(totals.step - self._bar.n)
+            self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
+            return
+        self._print(
+            f"step {totals.step}/{self._total_steps}  epoch {totals.epoch + 1}  "
+            f"loss {totals.loss:.4f}  accuracy {totals.accuracy:.3f}  "
+            f"{totals.samples_per_s:,.0f} samples/s  lr {lr:.4g}"
+        )
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        valid = ""
+        if evaluation:
+            valid = f"valid loss {evaluation.loss:.4f}, accuracy {evaluation.accuracy:.4f}; "
+        self._print(
+            f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, accuracy "
+            f"{totals.accuracy:.4f}; {valid}{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
+        )
+
+    def audited(self, record: AuditRecord) -> None:
+        """Results are counted in the verdict; a mismatch is reported by its own error."""
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            say(line)
+
+
+def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
+    """What is about to be trained, on what, by whom."""
+    data, sampler, size = job.dataset, job.sampler, exchange.size
+    parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
+    shape = "x".join(map(str, data.shape)) + (f", {data.note}" if data.note else "")
+    shares = [part.stop - part.start for part in split_evenly(sampler.global_batch_size, size)]
+    if size > SHARES_SHOWN:
+        shares_text = f"{min(shares)} to {max(shares)} on each worker"
+    else:
+        shares_text = " + ".join(map(str, shares))
+    workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
+    threads = torch.get_num_threads()
+    epochs = -(-job.total_steps // sampler.steps_per_epoch)
+    highest_lr = max(map(job.schedule, range(job.total_steps)))
+    return "\n".join(
+        [
+            f"hvdtrain {__version__}",
+            f"  model    {model}, {parameters:,} parameters, {dtype}",
+            f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
+            f"samples, {data.classes} classes, {shape}",
+            f"  workers  {workers}, on {job.device.type}, {threads} compute "
+            f"thread{'s' if threads > 1 else ''} each",
+            f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
+            f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
+            f"  update   {optimizer}, learning rate up to {highest_lr:.4g}",
+        ]
+    )
+
+
+def verdict(summary: dict[str, Any], folder: str) -> str:
+    """The last lines of a finished run."""
+    lines = [
+        f"finished: {summary['epochs']} epochs, {summary['steps']} steps, "
+        f"{summary['samples_seen']:,} samples, {summary['samples_per_s']:,.0f} samples/s; "
+        f"validation accuracy {summary['valid_accuracy']:.4f} on {summary['valid_samples']:,}"
+    ]
+    audit = summary["audit"]
+    if audit["checked"]:
+        lines.append(
+            f"audit: {audit['checked']} steps compared with the ring reference, "
+            f"{audit['failed']} failed; worst error {audit['worst_error_over_bound']:.2f} of the "
+            "rounding bound"
+        )
+    lines.append(f"parameters sha256 {summary['params_sha256']}")
+    lines.append(f"written to {folder}")
+    return "\n".join(lines)

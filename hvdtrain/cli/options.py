@@ -1,0 +1,157 @@
+"""Flags and YAML keys from the configuration's fields; flags win over the file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of ending the process, so that one rank can speak for all."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One field of one group of the configuration."""
+
+    group: str
+    name: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+
+
+def train_options() -> dict[str, Option]:
+    """Every option of `hvdtrain train`, by name. Names are unique over the groups."""
+    options = {}
+    for group, group_type in typing.get_type_hints(TrainConfig).items():
+        hints = typing.get_type_hints(group_type)
+        for field in dataclasses.fields(group_type):
+            kinds = set(typing.get_args(hints[field.name])) or {hints[field.name]}
+            (kind,) = kinds - {types.NoneType}
+            options[field.name] = Option(
+                group=group,
+                name=field.name,
+                type=kind,
+                optional=types.NoneType in kinds,
+                default=field.default,
+                help=field.metadata["help"],
+                choices=field.metadata["choices"],
+            )
+    return options
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each option, spelled with `-` or with `_`."""
+    sections: dict[str, argparse._ArgumentGroup] = {}
+    for option in train_options().values():
+        section = sections.get(option.group) or parser.add_argument_group(option.group)
+        sections[option.group] = section
+        spellings = [f"--{option.name.replace('_', '-')}"]
+        if "_" in option.name:
+            spellings.append(f"--{option.name}")
+        default = "" if option.default is None else f" (default: {option.default})"
+        section.add_argument(
+            *spellings,
+            dest=option.name,
+            type=option.type,
+            choices=option.choices or None,
+            default=argparse.SUPPRESS,
+            metavar=None if option.choices else option.type.__name__.upper(),
+            help=(option.help + default).replace("%", "%%"),
+        )
+
+
+def build_config(flags: dict[str, Any], file: Path | None) -> TrainConfig:
+    """The configuration from defaults, then the YAML file, then flags.
+
+    Raises UsageError with every problem of the file and of all groups.
+    """
+    options = train_options()
+    values = (read_yaml(file, options) if file else {}) | flags
+    if "batch_size" in flags and "global_batch_size" not in flags:
+        values.pop("global_batch_size", None)
+    elif "global_batch_size" in flags and "batch_size" not in flags:
+        values.pop("batch_size", None)
+    groups: dict[str, Any] = {}
+    problems: list[str] = []
+    for group, group_type in typing.get_type_hints(TrainConfig).items():
+        own = {name: value for name, value in values.items() if options[name].group == group}
+        try:
+            groups[group] = group_type(**own)
+        except UsageError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UsageError(*problems)
+    return TrainConfig(**groups)
+
+
+def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
+    """Every option's value by name: what config.yaml holds and `--config` reads."""
+    return {
+        name: getattr(getattr(config, option.group), name)
+        for name, option in train_options().items()
+    }
+
+
+def read_yaml(file: Path, options: dict[str, Option]) -> dict[str, Any]:
+    """The values of a YAML mapping. Raises UsageError naming file and line of every problem."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(file.read_text("utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{file}:1: must hold lines of the form NAME: VALUE")
+        values: dict[str, Any] = {}
+        problems = []
+        for key_node, value_node in root.value:
+            name = str(key_node.value).replace("-", "_")
+            value = loader.construct_object(value_node, deep=True)
+            place = f"{file}:{key_node.start_mark.line + 1}"
+            problem = _value_problem(name, value, options, values)
+            if problem:
+                problems.append(f"{place}: {problem}")
+            else:
+                values[name] = float(value) if options[name].type is float and value else value
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config={file}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UsageError(
+            f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
+    if problems:
+        raise UsageError(*problems)
+    return values
+
+
+def _value_problem(
+    name: str, value: Any, options: dict[str, Option], seen: dict[str, Any]
+) -> str | None:
+    option = options.get(name)
+    if option is None:
+        return f"unknown option {name!r}"
+    if name in seen:
+        return f"{name} is given twice"
+    if value is None and option.optional:
+        return None
+    accepted = (int, float) if option.type is float else (option.type,)
+    if isinstance(value, bool) != (option.type is bool) or not isinstance(value, accepted):
+        return f"{name}: {value!r} is not of type {option.type.__name__}"
+    return None

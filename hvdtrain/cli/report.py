@@ -1,0 +1,142 @@
+"""What rank 0 keeps of a run: everything it prints and writes passes here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+from hvdtrain import __version__
+from hvdtrain.audit import AuditRecord
+from hvdtrain.checkpoint import save_checkpoint
+from hvdtrain.cli.console import Console, verdict
+from hvdtrain.errors import AuditMismatch, Stopped
+from hvdtrain.evaluate import Evaluation
+from hvdtrain.exchange import Exchange
+from hvdtrain.log import say
+from hvdtrain.metering import Totals
+from hvdtrain.recording import Recorder
+from hvdtrain.run_directory import RunDirectory
+from hvdtrain.training import Job, Outcome
+
+
+class Report:
+    """Prints, records, and keeps the summary up to date, so that it can be written at any time."""
+
+    def __init__(self, directory: RunDirectory, job: Job, exchange: Exchange) -> None:
+        self._directory = directory
+        self._model = job.model
+        self._console = Console(job.total_steps)
+        self._recorder = Recorder(directory)
+        self._audit: dict[str, Any] = {
+            "checked": 0,
+            "failed": 0,
+            "worst_error_over_bound": None,
+        }
+        self._summary: dict[str, Any] = {
+            "status": "failed",
+            "world_size": exchange.size,
+            "controller": exchange.controller,
+            "epochs": 0,
+            "steps": 0,
+            "samples_seen": 0,
+            "train_loss": None,
+            "valid_loss": None,
+            "valid_accuracy": None,
+            "valid_samples": None,
+            "samples_per_s": None,
+            "params_sha256": None,
+            "audit": self._audit,
+            "resumed_from": None,
+            "versions": _versions(),
+        }
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        self._note(totals)
+        self._recorder.interval_end(totals, lr)
+        self._console.interval_end(totals, lr)
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        self._note(totals)
+        if evaluation:
+            self._note_evaluation(evaluation)
+        self._recorder.epoch_end(totals, evaluation, lr)
+        self._console.epoch_end(totals, evaluation, lr)
+
+    def audited(self, record: AuditRecord) -> None:
+        """Count an audit's result."""
+        self._audit["checked"] += 1
+        self._audit["failed"] += not record.ok
+        worst = self._audit["worst_error_over_bound"] or 0.0
+        self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
+        self._recorder.audited(record)
+
+    def finish(self, outcome: Outcome, params_sha256: str) -> None:
+        """Save the final model, write the summary and print the verdict."""
+        self._summary |= {
+            "status": "finished",
+            "samples_per_s": outcome.steady_samples_per_s,
+            "params_sha256": params_sha256,
+        }
+        checkpoints = self._directory.path / "checkpoints"
+        save_checkpoint(checkpoints, outcome.totals.step, self._model, params_sha256)
+        self._directory.write_summary(self._summary)
+        self._console.close()
+        say(verdict(self._summary, str(self._directory.path)))
+
+    def fail(self, error: BaseException) -> None:
+        """Write the summary of a run that did not reach its end."""
+        statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
+        self._summary["status"] = statuses.get(type(error), "failed")
+        self._summary["error"] = f"{type(error).__name__}: {error}"
+        self._directory.write_summary(self._summary)
+
+    def close(self) -> None:
+        """Close all files and give the run directory free."""
+        self._console.close()
+        self._recorder.close()
+        self._directory.close()
+
+    def _note(self, totals: Totals) -> None:
+        self._summary |= {
+            "epochs": totals.epoch,
+            "steps": totals.step,
+            "samples_seen": totals.samples_seen,
+            "train_loss": totals.loss,
+        }
+
+    def _note_evaluation(self, evaluation: Evaluation) -> None:
+        self._summary |= {
+            "valid_loss": evaluation.loss,
+            "valid_accuracy": evaluation.accuracy,
+            "valid_samples": evaluation.samples,
+        }
+
+
+class NoReport:
+    """The other ranks': nothing is printed or written twice."""
+
+    def interval_end(self, totals: Totals, lr: float) -> None: ...
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
+
+    def audited(self, record: AuditRecord) -> None: ...
+
+    def finish(self, outcome: Outcome, params_sha256: str) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _versions() -> dict[str, str]:
+    versions = {"hvdtrain": __version__, "python": platform.python_version()}
+    versions["torch"] = str(torch.__version__)
+    for package in ("horovod", "mpi4py"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

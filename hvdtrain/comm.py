@@ -1,0 +1,183 @@
+"""The exchange over Horovod. This is the one file that imports it.
+
+Every collective bears a name: unnamed ones are counted per rank and can deadlock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from hvdtrain.errors import PeerFailure, PreflightError, TrainingError
+from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.ring.transports import Transport
+from hvdtrain.ring.transports.mpi import MpiTransport
+from hvdtrain.ring.transports.tcp import TcpTransport, listen
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+
+# Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
+ENVIRONMENT_DEFAULTS = {
+    # Each tensor by itself: which tensors fuse depends on timing, and so, from three ranks on,
+    # would the order of summation. Without fusion a run repeats.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    # Open MPI spins while it waits; where workers fill the cores that takes compute time.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+class HorovodExchange:
+    """All ranks of one horovodrun. Make one a process: Horovod cannot be initialised twice."""
+
+    def __init__(self) -> None:
+        """Collective: initialise Horovod. Raises PreflightError when it cannot be."""
+        for name, value in ENVIRONMENT_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        try:
+            hvd.init()
+        except (RuntimeError, ValueError, HorovodInternalError) as error:
+            raise PreflightError(f"Horovod cannot start: {error}") from error
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
+        self._watched: tuple[int, ...] = ()
+        self._named: dict[int, str] = {}
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
+        """Collective: wrap in Horovod's DistributedOptimizer and spread rank 0's state.
+
+        Optimizer state goes first, by its state_dict, and parameters last: Horovod's
+        broadcast_optimizer_state may take a dummy step that moves parameters on other ranks.
+        Raises TrainingError, naming the ranks, if parameters differ afterwards.
+        """
+        wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
+        state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
+        wrapped.load_state_dict(state)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        self._named = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._watched = _trainable(wrapped)
+        check_equal_on_all_ranks(model, self, "after the initial broadcast")
+        return wrapped
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: wait until Horovod has averaged every gradient.
+
+        Raises TrainingError when the optimizer holds trainable parameters that it did not have
+        when it was wrapped: Horovod would silently leave them out.
+        """
+        if _trainable(optimizer) != self._watched:
+            raise TrainingError(self._explain_unwatched(optimizer))
+        optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            optimizer.step()
+
+    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
+        return lambda: hvd.synchronize(handle)
+
+    def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        return list(hvd.allgather_object(value, name=name))
+
+    @contextmanager
+    def peer_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except HorovodInternalError as error:
+            raise PeerFailure(f"the exchange broke off: {str(error).strip()}") from error
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+    def ring(self) -> Transport:
+        """Collective: a ring over all ranks that does not go through Horovod's operations.
+
+        Under the mpi controller it shares Horovod's MPI, else it is of sockets: the addresses
+        and a secret made by rank 0 are told through Horovod.
+        """
+        if self.controller == "mpi":
+            return MpiTransport()
+        listener = listen(_own_address())
+        addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
+        token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
+        return TcpTransport(self.rank, listener, addresses, token)
+
+    def _explain_unwatched(self, optimizer: torch.optim.Optimizer) -> str:
+        new = set(_trainable(optimizer)) - set(self._watched)
+        gone = set(self._watched) - set(_trainable(optimizer))
+        changes = [
+            f"{len(group)} {verb} (such as {self._named.get(min(group), 'one not in the model')})"
+            for group, verb in ((new, "added or unfrozen"), (gone, "removed or frozen"))
+            if group
+        ]
+        return (
+            "the optimizer's trainable parameters have changed since it was distributed: "
+            f"{' and '.join(changes)}. Horovod averages only what it was given then: "
+            "freeze and unfreeze before distribute(), or distribute a new optimizer"
+        )
+
+
+def _trainable(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    return tuple(
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _own_address() -> str:
+    """The address on the interface that Horovod uses; the loopback one when all is on one host."""
+    interface = os.environ.get("HOROVOD_GLOO_IFACE")
+    if interface:
+        return _interface_address(interface)
+    if hvd.cross_size() == 1:
+        return "127.0.0.1"
+    launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((launcher, 9))  # sends nothing: it only asks for the route
+        return str(probe.getsockname()[0])
+
+
+def _interface_address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def prove() -> int:
+    """Collective: one all-reduce whose result is known. Returns the exit code.
+
+    `launch/setup` runs it by `horovodrun -np 2 python -m hvdtrain.comm` on each controller.
+    """
+    exchange = HorovodExchange()
+    own = torch.arange(1000, dtype=torch.float64) + 1000 * exchange.rank
+    total = exchange.sum_later(own, "hvdtrain.prove")()
+    ranks = exchange.size
+    expected = ranks * torch.arange(1000, dtype=torch.float64) + 1000 * sum(range(ranks))
+    exchange.close()
+    if ranks < 2 or not torch.equal(total, expected):
+        print(f"all-reduce over {ranks} ranks gave a wrong sum", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(prove())

@@ -1,0 +1,127 @@
+"""What training needs of the other ranks, as a contract, and its form for a single process.
+
+The training loop is handed an Exchange and never learns which one it has. `hvdtrain.comm` holds
+the one over Horovod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from hvdtrain.errors import AgreedFailure, HvdtrainError
+from hvdtrain.ring.transports import Transport
+from hvdtrain.ring.transports.in_process import in_process_ring
+
+Result = TypeVar("Result")
+
+
+class Exchange(Protocol):
+    """Collectives over all ranks, and the optimizer that reduces gradients."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def controller(self) -> str:
+        """gloo or mpi; none for a single process."""
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
+        """Collective: wrap `optimizer` so that gradients are averaged over ranks.
+
+        Afterwards rank 0's parameters, buffers and optimizer state are on every rank.
+        """
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: on return every `.grad` is its average over ranks."""
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters with the gradients as they stand."""
+
+    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Collective: begin summing `values` over ranks; the call of the result waits for it."""
+
+    def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        """Collective: every rank's `value`, in rank order."""
+
+    def peer_failures(self) -> AbstractContextManager[None]:
+        """Within it, the library's own "a collective broke off" is raised as PeerFailure."""
+
+    def ring(self) -> Transport:
+        """Collective: a ring over all ranks that does not use this exchange's own reductions."""
+
+    def close(self) -> None:
+        """Collective: leave the group of ranks in good order."""
+
+
+class SingleProcess:
+    """N = 1: nothing to exchange. Needs no Horovod, and can be stepped through in a debugger."""
+
+    rank = 0
+    size = 1
+    controller = "none"
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
+        return optimizer
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """There are no other ranks: the gradients are the average already."""
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        return lambda: values
+
+    def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        return [value]
+
+    def peer_failures(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ring(self) -> Transport:
+        (transport,) = in_process_ring(1)
+        return transport
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
+    """Collective: run `action` on every rank, and go on only if it succeeded on all of them.
+
+    Otherwise every rank raises the same AgreedFailure, which names each failing rank: nobody is
+    left waiting in a later collective. `what` names the collective ("prepare"). Errors that are
+    not meant for the user (no HvdtrainError) pass through, after the others have been told.
+    """
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    told = None if problem is None else (_exit_code(problem), _text(problem))
+    told_by_rank = exchange.all_gather_object(told, f"hvdtrain.agree.{what}")
+    if problem is not None and not isinstance(problem, HvdtrainError):
+        raise problem
+    failures = {rank: told for rank, told in enumerate(told_by_rank) if told is not None}
+    if failures:
+        raise AgreedFailure(failures, exchange.size)
+    return result
+
+
+def _exit_code(error: Exception) -> int:
+    return error.exit_code if isinstance(error, HvdtrainError) else 1
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, HvdtrainError) else f"{type(error).__name__}: {error}"

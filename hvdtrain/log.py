@@ -1,0 +1,20 @@
+"""Lines for the user: each is one write, so that lines of several workers do not mix.
+
+(`print` makes two writes when output is unbuffered, and Open MPI prefixes each of them.)
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """Write lines to standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def complain(text: str) -> None:
+    """Write lines to standard error, at once."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

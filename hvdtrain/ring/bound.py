@@ -1,0 +1,63 @@
+"""How far an average over ranks may be from the exact one: the proven rounding bound.
+
+Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2: summing N floating-
+point numbers in any order changes each term by at most N - 1 roundings, so that
+
+    |computed - exact|  <=  gamma(k) * sum |g_r| / N        gamma(k) = k u / (1 - k u)
+
+with u the unit roundoff and k the number of roundings that a term can meet: N - 1 additions, one
+for the constant 1/N and one for the product with it, and one for each further scaling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+REFERENCE_DTYPE = np.dtype(np.float64)
+AVERAGE_ROUNDINGS = 2  # the constant 1/N, and the product with it
+
+
+def unit_roundoff(dtype: DTypeLike) -> float:
+    """Half the distance from 1 to the next number: 2^-24 for float32, 2^-53 for float64."""
+    return float(np.finfo(dtype).eps) / 2
+
+
+def gamma(roundings: int, dtype: DTypeLike) -> float:
+    """Higham's gamma_k for `roundings` = k. Raises ValueError where k u >= 1 (it means nothing)."""
+    product = roundings * unit_roundoff(dtype)
+    if product >= 1:
+        raise ValueError(f"{roundings} roundings in {np.dtype(dtype)} have no error bound")
+    return product / (1 - product)
+
+
+def average_error_bound(
+    sum_of_magnitudes: NDArray[np.float64],
+    ranks: int,
+    dtype: DTypeLike,
+    further_scalings: int = 0,
+) -> NDArray[np.float64]:
+    """Largest honest difference between an average in `dtype` and the float64 ring reference.
+
+    `sum_of_magnitudes`: sum over ranks of |g_r|, element by element, in float64.
+    `further_scalings`: multiplications on the path beyond the one with 1/N.
+    The reference's own float64 error is added (negligible for float32, equal for float64), and so
+    is an absolute term for underflow: each operation may flush a subnormal result to zero.
+    """
+    additions = ranks - 1
+    path = gamma(additions + AVERAGE_ROUNDINGS + further_scalings, dtype)
+    # The reference adds N terms and divides once; its magnitudes are themselves rounded sums.
+    reference = gamma(2 * ranks, REFERENCE_DTYPE)
+    operations = additions + 1 + further_scalings
+    underflow = operations * float(np.finfo(dtype).tiny)
+    bound: NDArray[np.float64] = sum_of_magnitudes * ((path + reference) / ranks) + underflow
+    return bound
+
+
+def may_overflow(sum_of_magnitudes: NDArray[np.float64], dtype: DTypeLike) -> NDArray[Any]:
+    """Where finite terms, in some order of summation, could pass the largest number of `dtype`."""
+    finite = np.isfinite(sum_of_magnitudes)
+    overflowing: NDArray[Any] = finite & (sum_of_magnitudes >= float(np.finfo(dtype).max))
+    return overflowing

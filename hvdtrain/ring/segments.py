@@ -1,0 +1,21 @@
+"""How a buffer is cut into one segment per rank."""
+
+from __future__ import annotations
+
+
+def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
+    """Cut `length` elements into `parts` neighbouring slices whose lengths differ by at most one.
+
+    The longer ones come first; with fewer elements than parts the last slices are empty.
+    Raises ValueError for a negative length or fewer than one part.
+    """
+    if length < 0 or parts < 1:
+        raise ValueError(f"cannot cut {length} elements into {parts} parts")
+    shortest, longer = divmod(length, parts)
+    slices = []
+    start = 0
+    for part in range(parts):
+        stop = start + shortest + (part < longer)
+        slices.append(slice(start, stop))
+        start = stop
+    return tuple(slices)

@@ -1,0 +1,222 @@
+"""The ring over TCP sockets: full duplex, authenticated, limited in time.
+
+Every rank listens, and connects to its right neighbour. Who connects must prove that it knows the
+run's token, and so must who accepts (HMAC-SHA-256 over both sides' fresh nonces and ranks, so that
+neither a recorded nor a reflected exchange is of use). Strangers are shut out; the ring goes on.
+The payload itself is not encrypted, as it is not in Gloo or MPI.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.errors import TransportError
+from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
+
+Address = tuple[str, int]
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s")  # magic, sender's rank, receiver's rank, nonce
+MAGIC = b"hvdring1"
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on one interface, at a free port (`getsockname()` tells which)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(16)
+    return listener
+
+
+class TcpTransport:
+    """A rank of a ring over sockets."""
+
+    def __init__(
+        self,
+        rank: int,
+        listener: socket.socket,
+        addresses: Sequence[Address],
+        token: bytes,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Collective: connect the ring. Every rank of `addresses` makes one at the same time.
+
+        `listener`: this rank's, from `listen`; it is closed here. `addresses`: (host, port) of
+        every rank's listener, in rank order. `token`: the run's secret, the same on every rank.
+        Raises TransportError, naming the neighbour, when the ring is not closed in `timeout_s`.
+        """
+        self.rank = rank
+        self.size = len(addresses)
+        self._timeout_s = timeout_s
+        self._right_rank = (rank + 1) % self.size
+        self._left_rank = (rank - 1) % self.size
+        deadline = time.monotonic() + timeout_s
+        door = _Door(listener, self._left_rank, rank, token, deadline)
+        try:
+            self._right = self._connect(addresses[self._right_rank], token, deadline)
+            self._left = door.wait()
+        finally:
+            door.close()
+        for link in (self._right, self._left):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.setblocking(False)
+
+    def sendrecv(self, outgoing: NDArray[Any], incoming: NDArray[Any]) -> None:
+        to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
+        while to_send or to_fill:
+            readable, writable = self._wait(bool(to_fill), bool(to_send))
+            try:
+                if readable:
+                    received = self._left.recv_into(to_fill)
+                    if received == 0:
+                        raise self._failure(self._left_rank, "closed its connection")
+                    to_fill = to_fill[received:]
+                if writable:
+                    to_send = to_send[self._right.send(to_send) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                lost = self._left_rank if readable and not writable else self._right_rank
+                raise self._failure(lost, f"cannot be reached any more ({error})") from error
+
+    def close(self) -> None:
+        for link in (self._right, self._left):
+            link.close()
+
+    def _wait(self, want_read: bool, want_write: bool) -> tuple[bool, bool]:
+        poll = select.poll()
+        if want_read:
+            poll.register(self._left, select.POLLIN)
+        if want_write:
+            poll.register(self._right, select.POLLOUT)
+        ready = {descriptor for descriptor, _ in poll.poll(self._timeout_s * 1000)}
+        if not ready:
+            silent = self._left_rank if want_read else self._right_rank
+            raise self._failure(silent, f"was silent for {self._timeout_s:g} s")
+        readable = want_read and self._left.fileno() in ready
+        return readable, want_write and self._right.fileno() in ready
+
+    def _failure(self, neighbour: int, what: str) -> TransportError:
+        return TransportError(f"ring: rank {neighbour} {what} (seen by rank {self.rank})")
+
+    def _connect(self, address: Address, token: bytes, deadline: float) -> socket.socket:
+        """Connect to the right neighbour, prove the token to it and have it prove the same."""
+        try:
+            link = socket.create_connection(address, timeout=_left_of(deadline))
+        except OSError as error:
+            raise self._failure(
+                self._right_rank, f"cannot be reached at {address[0]}:{address[1]} ({error})"
+            ) from error
+        try:
+            hello = HELLO.pack(MAGIC, self.rank, self._right_rank, os.urandom(NONCE_BYTES))
+            link.sendall(hello)
+            nonce = _receive(link, NONCE_BYTES, deadline)
+            proof = _receive(link, PROOF_BYTES, deadline)
+            if not hmac.compare_digest(proof, _prove(token, b"accept", hello, nonce)):
+                raise self._failure(self._right_rank, "does not know this run's token")
+            link.sendall(_prove(token, b"connect", hello, nonce))
+        except (OSError, EOFError) as error:
+            link.close()
+            raise self._failure(self._right_rank, f"broke off the handshake ({error})") from error
+        except TransportError:
+            link.close()
+            raise
+        return link
+
+
+class _Door:
+    """Accepts connections until one of them is the left neighbour; each is heard on its own.
+
+    A stranger, whether it talks nonsense, says nothing or replays, costs one waiting thread.
+    """
+
+    def __init__(
+        self, listener: socket.socket, expected: int, rank: int, token: bytes, deadline: float
+    ) -> None:
+        self._listener = listener
+        self._expected = expected
+        self._rank = rank
+        self._token = token
+        self._deadline = deadline
+        self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        listener.settimeout(0.1)
+        threading.Thread(target=self._accept, name="ring-accept", daemon=True).start()
+
+    def wait(self) -> socket.socket:
+        if not self._arrived.wait(_left_of(self._deadline)) or self._link is None:
+            raise TransportError(
+                f"ring: rank {self._expected} did not connect in time (seen by rank {self._rank})"
+            )
+        return self._link
+
+    def close(self) -> None:
+        self._arrived.set()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._arrived.is_set():
+                try:
+                    link, _ = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return
+                threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+
+    def _hear(self, link: socket.socket) -> None:
+        try:
+            genuine = self._is_left_neighbour(link)
+        except (OSError, EOFError):
+            genuine = False
+        with self._lock:
+            if genuine and not self._arrived.is_set():
+                self._link = link
+                self._arrived.set()
+                return
+        link.close()
+
+    def _is_left_neighbour(self, link: socket.socket) -> bool:
+        hello = _receive(link, HELLO.size, self._deadline)
+        magic, sender, receiver, _ = HELLO.unpack(hello)
+        if (magic, sender, receiver) != (MAGIC, self._expected, self._rank):
+            return False
+        nonce = os.urandom(NONCE_BYTES)
+        link.sendall(nonce + _prove(self._token, b"accept", hello, nonce))
+        proof = _receive(link, PROOF_BYTES, self._deadline)
+        return hmac.compare_digest(proof, _prove(self._token, b"connect", hello, nonce))
+
+
+def _prove(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token, role + hello + nonce, "sha256")
+
+
+def _receive(link: socket.socket, count: int, deadline: float) -> bytes:
+    """Exactly `count` bytes. Raises EOFError or TimeoutError (an OSError)."""
+    received = b""
+    while len(received) < count:
+        link.settimeout(_left_of(deadline))
+        part = link.recv(count - len(received))
+        if not part:
+            raise EOFError("the connection was closed")
+        received += part
+    return received
+
+
+def _left_of(deadline: float) -> float:
+    """Seconds until the deadline; a little above zero, as zero would mean non-blocking."""
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,91 @@
+"""One run's folder: who may write it, and the files of design and record in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.errors import UsageError
+
+LOCK = ".lock"
+
+
+class RunDirectory:
+    """The folder of a live run, held under a lock until `close`."""
+
+    def __init__(self, output: Path, experiment: str) -> None:
+        """Make the folder. Raises UsageError, touching nothing, when it holds anything already,
+        when another job is using it, or when it cannot be written.
+        """
+        self.path = output / experiment
+        try:
+            self._refuse_occupied()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("w")
+        except OSError as error:
+            raise UsageError(
+                f"--output={output}: {self.path} cannot be written: {error.strerror or error}"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise UsageError(
+                f"--experiment={experiment}: a live job is using {self.path}"
+            ) from None
+        self._streams: dict[str, IO[str]] = {}
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """The resolved configuration, as `--config` reads it."""
+        import yaml
+
+        self._write("config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """How the run ended."""
+        self._write("summary.json", json.dumps(_json_ready(summary), indent=2) + "\n")
+
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        """Add one JSON object, on a line of its own, to a `.jsonl` file."""
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+        stream.write(json.dumps(_json_ready(record)) + "\n")
+        stream.flush()
+
+    def close(self) -> None:
+        """Let go of the lock; the folder stays."""
+        for stream in self._streams.values():
+            stream.close()
+        self._lock.close()
+
+    def _refuse_occupied(self) -> None:
+        if not self.path.exists():
+            return
+        held = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+        if held:
+            what = "a run" if "config.yaml" in held else f"files ({', '.join(held[:3])}, ...)"
+            raise UsageError(
+                f"--experiment={self.path.name}: {self.path} already holds {what}; "
+                "nothing was changed. Choose another --experiment or --output, or remove it"
+            )
+
+    def _write(self, name: str, text: str) -> None:
+        """Complete or absent: written beside, then renamed."""
+        partial = self.path / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.path / name)
+
+
+def _json_ready(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

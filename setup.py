@@ -1,0 +1,48 @@
+"""Package metadata. Tool settings are in pyproject.toml, exact pins in launch/constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+(VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "hvdtrain/__init__.py").read_text())
+
+setup(
+    name="hvdtrain",
+    version=VERSION,
+    description="Data-parallel PyTorch training on Horovod, with gradients that are proven",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
+    package_data={"hvdtrain": ["py.typed"]},
+    python_requires=">=3.10",
+    # Enough to evaluate and to predict on one device.
+    install_requires=[
+        "torch>=2.13,<2.14",
+        "torchvision>=0.28,<0.29",
+        "numpy>=1.26,<3",
+        "pyyaml>=6,<7",
+        "safetensors>=0.5,<1",
+        "scikit-learn>=1.5,<2",
+        "tensorboard>=2.17,<3",
+        "tqdm>=4.66,<5",
+    ],
+    extras_require={
+        # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
+        # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
+        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65"],
+        "test": [
+            "hypothesis>=6.100,<7",
+            "mypy>=1.15,<3",
+            "psutil>=5.9,<8",
+            "pytest>=8,<10",
+            "pytest-timeout>=2.3,<3",
+            "ruff>=0.12,<1",
+            "types-PyYAML>=6",
+            "types-tqdm>=4.66",
+        ],
+    },
+    entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},
+)
