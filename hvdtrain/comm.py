@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 
+ABANDON_TIMEOUT_S = 2.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
@@ -100,10 +102,19 @@ class HorovodExchange:
         try:
             yield
         except HorovodInternalError as error:
-            raise PeerFailure(f"the exchange broke off: {str(error).strip()}") from error
+            cause = str(error).strip().partition(". ")[0]
+            raise PeerFailure(
+                f"a collective broke off, as it does when another rank fails ({cause})"
+            ) from error
 
     def close(self) -> None:
         hvd.shutdown()
+
+    def abandon(self) -> None:
+        # It waits for ranks that may be gone, so it gets a thread and a limit.
+        shutdown = threading.Thread(target=hvd.shutdown, name="abandon", daemon=True)
+        shutdown.start()
+        shutdown.join(ABANDON_TIMEOUT_S)
 
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not go through Horovod's operations.

@@ -6,13 +6,14 @@ the one over Horovod.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hvdtrain.errors import AgreedFailure, HvdtrainError
+from hvdtrain.errors import EXIT_FAILED, AgreedFailure, HvdtrainError
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.in_process import in_process_ring
 
@@ -61,6 +62,9 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Collective: leave the group of ranks in good order."""
 
+    def abandon(self) -> None:
+        """Let the others know that this rank is about to end: their collectives break off."""
+
 
 class SingleProcess:
     """N = 1: nothing to exchange. Needs no Horovod, and can be stepped through in a debugger."""
@@ -96,32 +100,26 @@ class SingleProcess:
     def close(self) -> None:
         """Nothing is held."""
 
+    def abandon(self) -> None:
+        """There is nobody to tell."""
+
 
 def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
     """Collective: run `action` on every rank, and go on only if it succeeded on all of them.
 
     Otherwise every rank raises the same AgreedFailure, which names each failing rank: nobody is
-    left waiting in a later collective. `what` names the collective ("prepare"). Errors that are
-    not meant for the user (no HvdtrainError) pass through, after the others have been told.
+    left waiting in a later collective. `what` names the collective ("prepare").
     """
-    problem: Exception | None = None
+    told: tuple[int, str] | None = None
     try:
         result = action()
-    except Exception as error:
-        problem = error
-    told = None if problem is None else (_exit_code(problem), _text(problem))
+    except HvdtrainError as error:
+        told = (error.exit_code, str(error))
+    except Exception as error:  # a surprise, in a user's model perhaps: with its traceback
+        trace = traceback.format_exc().rstrip()
+        told = (EXIT_FAILED, f"{type(error).__name__}: {error}\n{trace}")
     told_by_rank = exchange.all_gather_object(told, f"hvdtrain.agree.{what}")
-    if problem is not None and not isinstance(problem, HvdtrainError):
-        raise problem
     failures = {rank: told for rank, told in enumerate(told_by_rank) if told is not None}
     if failures:
         raise AgreedFailure(failures, exchange.size)
     return result
-
-
-def _exit_code(error: Exception) -> int:
-    return error.exit_code if isinstance(error, HvdtrainError) else 1
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, HvdtrainError) else f"{type(error).__name__}: {error}"

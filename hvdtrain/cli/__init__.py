@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import time
-import traceback
-from types import FrameType
+from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.cli.options import Parser, add_train_flags
-from hvdtrain.errors import EXIT_FAILED, HvdtrainError, Stopped, UsageError
-from hvdtrain.log import complain
+from hvdtrain.cli.failure import tell
+from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
+from hvdtrain.errors import EXIT_OK
+from hvdtrain.log import say
 from hvdtrain.topology import Topology
-
-# horovodrun ends all workers when the first one ends: the others give rank 0 time to speak.
-GRACE_S = 2.0
 
 
 def main() -> int:
@@ -24,16 +18,10 @@ def main() -> int:
     topology = Topology()
     try:
         topology = Topology.from_environment()
-        arguments = _parser().parse_args()
-        return int(arguments.run(arguments, topology))
-    except HvdtrainError as error:
-        return _fail(error, topology)
+        arguments, unknown = _parser().parse_known_args()
+        return int(arguments.run(vars(arguments), unknown, topology))
     except Exception as error:
-        place = f" on {topology.place}" if topology.size > 1 else ""
-        summary = f"hvdtrain: failed{place}: {type(error).__name__}: {error}"
-        complain(f"{summary}\n{traceback.format_exc().rstrip()}")
-        _leave_at_once(EXIT_FAILED, topology)
-        return EXIT_FAILED
+        return tell(error, topology)
 
 
 def _parser() -> Parser:
@@ -59,42 +47,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _train(arguments: object, topology: Topology) -> int:
-    from hvdtrain.cli.train import run  # torch starts here, once the command is known
+def _train(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    config = build_config(arguments, unknown)
+    if arguments["print_config"]:
+        if topology.rank == 0:
+            say(dump_yaml(config))
+        return EXIT_OK
+    from hvdtrain.cli.train import run  # torch starts here, once the configuration is good
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
-    return run(vars(arguments), topology)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-    raise Stopped(number, signal.Signals(number).name)
-
-
-def _fail(error: HvdtrainError, topology: Topology) -> int:
-    """Tell the user, once where all ranks met the same; returns the exit code."""
-    same_everywhere = error.on_all_ranks or isinstance(error, UsageError)
-    if not same_everywhere:
-        place = f" on {topology.place}" if topology.size > 1 else ""
-        complain(f"hvdtrain: error{place}: {error}")
-        _leave_at_once(error.exit_code, topology)
-    elif topology.rank == 0:
-        complain(f"hvdtrain: error: {error}")
-    else:
-        time.sleep(GRACE_S)
-    return error.exit_code
-
-
-def _leave_at_once(exit_code: int, topology: Topology) -> None:
-    """End without waiting for ranks that know nothing of this failure.
-
-    An orderly end would ask them to agree on Horovod's shutdown, or on MPI's.
-    """
-    if topology.size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+    return run(config, topology)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ line) it is a plain line per interval.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
 class Console:
     """An observer that prints."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, live: bool) -> None:
+        """`live`: with a progress bar, which needs a terminal of its own."""
         self._total_steps = total_steps
-        self._bar = tqdm(total=total_steps, unit="step") if sys.stdout.isatty() else None
+        self._bar = tqdm(total=total_steps, unit="step") if live else None
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         if self._bar is not None:
@@ -79,7 +79,6 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
     threads = torch.get_num_threads()
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
-    highest_lr = max(map(job.schedule, range(job.total_steps)))
     return "\n".join(
         [
             f"hvdtrain {__version__}",
@@ -90,7 +89,7 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"thread{'s' if threads > 1 else ''} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
-            f"  update   {optimizer}, learning rate up to {highest_lr:.4g}",
+            f"  update   {optimizer}, learning rate up to {job.optimizer.defaults['lr']:.4g}",
         ]
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
 from pathlib import Path
@@ -74,28 +75,46 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def build_config(flags: dict[str, Any], file: Path | None) -> TrainConfig:
+def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
     """The configuration from defaults, then the YAML file, then flags.
 
-    Raises UsageError with every problem of the file and of all groups.
+    `arguments`: what the parser found; `unknown`: what it could not place. Raises UsageError with
+    every problem of the flags, the file and all groups.
     """
     options = train_options()
-    values = (read_yaml(file, options) if file else {}) | flags
-    if "batch_size" in flags and "global_batch_size" not in flags:
-        values.pop("global_batch_size", None)
-    elif "global_batch_size" in flags and "batch_size" not in flags:
-        values.pop("batch_size", None)
+    flags = {name: value for name, value in arguments.items() if name in options}
+    file = arguments.get("config")
+    values = (read_yaml(Path(file), options) if file else {}) | flags
+    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if one in flags and other not in flags:
+            values.pop(other, None)
+    problems = [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
     groups: dict[str, Any] = {}
-    problems: list[str] = []
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         own = {name: value for name, value in values.items() if options[name].group == group}
         try:
             groups[group] = group_type(**own)
         except UsageError as error:
             problems.extend(error.problems)
+    if unknown and not problems:
+        problems.append(f"not understood: {' '.join(unknown)}")
     if problems:
         raise UsageError(*problems)
     return TrainConfig(**groups)
+
+
+def dump_yaml(config: TrainConfig) -> str:
+    """The configuration as `--config` reads it."""
+    import yaml
+
+    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False)).rstrip()
+
+
+def _explain_unknown(text: str, options: dict[str, Option]) -> str:
+    flag = text.partition("=")[0]
+    known = [f"--{name.replace('_', '-')}" for name in options]
+    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
+    return f"{flag}: no such flag" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def as_flat_dict(config: TrainConfig) -> dict[str, Any]:

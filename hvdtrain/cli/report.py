@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Report:
     def __init__(self, directory: RunDirectory, job: Job, exchange: Exchange) -> None:
         self._directory = directory
         self._model = job.model
-        self._console = Console(job.total_steps)
+        self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
         self._recorder = Recorder(directory)
         self._audit: dict[str, Any] = {
             "checked": 0,

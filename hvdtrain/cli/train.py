@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.audit import GradientAudit, NoAudit
 from hvdtrain.cli.console import header
-from hvdtrain.cli.options import as_flat_dict, build_config
+from hvdtrain.cli.failure import is_common, leave_at_once, tell
+from hvdtrain.cli.options import as_flat_dict
 from hvdtrain.cli.report import NoReport, Report
+from hvdtrain.cli.signals import StopSignals
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import GlobalBatchSampler, load_dataset
-from hvdtrain.errors import PreflightError, UsageError
+from hvdtrain.errors import EXIT_OK, PreflightError, Stopped, UsageError
 from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.log import say
 from hvdtrain.models import build_model, fit_images
@@ -30,30 +31,45 @@ from hvdtrain.training import Job, train
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def run(arguments: dict[str, Any], topology: Topology) -> int:
-    """Collective: one training run from its parsed flags. Returns the exit code."""
-    chosen = {name: arguments[name] for name in arguments.keys() - {"command", "run"}}
-    file, print_config = chosen.pop("config"), chosen.pop("print_config")
-    config = build_config(chosen, Path(file) if file else None)
-    if print_config:
-        _print_config(config, topology)
-        return 0
+def run(config: TrainConfig, topology: Topology) -> int:
+    """Collective: one training run; its failures are told here. Returns the exit code."""
+    signals = StopSignals()
     exchange = _connect(topology)
-    with exchange.peer_failures():
-        _run(config, exchange, topology)
-        exchange.close()
-    return 0
-
-
-def _run(config: TrainConfig, exchange: Exchange, topology: Topology) -> None:
-    """Collective: prepare on all ranks, and train once all of them can."""
-    job = agree(exchange, "prepare", lambda: _prepare(config, exchange, topology))
-    report = agree(exchange, "output", lambda: _open_report(config, job, exchange))
     try:
-        job.optimizer = exchange.distribute(job.optimizer, job.model)
-        audit = _audit(config, job, exchange, report)
-        outcome = train(job, exchange, audit, report)
-        audit.close()
+        with exchange.peer_failures():
+            job = agree(exchange, "prepare", lambda: _prepare(config, exchange, topology))
+            report = agree(exchange, "output", lambda: _open_report(config, job, exchange))
+        _train(config, job, exchange, report, signals)
+        exchange.close()
+    except Exception as error:
+        exit_code = tell(error, topology)
+        if exchange.size > 1 and not is_common(error):
+            exchange.abandon()
+            leave_at_once(exit_code)
+        return exit_code
+    return EXIT_OK
+
+
+def _train(
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    report: Report | NoReport,
+    signals: StopSignals,
+) -> None:
+    """Collective: train what was prepared, and leave a summary however it ends."""
+
+    def if_stuck(error: Stopped) -> None:
+        report.fail(error)
+        leave_at_once(error.exit_code)
+
+    signals.if_stuck = if_stuck
+    try:
+        with exchange.peer_failures():
+            job.optimizer = exchange.distribute(job.optimizer, job.model)
+            audit = _audit(config, job, exchange, report)
+            outcome = train(job, exchange, audit, report)
+            audit.close()
         report.finish(outcome, params_sha256(job.model))
     except BaseException as error:
         report.fail(error)
@@ -156,10 +172,3 @@ def _audit(
         return NoAudit()
     ring = exchange.ring()
     return GradientAudit(job.model, ring, config.audit.audit_every, report.audited)
-
-
-def _print_config(config: TrainConfig, topology: Topology) -> None:
-    import yaml
-
-    if topology.rank == 0:
-        say(yaml.safe_dump(as_flat_dict(config), sort_keys=False).rstrip())
