@@ -6,6 +6,7 @@ Every collective bears a name: unnamed ones are counted per rank and can deadloc
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import secrets
 import socket
@@ -53,8 +54,8 @@ class HorovodExchange:
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
-        self._watched: tuple[int, ...] = ()
-        self._named: dict[int, str] = {}
+        self._named: dict[str, torch.nn.Parameter] = {}
+        self._watched: frozenset[int] = frozenset()
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
@@ -71,18 +72,18 @@ class HorovodExchange:
         state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
         wrapped.load_state_dict(state)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        self._named = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._watched = _trainable(wrapped)
+        self._named = dict(model.named_parameters())
+        self._watched = self._trainable(wrapped)
         check_equal_on_all_ranks(model, self, "after the initial broadcast")
         return wrapped
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until Horovod has averaged every gradient.
 
-        Raises TrainingError when the optimizer holds trainable parameters that it did not have
-        when it was wrapped: Horovod would silently leave them out.
+        Raises TrainingError when the model or the optimizer has trainable parameters that were
+        not trainable, or not there, when it was wrapped: Horovod would silently leave them out.
         """
-        if _trainable(optimizer) != self._watched:
+        if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
@@ -129,28 +130,27 @@ class HorovodExchange:
         token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
+    def _trainable(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+        every = itertools.chain(self._named.values(), in_optimizer)
+        return frozenset(id(parameter) for parameter in every if parameter.requires_grad)
+
     def _explain_unwatched(self, optimizer: torch.optim.Optimizer) -> str:
-        new = set(_trainable(optimizer)) - set(self._watched)
-        gone = set(self._watched) - set(_trainable(optimizer))
+        now = self._trainable(optimizer)
+        names = {id(parameter): name for name, parameter in self._named.items()}
         changes = [
-            f"{len(group)} {verb} (such as {self._named.get(min(group), 'one not in the model')})"
-            for group, verb in ((new, "added or unfrozen"), (gone, "removed or frozen"))
+            f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
+            for group, verb in (
+                (now - self._watched, "added or unfrozen"),
+                (self._watched - now, "removed or frozen"),
+            )
             if group
         ]
         return (
-            "the optimizer's trainable parameters have changed since it was distributed: "
+            "the trainable parameters have changed since the optimizer was distributed: "
             f"{' and '.join(changes)}. Horovod averages only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
-
-
-def _trainable(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    return tuple(
-        id(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    )
 
 
 def _own_address() -> str:

@@ -26,7 +26,6 @@ class HvdtrainError(Exception):
     """Base of all errors meant for the user: its text is shown without a traceback."""
 
     exit_code = EXIT_FAILED
-    on_all_ranks = False  # True: every rank raises it, so that one of them speaks for all
 
 
 class UsageError(HvdtrainError):
@@ -46,9 +45,7 @@ class PreflightError(HvdtrainError):
 
 
 class TrainingError(HvdtrainError):
-    """Training cannot go on; found by all ranks at the same step."""
-
-    on_all_ranks = True
+    """Training cannot go on."""
 
 
 class PeerFailure(HvdtrainError):
@@ -63,7 +60,6 @@ class AuditMismatch(HvdtrainError):
     """A reduced gradient differs from the ring reference by more than the rounding bound."""
 
     exit_code = EXIT_MISMATCH
-    on_all_ranks = True
 
 
 class Stopped(HvdtrainError):
@@ -76,8 +72,6 @@ class Stopped(HvdtrainError):
 
 class AgreedFailure(HvdtrainError):
     """Failures that the ranks told one another; the same text on every rank."""
-
-    on_all_ranks = True
 
     def __init__(self, failures: Mapping[int, tuple[int, str]], size: int) -> None:
         """`failures`: rank -> (exit code, text)."""

@@ -26,7 +26,7 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 def build_optimizer(
     name: str, model: torch.nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters.
+    """The optimizer over the model's parameters; frozen ones are in it, and left alone.
 
     Momentum and weight decay are given to those that have them. Raises UsageError.
     """
@@ -37,7 +37,5 @@ def build_optimizer(
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return optimizer_class(
-        parameters, **{key: value for key, value in wanted.items() if key in accepted}
-    )
+    settings = {key: value for key, value in wanted.items() if key in accepted}
+    return optimizer_class(model.parameters(), **settings)

@@ -1,4 +1,4 @@
-"""How a failure is told: once where all ranks met the same, else by the rank that met it."""
+"""How a failure is told: rank 0 first, so that what all ranks meet is said once."""
 
 from __future__ import annotations
 
@@ -8,35 +8,28 @@ import sys
 import time
 import traceback
 
-from hvdtrain.errors import EXIT_FAILED, HvdtrainError, UsageError
+from hvdtrain.errors import EXIT_FAILED, HvdtrainError
 from hvdtrain.log import complain
 from hvdtrain.topology import Topology
 
-# horovodrun ends all workers when the first one ends: the others give rank 0 time to speak.
+# horovodrun ends all workers when the first one ends. Rank 0 speaks and ends at once; where it has
+# met the same failure, the others are gone before they would say it again.
 GRACE_S = 2.0
-
-
-def is_common(error: BaseException) -> bool:
-    """Whether every rank meets this error: all see the same flags, or they have agreed on it."""
-    return isinstance(error, HvdtrainError) and (
-        error.on_all_ranks or isinstance(error, UsageError)
-    )
 
 
 def tell(error: Exception, topology: Topology) -> int:
     """Print the error for the user; returns the exit code. Only surprises show a traceback."""
-    place = "" if topology.size == 1 or is_common(error) else f" on {topology.place}"
-    if not isinstance(error, HvdtrainError):
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")
-        return EXIT_FAILED
-    if topology.rank == 0 or not is_common(error):
-        complain(f"hvdtrain: error{place}: {error}")
-    else:
+    if topology.rank > 0:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(GRACE_S)
-    return error.exit_code
+    place = f" on {topology.place}" if topology.size > 1 else ""
+    if isinstance(error, HvdtrainError):
+        complain(f"hvdtrain: error{place}: {error}")
+        return error.exit_code
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")
+    return EXIT_FAILED
 
 
 def leave_at_once(exit_code: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.audit import GradientAudit, NoAudit
 from hvdtrain.cli.console import header
-from hvdtrain.cli.failure import is_common, leave_at_once, tell
+from hvdtrain.cli.failure import leave_at_once, tell
 from hvdtrain.cli.options import as_flat_dict
 from hvdtrain.cli.report import NoReport, Report
 from hvdtrain.cli.signals import StopSignals
@@ -43,8 +43,9 @@ def run(config: TrainConfig, topology: Topology) -> int:
         exchange.close()
     except Exception as error:
         exit_code = tell(error, topology)
-        if exchange.size > 1 and not is_common(error):
-            exchange.abandon()
+        if exchange.rank > 0:
+            exchange.abandon()  # rank 0 hears of it, and can write its summary
+        if exchange.size > 1:
             leave_at_once(exit_code)
         return exit_code
     return EXIT_OK

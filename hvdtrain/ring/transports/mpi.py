@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TransportError
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
 
 class MpiTransport:
     """A rank of a ring over mpi4py's `Sendrecv` (buffers, no pickling)."""
 
-    def __init__(self) -> None:
-        """Collective: every rank of the MPI world makes one.
+    def __init__(self, communicator: Intracomm | None = None) -> None:
+        """Collective: every rank of `communicator` (default: the whole MPI world) makes one.
 
         Horovod must have initialised MPI (`hvd.init()` under the mpi controller). Raises
         TransportError when it has not, or without thread support.
@@ -32,7 +35,7 @@ class MpiTransport:
                 "this MPI runs without MPI_THREAD_MULTIPLE beside Horovod's thread"
             )
         self._mpi = MPI
-        self._communicator = MPI.COMM_WORLD.Dup()
+        self._communicator = (communicator or MPI.COMM_WORLD).Dup()
         self._open = True
         self.rank = self._communicator.Get_rank()
         self.size = self._communicator.Get_size()

@@ -1,0 +1,296 @@
+"""Run by horovodrun on every rank: each check here is a test of its own (see test_checks.py).
+
+A check raises on any rank when what it guards is broken; the ranks then tell one another, and go
+on with the next check together. Rank 0 prints one JSON line a check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hvdtrain.audit import AuditRecord, GradientAudit, NoAudit
+from hvdtrain.comm import HorovodExchange
+from hvdtrain.data import GlobalBatchSampler, TensorSplit
+from hvdtrain.data.splits import Dataset
+from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
+from hvdtrain.evaluate import evaluate
+from hvdtrain.exchange import Exchange, SingleProcess, agree
+from hvdtrain.metering import Meter, StepSums
+from hvdtrain.models import build_model
+from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
+from hvdtrain.ring import all_reduce, gamma
+from hvdtrain.training import Job, train_step
+from tests.rings import lengths_for, rank_data
+
+SHAPE = (1, 28, 28)
+CLASSES = 10
+
+
+def made_up_images(samples: int) -> Dataset:
+    """Images and labels without pattern, so that losses differ and a wrong weight shows."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn((samples, *SHAPE), generator=generator, dtype=torch.float64)
+    inputs *= torch.linspace(0.1, 4, samples, dtype=torch.float64)[:, None, None, None]
+    labels = torch.randint(CLASSES, (samples,), generator=generator)
+    split = TensorSplit(inputs, labels)
+    return Dataset("made up", SHAPE, CLASSES, split, split)
+
+
+def make_job(dataset: Dataset, name: str = "lenet") -> Job:
+    torch.manual_seed(11)
+    model = build_model(name, SHAPE, CLASSES, torch.float64)
+    return Job(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        dataset=dataset,
+        sampler=GlobalBatchSampler(len(dataset.train), len(dataset.train), seed=0),
+        schedule=lambda step: 0.0,
+        total_steps=1,
+        device=torch.device("cpu"),
+        log_interval=1,
+        eval_interval=1,
+    )
+
+
+def ring_sums_are_right(exchange: Exchange) -> None:
+    """The ring that audits use (TCP under gloo, MPI under mpi), between real processes."""
+    transport = exchange.ring()
+    for length in lengths_for(exchange.size):
+        for dtype in (np.int64, np.float32, np.float64):
+            data = [rank_data(rank, length, dtype) for rank in range(exchange.size)]
+            result = all_reduce(data[exchange.rank], transport)
+            exact = np.sum(np.array(data, dtype=np.longdouble), axis=0)
+            magnitudes = np.sum(np.abs(np.array(data, dtype=np.longdouble)), axis=0)
+            allowed = 0 if dtype == np.int64 else gamma(exchange.size, dtype) * magnitudes
+            assert (np.abs(result - exact) <= allowed).all(), (length, dtype)
+    transport.close()
+
+
+def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
+    """Against one process's gradient of the mean loss, for even, uneven and empty shares."""
+    size = exchange.size
+    shares = {"lenet": {1, size - 1, size, size + 1, 32 * size + 5}, "mlp": {size - 1, size + 1}}
+    for name, sizes in shares.items():
+        for samples in sorted(sizes):
+            dataset = made_up_images(samples)
+            indices = np.arange(samples)
+            alone = make_job(dataset, name)
+            train_step(alone, SingleProcess(), NoAudit(), 1, indices)
+            together = make_job(dataset, name)
+            together.optimizer = exchange.distribute(together.optimizer, together.model)
+            train_step(together, exchange, NoAudit(), 1, indices).total()
+            for (key, expected), actual in zip(
+                alone.model.named_parameters(), together.model.parameters(), strict=True
+            ):
+                largest = expected.grad.abs().max()
+                error = (actual.grad - expected.grad).abs().max()
+                assert error <= 1e-12 * largest, (name, samples, key, error / largest)
+
+
+def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
+    """Weight decay and a state of its own must not move the parameters of other ranks."""
+    torch.manual_seed(100 + exchange.rank)
+    model = torch.nn.Linear(5, 3)
+    before = params_sha256(model)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1 * (1 + exchange.rank), momentum=0.9, weight_decay=0.5
+    )
+    wrapped = exchange.distribute(optimizer, model)
+    of_rank_0 = exchange.all_gather_object(before, "test.before")[0]
+    assert params_sha256(model) == of_rank_0
+    assert wrapped.param_groups[0]["lr"] == 0.1
+    if exchange.size > 1 and exchange.rank > 0:
+        assert before != of_rank_0  # else the check could not fail
+
+
+def drifted_ranks_are_named(exchange: Exchange) -> None:
+    """One rank's weight differs by one unit in the last place."""
+    model = torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+        if exchange.rank == exchange.size - 1:
+            model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(2.0))
+    expect(
+        TrainingError,
+        f"rank {exchange.size - 1} held",
+        lambda: check_equal_on_all_ranks(model, exchange, "in this test"),
+    )
+
+
+def unfrozen_parameters_are_noticed(exchange: Exchange) -> None:
+    """Horovod would silently not average them."""
+    for change in ("unfreeze", "add"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        if change == "unfreeze":
+            model[1].requires_grad_(False)
+        given = model if change == "unfreeze" else model[0]
+        optimizer = exchange.distribute(torch.optim.SGD(given.parameters(), lr=0.1), model)
+        if change == "unfreeze":
+            model[1].requires_grad_(True)
+        else:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        model(torch.ones(2, 3)).sum().backward()
+        expect(
+            TrainingError,
+            "2 added or unfrozen (such as 1.",
+            lambda optimizer=optimizer: exchange.reduce_gradients(optimizer),
+        )
+        optimizer.synchronize()  # what Horovod was given must be finished on all ranks
+
+
+def failures_are_agreed_on(exchange: Exchange) -> None:
+    """One rank's bad input ends all ranks, with its text and its exit code."""
+    last = exchange.size - 1
+
+    def prepare() -> None:
+        if exchange.rank == last:
+            raise UsageError("--data-dir=x: not on this host")
+
+    error = expect(
+        AgreedFailure,
+        f"rank {last}: --data-dir=x: not on this host",
+        lambda: agree(exchange, "test", prepare),
+    )
+    assert error.exit_code == 2
+
+
+def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
+    """For data sets of any size, also smaller than the number of ranks."""
+    device = torch.device("cpu")
+    for samples in sorted({1, exchange.size - 1, exchange.size, exchange.size + 1, 101}):
+        split = made_up_images(samples).valid
+        model = make_job(made_up_images(1)).model
+        expected = evaluate(model, split, SingleProcess(), device)
+        actual = evaluate(model, split, exchange, device)
+        assert actual.samples == expected.samples == samples
+        assert actual.accuracy == expected.accuracy
+        assert abs(actual.loss - expected.loss) <= 1e-12 * expected.loss
+
+
+def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
+    """Faults between Horovod and the optimizer, on one rank or on all, on the last element."""
+    last = exchange.size - 1
+
+    def flip_bit(gradient: torch.Tensor) -> None:
+        if exchange.rank == last:
+            gradient.numpy().reshape(-1).view(np.int64)[-1] ^= 1 << 30
+
+    def drop_last_rank(gradient: torch.Tensor) -> None:
+        gradient.reshape(-1)[-1] -= local[-1] / exchange.size
+
+    def stale(gradient: torch.Tensor) -> None:
+        gradient.reshape(-1)[-1] *= 1.001
+
+    ring = exchange.ring()
+    samples = 4 * exchange.size + 1
+    dataset = made_up_images(samples)
+    for fault in (None, flip_bit, drop_last_rank, stale):
+        job = make_job(dataset)
+        job.optimizer = exchange.distribute(job.optimizer, job.model)
+        records: list[AuditRecord] = []
+        audit = FaultyExchangeAudit(GradientAudit(job.model, ring, 1, records.append), job, fault)
+        local = audit.local_weight_gradients(exchange)
+
+        def step(job: Job = job, audit: FaultyExchangeAudit = audit) -> None:
+            train_step(job, exchange, audit, 1, np.arange(samples))
+
+        if fault is None:
+            step()
+            assert records[0].ok
+            assert records[0].elements == sum(p.numel() for p in job.model.parameters())
+        else:
+            expect(AuditMismatch, "parameter output.weight, index [9, 127]", step)
+            assert not records[0].ok
+    ring.close()
+
+
+class FaultyExchangeAudit:
+    """An audit that does mischief to the reduced gradients before it hands over to the real one."""
+
+    def __init__(
+        self, audit: GradientAudit, job: Job, fault: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        self._audit = audit
+        self._job = job
+        self._fault = fault
+
+    def local_weight_gradients(self, exchange: Exchange) -> torch.Tensor:
+        """The last rank's own gradient of output.weight, known to all ranks, flat."""
+        own: list[torch.Tensor] = []
+        weight = self._job.model.output.weight
+        hook = weight.register_post_accumulate_grad_hook(lambda p: own.append(p.grad.clone()))
+        samples = len(self._job.dataset.train)
+        train_step(self._job, exchange, NoAudit(), 1, np.arange(samples)).total()
+        hook.remove()
+        return exchange.all_gather_object(own[0].reshape(-1), "test.local")[-1]
+
+    def begin(self, step: int) -> None:
+        self._audit.begin(step)
+
+    def end(self, step: int) -> None:
+        if self._fault:
+            self._fault(self._job.model.output.weight.grad)
+        self._audit.end(step)
+
+
+def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:
+    """Only one rank meets it; all leave at the same step, and it is named."""
+    last = exchange.size - 1
+    scores = torch.zeros(2, CLASSES)
+    loss = torch.tensor(float("nan") if exchange.rank == last else 1.0)
+    meter = Meter(exchange)
+    meter.begin_step()
+    sums = StepSums.of(loss, scores, torch.zeros(2, dtype=torch.int64)).start(exchange, 1)
+    meter.end_step(sums, 1)
+    expect(TrainingError, f"at step 1 on rank {last} (loss nan).", meter.read_interval)
+
+
+CHECKS = (
+    ring_sums_are_right,
+    averaged_gradient_is_that_of_the_global_batch,
+    initial_state_is_that_of_rank_0,
+    drifted_ranks_are_named,
+    unfrozen_parameters_are_noticed,
+    failures_are_agreed_on,
+    evaluation_counts_each_sample_once,
+    audit_finds_faults_of_the_exchange,
+    a_loss_that_is_not_finite_ends_all_ranks,
+)
+
+
+def expect(kind: type[Exception], text: str, action: Callable[[], object]) -> Exception:
+    """`action` must raise `kind` with `text` in its message."""
+    try:
+        action()
+    except kind as error:
+        assert text in str(error), f"{text!r} is not in {error}"
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    exchange = HorovodExchange()
+    for check in CHECKS:
+        try:
+            check(exchange)
+            problem = None
+        except Exception:
+            problem = traceback.format_exc()
+        problems = exchange.all_gather_object(problem, f"test.{check.__name__}")
+        if exchange.rank == 0:
+            sys.stdout.write(json.dumps({"check": check.__name__, "problems": problems}) + "\n")
+            sys.stdout.flush()
+    exchange.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Run by mpirun with 9 processes: rings of 1 to 9 ranks over MPI against NumPy's sum."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdtrain.ring import all_reduce, gamma
+from hvdtrain.ring.transports.mpi import MpiTransport
+from tests.rings import lengths_for, rank_data
+
+
+def check(transport: MpiTransport) -> None:
+    """Integers exactly, floats within N - 1 roundings; raises AssertionError."""
+    size = transport.size
+    for length in lengths_for(size):
+        for dtype in (np.int64, np.float32, np.float64):
+            data = [rank_data(rank, length, dtype) for rank in range(size)]
+            result = all_reduce(data[transport.rank], transport)
+            assert result.dtype == dtype
+            if dtype == np.int64:
+                np.testing.assert_array_equal(result, np.sum(data, axis=0))
+                continue
+            wide = np.array(data, dtype=np.longdouble)
+            allowed = gamma(max(size - 1, 1), dtype) * np.abs(wide).sum(axis=0)
+            assert (np.abs(result - wide.sum(axis=0)) <= allowed).all(), (size, length, dtype)
+
+
+def main() -> int:
+    world = MPI.COMM_WORLD
+    for size in range(1, world.size + 1):
+        part = world.Split(color=0 if world.rank < size else 1, key=world.rank)
+        if world.rank < size:
+            transport = MpiTransport(part)
+            check(transport)
+            transport.close()
+            transport.close()  # a second close is harmless
+        part.Free()
+        world.Barrier()
+        if world.rank == 0:
+            sys.stdout.write(f"ring of {size} over MPI is right\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

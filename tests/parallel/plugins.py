@@ -1,0 +1,77 @@
+"""Models for `--model tests.parallel.plugins:NAME` that make real training go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+
+from hvdtrain.models.lenet import LeNet
+from hvdtrain.topology import Topology
+
+FAULTY_RANK = 1
+FAULTY_CALL = 4
+
+
+class FailingLeNet(LeNet):
+    """Calls `fault` in one rank's fourth forward pass."""
+
+    def __init__(self, channels: int, classes: int, fault) -> None:
+        super().__init__(channels, classes)
+        self.calls = 0
+        self.fault = fault
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == FAULTY_CALL and Topology.from_environment().rank == FAULTY_RANK:
+            self.fault()
+        return super().forward(torch.nn.functional.interpolate(images, (28, 28)))
+
+
+def raises(shape, classes) -> torch.nn.Module:
+    def fault() -> None:
+        raise ValueError("a worker's own mistake")
+
+    return FailingLeNet(shape[0], classes, fault)
+
+
+def is_killed(shape, classes) -> torch.nn.Module:
+    return FailingLeNet(shape[0], classes, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raises_when_built(shape, classes) -> torch.nn.Module:
+    raise KeyError("no such layer")
+
+
+def grows(shape, classes) -> torch.nn.Module:
+    """Unfreezes a layer in the middle of training, on all ranks."""
+    model = FailingLeNet(shape[0], classes, lambda: None)
+    model.hidden.requires_grad_(False)
+    forward = model.forward
+
+    def forward_and_unfreeze(images: torch.Tensor) -> torch.Tensor:
+        if model.calls == FAULTY_CALL:
+            model.hidden.requires_grad_(True)
+        return forward(images)
+
+    model.forward = forward_and_unfreeze
+    return model
+
+
+def wrong_exchange(shape, classes) -> torch.nn.Module:
+    """From the fourth step on one rank gets one wrong element from the exchange."""
+    from hvdtrain.comm import HorovodExchange
+
+    honest = HorovodExchange.reduce_gradients
+    calls = 0
+
+    def faulty(self, optimizer) -> None:
+        nonlocal calls
+        honest(self, optimizer)
+        calls += 1
+        if calls >= FAULTY_CALL and self.rank == FAULTY_RANK:
+            optimizer.param_groups[0]["params"][0].grad[3, 0, 1, 2] += 1e-3
+
+    HorovodExchange.reduce_gradients = faulty
+    return FailingLeNet(shape[0], classes, lambda: None)

@@ -1,0 +1,150 @@
+"""What goes wrong ends soon, with one readable message and the right exit code, leaving nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launching import CONTROLLERS, Finished, horovodrun, hvdtrain
+
+LIMIT_S = 30
+PLUGINS = "tests.parallel.plugins"
+
+
+def train(controller: str, *flags: str, output: Path, size: int = 2) -> Finished:
+    command = hvdtrain("train", "--output", str(output), "--experiment", "x", *flags)
+    return horovodrun(size, controller, command, timeout_s=90)
+
+
+def check_exit(finished: Finished, controller: str, exit_code: int) -> None:
+    """MPI passes the workers' exit code on; under Gloo horovodrun gives 1, and prints theirs."""
+    assert finished.seconds < LIMIT_S, finished.output
+    assert finished.exit_code == (exit_code if controller == "mpi" else 1), finished.output
+    assert f"Exit code: {exit_code}" in finished.output.replace("Exit code:    ", "Exit code: ")
+
+
+BAD_INPUT = {
+    "wrong flags": (
+        ["--bogus=3", "--lr=-1", "--epochs=0"],
+        ["--bogus: no such flag", "--lr=-1.0: must be at least 0", "--epochs=0: must be above 0"],
+    ),
+    "unknown model": (["--model=lenett"], ["--model=lenett: unknown; choose from lenet, mlp"]),
+    "unknown data": (["--data=digit"], ["--data=digit: unknown; choose from digits"]),
+    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown; choose from"]),
+    "missing data": (
+        ["--data=fashion-mnist", "--data-dir=/nowhere"],
+        ["4 of its 4 files are not in /nowhere/FashionMNIST/raw: train-images-idx3-ubyte"],
+    ),
+    "no such device": (
+        ["--device=cuda"],
+        ["rank 0: --device=cuda: local rank 0 has no CUDA device"],
+    ),
+}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize(("flags", "expected"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input(flags: list, expected: list, controller: str, tmp_path: Path) -> None:
+    """Fails on a traceback, a repeated or missing message, a wrong code, or a folder made."""
+    finished = train(controller, *flags, output=tmp_path / "runs")
+    check_exit(finished, controller, 2)
+    for text in expected:
+        assert finished.output.count(text) == 1, finished.output
+    assert finished.output.count("hvdtrain: error") == 1, finished.output
+    assert "cli/train.py" not in finished.output  # no traceback through our code
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_output_that_is_a_file(controller: str, tmp_path: Path) -> None:
+    """Fails if a folder that cannot be made ends in a traceback, or changes the file."""
+    (tmp_path / "runs").write_text("precious")
+    finished = train(controller, output=tmp_path / "runs")
+    check_exit(finished, controller, 2)
+    assert finished.output.count("cannot be written: Not a directory") == 1, finished.output
+    assert (tmp_path / "runs").read_text() == "precious"
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_output_that_holds_a_run(controller: str, tmp_path: Path) -> None:
+    """Fails if another run's folder is written to."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.yaml").write_text("seed: 1\n")
+    finished = train(controller, output=tmp_path)
+    check_exit(finished, controller, 2)
+    assert finished.output.count("already holds a run; nothing was changed") == 1, finished.output
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["config.yaml"]
+    assert (tmp_path / "x" / "config.yaml").read_text() == "seed: 1\n"
+
+
+def summary_of(output: Path) -> dict:
+    return json.loads((output / "x" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_loss_that_is_not_finite(controller: str, tmp_path: Path) -> None:
+    """Fails if training goes on with NaN, or the message does not name step and ranks."""
+    finished = train(controller, "--lr=1e30", output=tmp_path)
+    check_exit(finished, controller, 1)
+    assert finished.output.count("the loss is not finite at step 2 on rank 0 (loss nan)") == 1
+    assert summary_of(tmp_path)["status"] == "failed"
+    assert not (tmp_path / "x" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_worker_that_raises(controller: str, tmp_path: Path) -> None:
+    """Fails if the others hang, the rank is not named, or rank 0 leaves no summary."""
+    finished = train(controller, f"--model={PLUGINS}:raises", output=tmp_path, size=3)
+    check_exit(finished, controller, 1)
+    message = "ValueError: a worker's own mistake"
+    assert finished.output.count(f"failed on rank 1 on {hostname()}: {message}") == 1
+    assert summary_of(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_model_that_cannot_be_built(controller: str, tmp_path: Path) -> None:
+    """Fails if all ranks print the same error, or a folder is made for a run that never was."""
+    finished = train(controller, f"--model={PLUGINS}:raises_when_built", output=tmp_path / "runs")
+    check_exit(finished, controller, 1)
+    assert finished.output.count("rank 0 on " + hostname() + ": KeyError: 'no such layer'") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_worker_that_is_killed(controller: str, tmp_path: Path) -> None:
+    """Fails if the others wait for ever for a worker that vanished without a word."""
+    finished = train(controller, f"--model={PLUGINS}:is_killed", output=tmp_path, size=3)
+    assert finished.seconds < LIMIT_S, finished.output
+    assert finished.exit_code != 0
+    assert summary_of(tmp_path)["status"] in ("failed", "stopped")
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_layer_unfrozen_during_training(controller: str, tmp_path: Path) -> None:
+    """Fails if gradients that Horovod does not average are used."""
+    finished = train(controller, f"--model={PLUGINS}:grows", output=tmp_path)
+    check_exit(finished, controller, 1)
+    assert finished.output.count("2 added or unfrozen (such as hidden.") == 1, finished.output
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_wrong_exchange_ends_with_exit_code_17(controller: str, tmp_path: Path) -> None:
+    """Fails if the live audit misses a wrong element, or names the wrong step, rank or place."""
+    flags = [f"--model={PLUGINS}:wrong_exchange", "--audit-every=3", "--max-steps=20"]
+    finished = train(controller, *flags, output=tmp_path)
+    check_exit(finished, controller, 17)
+    assert finished.output.count("reduced gradients are wrong at step 6") == 1, finished.output
+    assert finished.output.count("rank 1: parameter conv1.weight, index [3, 0, 1, 2]: reduced") == 1
+    summary = summary_of(tmp_path)
+    assert summary["status"] == "audit_failed"
+    assert summary["audit"]["checked"] == 2
+    assert summary["audit"]["failed"] == 1
+    assert not (tmp_path / "x" / "checkpoints").exists()
+
+
+def hostname() -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,48 @@
+"""Rings and data for the tests of the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.ring.transports import Transport
+from hvdtrain.ring.transports.tcp import TcpTransport, listen
+
+LONG = 1_000_003  # a prime
+TOKEN = bytes(range(32))
+
+
+def lengths_for(size: int) -> list[int]:
+    """0, 1, around the number of ranks, and a long one that no number of ranks divides."""
+    return sorted({0, 1, size - 1, size, size + 1, LONG})
+
+
+def rank_data(rank: int, length: int, dtype: Any) -> np.ndarray:
+    """Values that differ by rank and by position, so that mixed-up ranks cannot pass.
+
+    For floats of many magnitudes and both signs, so that sums are rounded and order matters.
+    """
+    if np.issubdtype(dtype, np.integer):
+        return rank * 1_000_003 + np.arange(length, dtype=dtype) * (rank + 1)
+    generator = np.random.default_rng([rank, length])
+    values = generator.standard_normal(length) * 10.0 ** generator.integers(-6, 6, length)
+    return (values + rank).astype(dtype)
+
+
+def run_tcp_ring(size: int, work: Callable[[Transport], Any], token: bytes = TOKEN) -> list[Any]:
+    """Run `work` for each rank of a ring of real sockets, in threads of this process."""
+    listeners = [listen("127.0.0.1") for _ in range(size)]
+    addresses = [listener.getsockname() for listener in listeners]
+
+    def run(rank: int) -> Any:
+        transport = TcpTransport(rank, listeners[rank], addresses, token, timeout_s=30)
+        try:
+            return work(transport)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))

@@ -1,0 +1,123 @@
+"""The rounding bound: honest averages lie within it, and it is not so wide as to be useless."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from hvdtrain.audit import error_over_bound
+from hvdtrain.ring.bound import average_error_bound, gamma, may_overflow, unit_roundoff
+
+DTYPES = [np.float32, np.float64]
+
+
+def average_as_horovod(terms: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Sum in the terms' own type, in the given order, then multiply by the rounded 1/N."""
+    total = terms[order[0]].copy()
+    for rank in order[1:]:
+        total = total + terms[rank]
+    return total * terms.dtype.type(1 / len(terms))
+
+
+def ratios(terms: np.ndarray, reduced: np.ndarray) -> np.ndarray:
+    wide = terms.astype(np.float64)
+    magnitudes = np.abs(wide).sum(axis=0)
+    bound = average_error_bound(magnitudes, len(terms), terms.dtype)
+    reference = wide.sum(axis=0) / len(terms)
+    overflow = may_overflow(magnitudes, terms.dtype)
+    return error_over_bound(reduced.astype(np.float64), reference, bound, overflow)
+
+
+@st.composite
+def rank_terms(draw: st.DrawFn) -> np.ndarray:
+    """Gradients of 2 to 16 ranks: subnormal, huge, cancelling, or ordinary values."""
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    shape = (draw(st.integers(2, 16)), draw(st.integers(1, 20)))
+    # The sum of 16 must not pass the largest number: overflow is not a rounding error.
+    largest = float(np.finfo(dtype).max) / 32
+    width = 8 * dtype.itemsize
+    elements = st.floats(-largest, largest, width=width, allow_subnormal=True)
+    return draw(npst.arrays(dtype, shape, elements=elements))
+
+
+@given(terms=rank_terms(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_honest_averages_lie_within_the_bound(terms: np.ndarray, seed: int) -> None:
+    """Fails if the bound forgets a rounding, whatever the order of summation."""
+    order = np.random.default_rng(seed).permutation(len(terms))
+    assert (ratios(terms, average_as_horovod(terms, order)) <= 1).all()
+
+
+@given(terms=rank_terms(), where=st.integers(0, 19), sign=st.sampled_from([-1, 1]))
+@settings(max_examples=300, deadline=None)
+def test_an_error_of_eight_bounds_is_found(terms: np.ndarray, where: int, sign: int) -> None:
+    """Fails if the bound is so loose that an error of eight times its size passes."""
+    column = where % terms.shape[1]
+    magnitudes = np.abs(terms.astype(np.float64)).sum(axis=0)
+    bound = average_error_bound(magnitudes, len(terms), terms.dtype)
+    wrong = average_as_horovod(terms, np.arange(len(terms))).astype(np.float64)
+    wrong[column] += sign * 8 * bound[column]
+    assert ratios(terms, wrong)[column] > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_the_bound_is_tight_enough_to_be_useful(size: int, dtype: type) -> None:
+    """Fails if ordinary averages come nowhere near the bound: it would then find little."""
+    terms = np.random.default_rng(size).uniform(0.5, 1, (size, 20_000)).astype(dtype)
+    worst = ratios(terms, average_as_horovod(terms, np.arange(size)[::-1])).max()
+    assert 0.02 < worst <= 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_half_precision_sums_are_found(size: int) -> None:
+    """Fails if a reduction done in float16 passes for one in float32."""
+    terms = np.random.default_rng(1).standard_normal((size, 1000)).astype(np.float32)
+    halved = average_as_horovod(terms.astype(np.float16), np.arange(size))
+    assert (ratios(terms, halved) > 1).mean() > 0.9
+
+
+def test_gamma_is_highams() -> None:
+    """Fails if k u / (1 - k u) is computed otherwise, or taken where it means nothing."""
+    assert unit_roundoff(np.float32) == 2.0**-24
+    assert unit_roundoff(np.float64) == 2.0**-53
+    assert gamma(3, np.float32) == 3 * 2.0**-24 / (1 - 3 * 2.0**-24)
+    with pytest.raises(ValueError, match="no error bound"):
+        gamma(2**24, np.float32)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "reference", "overflow", "ok"),
+    [
+        (NAN, NAN, False, True),
+        (INF, INF, False, True),
+        (-INF, -INF, False, True),
+        (INF, -INF, False, False),
+        (NAN, INF, False, False),
+        (NAN, 1.0, False, False),
+        (1.0, NAN, False, False),
+        (INF, 1.0, False, False),
+        (INF, 1.0, True, True),
+        (0.0, 0.0, False, True),
+    ],
+)
+def test_values_that_are_not_finite_must_be_of_the_same_kind(
+    reduced: float, reference: float, overflow: bool, ok: bool
+) -> None:
+    """Fails if a NaN or an infinity hides a fault, or an honest one raises an alarm."""
+    ratio = error_over_bound(
+        np.array([reduced]), np.array([reference]), np.array([0.0]), np.array([overflow])
+    )
+    assert bool(ratio[0] <= 1) == ok
+
+
+def test_overflow_excuses_finite_terms_only() -> None:
+    """Fails if an infinite term is taken for an honest overflow of the sum."""
+    magnitudes = np.array([1.0, 1e39, INF, NAN])
+    assert may_overflow(magnitudes, np.float32).tolist() == [False, True, False, False]
