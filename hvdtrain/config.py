@@ -32,7 +32,8 @@ def _positive(name: str, value: float | None, zero: bool = False) -> tuple[bool,
     text = f"--{name.replace('_', '-')}={value}: must be {'at least' if zero else 'above'} 0"
     if value is None:
         return True, text
-    return math.isfinite(value) and (value > 0 or (zero and value == 0)), text
+    finite = isinstance(value, int) or math.isfinite(value)
+    return finite and (value > 0 or (zero and value == 0)), text
 
 
 def _one_of(config: Any, name: str) -> tuple[bool, str]:

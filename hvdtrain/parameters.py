@@ -13,11 +13,15 @@ from hvdtrain.exchange import Exchange
 def params_sha256(model: torch.nn.Module) -> str:
     """SHA-256 over name-sorted parameters and buffers: name, dtype, shape, little-endian bytes."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(_tensors(model).items()):
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def check_equal_on_all_ranks(model: torch.nn.Module, exchange: Exchange, when: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,21 +22,23 @@ class RunDirectory:
         when another job is using it, or when it cannot be written.
         """
         self.path = output / experiment
-        try:
-            self._refuse_occupied()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK).open("w")
-        except OSError as error:
-            raise UsageError(
-                f"--output={output}: {self.path} cannot be written: {error.strerror or error}"
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise UsageError(
-                f"--experiment={experiment}: a live job is using {self.path}"
-            ) from None
+        self._refuse_occupied()
+        with ExitStack() as undo:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = undo.enter_context((self.path / LOCK).open("w"))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"--experiment={experiment}: a live job is using {self.path}"
+                ) from None
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise UsageError(
+                    f"--output={output}: {self.path} cannot be written: {reason}"
+                ) from error
+            self._refuse_occupied()  # the job that held the lock may have ended just now
+            undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -63,9 +66,10 @@ class RunDirectory:
         self._lock.close()
 
     def _refuse_occupied(self) -> None:
-        if not self.path.exists():
+        try:
+            held = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+        except (OSError, ValueError):  # not there, or not readable: making it will tell
             return
-        held = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
         if held:
             what = "a run" if "config.yaml" in held else f"files ({', '.join(held[:3])}, ...)"
             raise UsageError(

@@ -41,7 +41,7 @@ class Observer(Protocol):
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """What to train, and for how long."""
 

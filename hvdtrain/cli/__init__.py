@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from hvdtrain import __version__
@@ -29,6 +28,7 @@ def _parser() -> Parser:
         prog="hvdtrain",
         description="Data-parallel PyTorch training on Horovod: N changes how fast, never what is "
         "learned.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -37,6 +37,7 @@ def _parser() -> Parser:
         help="train a model: alone, or on N workers under horovodrun -np N",
         description="Train one model. Alone it is one process; start N workers with "
         "`horovodrun -np N hvdtrain train ...`.",
+        allow_abbrev=False,
     )
     train.add_argument("--config", metavar="FILE.yaml", help="options by name; flags win")
     train.add_argument(
@@ -56,7 +57,3 @@ def _train(arguments: dict[str, Any], unknown: list[str], topology: Topology) ->
     from hvdtrain.cli.train import run  # torch starts here, once the configuration is good
 
     return run(config, topology)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

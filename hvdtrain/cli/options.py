@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvdtrain.cli.config_file import Option, read_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 
@@ -19,19 +20,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One field of one group of the configuration."""
-
-    group: str
-    name: str
-    type: type
-    optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...]
 
 
 def train_options() -> dict[str, Option]:
@@ -84,11 +72,12 @@ def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
     options = train_options()
     flags = {name: value for name, value in arguments.items() if name in options}
     file = arguments.get("config")
-    values = (read_yaml(Path(file), options) if file else {}) | flags
+    in_file, problems = ({}, []) if file is None else read_options(Path(file), options)
+    values = in_file | flags
     for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
         if one in flags and other not in flags:
             values.pop(other, None)
-    problems = [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
+    problems += [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
     groups: dict[str, Any] = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         own = {name: value for name, value in values.items() if options[name].group == group}
@@ -123,54 +112,3 @@ def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
         name: getattr(getattr(config, option.group), name)
         for name, option in train_options().items()
     }
-
-
-def read_yaml(file: Path, options: dict[str, Option]) -> dict[str, Any]:
-    """The values of a YAML mapping. Raises UsageError naming file and line of every problem."""
-    import yaml
-
-    try:
-        loader = yaml.SafeLoader(file.read_text("utf-8"))
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{file}:1: must hold lines of the form NAME: VALUE")
-        values: dict[str, Any] = {}
-        problems = []
-        for key_node, value_node in root.value:
-            name = str(key_node.value).replace("-", "_")
-            value = loader.construct_object(value_node, deep=True)
-            place = f"{file}:{key_node.start_mark.line + 1}"
-            problem = _value_problem(name, value, options, values)
-            if problem:
-                problems.append(f"{place}: {problem}")
-            else:
-                values[name] = float(value) if options[name].type is float and value else value
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config={file}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(
-            f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}"
-        ) from error
-    if problems:
-        raise UsageError(*problems)
-    return values
-
-
-def _value_problem(
-    name: str, value: Any, options: dict[str, Option], seen: dict[str, Any]
-) -> str | None:
-    option = options.get(name)
-    if option is None:
-        return f"unknown option {name!r}"
-    if name in seen:
-        return f"{name} is given twice"
-    if value is None and option.optional:
-        return None
-    accepted = (int, float) if option.type is float else (option.type,)
-    if isinstance(value, bool) != (option.type is bool) or not isinstance(value, accepted):
-        return f"{name}: {value!r} is not of type {option.type.__name__}"
-    return None

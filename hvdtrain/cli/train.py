@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def _train(
     signals.if_stuck = if_stuck
     try:
         with exchange.peer_failures():
-            job.optimizer = exchange.distribute(job.optimizer, job.model)
+            job = replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
             audit = _audit(config, job, exchange, report)
             outcome = train(job, exchange, audit, report)
             audit.close()
@@ -109,7 +110,7 @@ def _prepare(config: TrainConfig, exchange: Exchange, topology: Topology) -> Job
     settings = config.optimizer
     lr = scaled_lr(settings.lr, settings.scale_lr, batch_size, settings.lr_base_batch_size)
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
-    warmup_steps = round(config.schedule.warmup_epochs * sampler.steps_per_epoch)
+    warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
     return Job(
         model=model,
         optimizer=build_optimizer(

@@ -13,6 +13,8 @@ from hvdtrain.data.splits import Dataset, TensorSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.vision import import_torchvision
 
+SHAPE = (1, 28, 28)
+CLASSES = 10
 FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
@@ -48,6 +50,11 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
                 f"--data=fashion-mnist: {len(inputs)} images and {len(read.targets)} labels in "
                 f"{folder}: the files do not belong together"
             )
+        if inputs.shape[1:] != SHAPE or not set(read.targets.tolist()) <= set(range(CLASSES)):
+            raise UsageError(
+                f"--data=fashion-mnist: images of another size than 28x28, or labels beyond "
+                f"{CLASSES - 1}, in {folder}: these are files of another data set"
+            )
         splits.append(TensorSplit(inputs, read.targets.to(torch.int64)))
     train_split, valid_split = splits
-    return Dataset("fashion-mnist", (1, 28, 28), 10, train_split, valid_split)
+    return Dataset("fashion-mnist", SHAPE, CLASSES, train_split, valid_split)

@@ -2,6 +2,7 @@
 
 Sample i belongs to class i mod classes: that class's pattern, with one of a pool of noise images on
 top. Each class can so be learnt, and every sample is a pure function of the seed and its number.
+Images repeat after pool x classes samples, so validation accuracy says nothing here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
     sizes = [int(text) for text in match.groups()[:3]] if match else []
     classes = int(options.get("classes", CLASSES))
     samples = int(options.get("samples", TRAIN_SAMPLES))
-    if not match or min([*sizes, samples]) < 1 or classes < 2:
+    repeated = match is not None and match.group(4).count("=") > len(options)
+    if not match or repeated or min([*sizes, samples]) < 1 or classes < 2:
         raise UsageError(
             f"--data={spec}: expected synthetic:CHANNELSxHEIGHTxWIDTH[,classes=K][,samples=M], "
             "such as synthetic:1x28x28 (at least 1 each, and 2 classes)"

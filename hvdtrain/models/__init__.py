@@ -70,11 +70,12 @@ def _import_builder(name: str) -> Builder:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError, TypeError) as error:
         raise UsageError(f"--model={name}: {error}") from error
-    except AttributeError as error:
-        raise UsageError(f"--model={name}: {module_name} has no {attribute!r}") from error
+    builder = getattr(module, attribute, None)
+    if builder is None:
+        raise UsageError(f"--model={name}: {module_name} has no {attribute!r}")
     if not callable(builder):
         raise UsageError(f"--model={name}: not callable")
     found: Builder = builder

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ def make_job(dataset: Dataset, name: str = "lenet") -> Job:
     )
 
 
+def distributed(job: Job, exchange: Exchange) -> Job:
+    return replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
+
+
 def ring_sums_are_right(exchange: Exchange) -> None:
     """The ring that audits use (TCP under gloo, MPI under mpi), between real processes."""
     transport = exchange.ring()
@@ -82,8 +87,7 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
             indices = np.arange(samples)
             alone = make_job(dataset, name)
             train_step(alone, SingleProcess(), NoAudit(), 1, indices)
-            together = make_job(dataset, name)
-            together.optimizer = exchange.distribute(together.optimizer, together.model)
+            together = distributed(make_job(dataset, name), exchange)
             train_step(together, exchange, NoAudit(), 1, indices).total()
             for (key, expected), actual in zip(
                 alone.model.named_parameters(), together.model.parameters(), strict=True
@@ -192,8 +196,7 @@ def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
     samples = 4 * exchange.size + 1
     dataset = made_up_images(samples)
     for fault in (None, flip_bit, drop_last_rank, stale):
-        job = make_job(dataset)
-        job.optimizer = exchange.distribute(job.optimizer, job.model)
+        job = distributed(make_job(dataset), exchange)
         records: list[AuditRecord] = []
         audit = FaultyExchangeAudit(GradientAudit(job.model, ring, 1, records.append), job, fault)
         local = audit.local_weight_gradients(exchange)

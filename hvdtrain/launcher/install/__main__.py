@@ -98,6 +98,7 @@ def set_up(checkout: Checkout) -> None:
         return
     started = time.monotonic()
     fingerprint = checkout.fingerprint(mpi)
+    checkout.stamp.unlink(missing_ok=True)  # what breaks off half-way is not up to date
     if not checkout.python.exists():
         _say(f"creating the virtual environment {checkout.environment}")
         _run([sys.executable, "-m", "venv", str(checkout.environment)], "create .venv")

@@ -201,6 +201,7 @@ def first_error(log_text: str) -> str:
         r"ERROR: |Error",
     ):
         for number, line in enumerate(lines):
-            if re.search(pattern, line):
+            # pip's own summary line says only that something else has failed.
+            if re.search(pattern, line) and "subprocess-exited-with-error" not in line:
                 return "\n".join(part.strip() for part in lines[number : number + 2])
     return lines[-1].strip() if lines else "the log is empty"

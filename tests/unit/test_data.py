@@ -1,0 +1,234 @@
+"""Which samples make a step, and what the data sets hold."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from hvdtrain.data import GlobalBatchSampler, Split, load_dataset, share
+from hvdtrain.errors import UsageError
+from hvdtrain.models import fit_images
+
+SAMPLES = st.integers(1, 300)
+BATCHES = st.integers(1, 400)
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@settings(deadline=None)
+@given(samples=SAMPLES, batch=BATCHES, seed=SEEDS, epoch=st.integers(0, 1000))
+def test_an_epoch_covers_every_sample_once(samples: int, batch: int, seed: int, epoch: int) -> None:
+    """Fails when a sample is dropped, padded or repeated, or a batch before the last is short."""
+    sampler = GlobalBatchSampler(samples, batch, seed)
+    batches = list(sampler.global_batches(epoch))
+    assert sorted(np.concatenate(batches)) == list(range(samples))
+    assert len(batches) == sampler.steps_per_epoch
+    assert [len(part) for part in batches[:-1]] == [batch] * (len(batches) - 1)
+    assert 1 <= len(batches[-1]) <= batch
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    """Fails when the batch size or an earlier epoch changes the order, or a seed does not."""
+    sampler, other = GlobalBatchSampler(500, 7, 3), GlobalBatchSampler(500, 500, 3)
+    list(other.global_batches(0))
+    orders = [tuple(sampler.order(epoch)) for epoch in (0, 1, 2)]
+    assert [tuple(np.concatenate(list(other.global_batches(e)))) for e in (0, 1, 2)] == orders
+    orders += [tuple(GlobalBatchSampler(500, 7, seed).order(0)) for seed in (0, 1, 4, 2**63 - 1)]
+    assert len(set(orders)) == 7
+    assert tuple(range(500)) not in orders
+
+
+@settings(deadline=None)
+@given(length=st.integers(0, 200), size=st.integers(1, 40))
+def test_shares_make_up_the_global_batch(length: int, size: int) -> None:
+    """Fails when ranks miss or repeat a sample, or one has two more than another."""
+    indices = np.arange(length, dtype=np.int64) * 1000 + 7
+    parts = [share(indices, rank, size) for rank in range(size)]
+    np.testing.assert_array_equal(np.concatenate(parts), indices)
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths.count(0) == max(0, size - length)
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
+def test_sampler_refuses_nothing_to_sample(samples: int, batch: int) -> None:
+    """Fails when an empty set or batch makes an endless or empty epoch."""
+    with pytest.raises(ValueError):
+        GlobalBatchSampler(samples, batch, 0)
+
+
+def everything(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    return split.batch(np.arange(len(split)))
+
+
+def load(name: str, folder: Path = Path("data"), seed: int = 0, dtype=torch.float32):
+    return load_dataset(name, folder, seed, dtype)
+
+
+def test_digits_are_all_there_once() -> None:
+    """Fails when an image is lost, or stands in both splits (the images are counted as a bag)."""
+    from sklearn.datasets import load_digits
+
+    data = load("digits", dtype=torch.float64)
+    bag: Counter[tuple[bytes, int]] = Counter()
+    for split in (data.train, data.valid):
+        inputs, labels = everything(split)
+        assert inputs.shape == (len(split), 1, 8, 8) and labels.dtype == torch.int64
+        assert inputs.min() == 0 and inputs.max() == 1
+        bag.update((row.numpy().tobytes(), int(y)) for row, y in zip(inputs, labels, strict=True))
+    pixels, labels = load_digits(return_X_y=True)
+    rows = (pixels / 16).reshape(-1, 1, 8, 8)
+    assert bag == Counter((row.tobytes(), int(y)) for row, y in zip(rows, labels, strict=True))
+    assert bag.total() == 1797 and (data.shape, data.classes) == ((1, 8, 8), 10)
+
+
+def test_digits_are_split_by_class_and_for_good() -> None:
+    """Fails when the seed moves the split, or a class has less than its fifth for validation."""
+    data, again = load("digits"), load("digits", seed=5)
+    assert (len(data.train), len(data.valid)) == (1433, 364)
+    for one, other in ((data.train, again.train), (data.valid, again.valid)):
+        assert all(map(torch.equal, everything(one), everything(other)))
+    train, valid = (torch.bincount(everything(s)[1]) for s in (data.train, data.valid))
+    assert torch.equal(valid, (train + valid + 4) // 5)
+
+
+def test_synthetic_samples_are_pure_functions_of_their_number() -> None:
+    """Fails when a sample depends on its batch, on an earlier one, or not on the seed."""
+    name = "synthetic:3x5x4,classes=7,samples=1000"
+    data, again, other = load(name), load(name), load(name, seed=1)
+    numbers = np.array([999, 3, 3, 501, 0], dtype=np.int64)
+    inputs, labels = data.train.batch(numbers)
+    assert inputs.shape == (5, 3, 5, 4) and inputs.dtype == torch.float32
+    for row, number in enumerate(numbers):
+        alone = again.train.batch(np.array([number]))
+        assert torch.equal(alone[0][0], inputs[row]) and torch.equal(alone[1][0], labels[row])
+    assert not torch.equal(other.train.batch(numbers)[0], inputs)
+    assert len(data.train) == 1000 and (data.classes, data.shape) == (7, (3, 5, 4))
+    assert data.train.batch(numbers[:0])[0].shape == (0, 3, 5, 4)
+
+
+def test_synthetic_valid_is_not_train() -> None:
+    """Fails when validation begins with the very samples of training."""
+    data = load("synthetic:1x4x4")
+    assert (len(data.train), data.classes) == (65_536, 10)
+    first = np.arange(len(data.valid))
+    assert not torch.equal(data.valid.batch(first)[0], data.train.batch(first)[0])
+    assert set(everything(data.valid)[1].tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            "synthetic:",
+            "synthetic:1x28",
+            "synthetic:1x2x3x4",
+            "synthetic:0x2x2",
+            "synthetic:1x-2x2",
+        ),
+        *("synthetic:1x2x2,", "synthetic:1x2x2,classes", "synthetic:1x2x2,colours=3"),
+        *("synthetic:1x2x2,classes=1", "synthetic:1x2x2,samples=0", "synthetic:1x2x2,samples=1e3"),
+        *("synthetic:axbxc", "synthetic: 1x2x2", "synthetic:1x2x2,classes=3,classes=4"),
+    ],
+)
+def test_synthetic_syntax_is_checked(spec: str) -> None:
+    """Fails when a slip is read as something else, or the message names no flag."""
+    with pytest.raises(UsageError, match=f"--data={spec}: expected synthetic:CHANNELS"):
+        load(spec)
+
+
+def test_unknown_data_is_refused() -> None:
+    """Fails when a name that is not there gets further than a list of those that are."""
+    with pytest.raises(UsageError, match="--data=cifar: unknown; choose from digits, fashion"):
+        load("cifar")
+
+
+def idx_bytes(values: np.ndarray, kind: int = 8) -> bytes:
+    """IDX: two zeros, the type (8: unsigned byte), the dimensions, their lengths, the data."""
+    header = struct.pack(f">HBB{values.ndim}I", 0, kind, values.ndim, *values.shape)
+    return header + values.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def fashion(tmp_path: Path) -> Path:
+    """Twelve training and five validation images as IDX files; returns their folder."""
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, samples in (("train", 12), ("t10k", 5)):
+        pixels = np.arange(samples * 28 * 28).reshape(samples, 28, 28) % 256
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(pixels))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(np.arange(samples) % 10))
+    return raw
+
+
+def test_fashion_mnist_is_read(fashion: Path) -> None:
+    """Fails when images, their order, their labels or the pixel range come out different."""
+    data = load("fashion-mnist", fashion.parents[1], dtype=torch.float64)
+    assert (len(data.train), len(data.valid), data.shape, data.classes) == (12, 5, (1, 28, 28), 10)
+    inputs, labels = data.train.batch(np.array([11, 2]))
+    expected = torch.arange(2 * 784, 3 * 784).reshape(1, 28, 28) % 256
+    assert torch.equal(inputs[1], expected.double() / 255)
+    assert labels.tolist() == [1, 2] and labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((12, 28, 28)))[:-1]),
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((12, 28, 28)))[:10]),
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((11, 28, 28)))),
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((12, 20, 20)))),
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((12, 28, 28)), kind=13)),
+        ("t10k-images-idx3-ubyte", b"\x1f\x8b\x08\x00 still compressed"),
+        ("t10k-images-idx3-ubyte", b""),
+        ("t10k-labels-idx1-ubyte", idx_bytes(np.zeros(6))),
+        ("t10k-labels-idx1-ubyte", idx_bytes(np.full(5, 10))),
+    ],
+    ids=["short", "header", "fewer", "size", "float", "gzip", "empty", "more-labels", "label-10"],
+)
+def test_damaged_fashion_mnist_is_refused(fashion: Path, name: str, content: bytes) -> None:
+    """Fails when a damaged file ends in another error, or is trained on."""
+    (fashion / name).write_bytes(content)
+    with pytest.raises(UsageError, match="--data=fashion-mnist: ") as caught:
+        load("fashion-mnist", fashion.parents[1])
+    assert str(fashion) in str(caught.value)
+
+
+def test_missing_fashion_mnist_files_are_named(fashion: Path) -> None:
+    """Fails when only one of two missing files is named, or one that is there."""
+    missing = ["train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"]
+    for name in missing:
+        (fashion / name).unlink()
+    with pytest.raises(UsageError) as caught:
+        load("fashion-mnist", fashion.parents[1])
+    assert all(name in str(caught.value) for name in [*missing, str(fashion), "--data-dir"])
+    assert "train-images-idx3-ubyte" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic:2x9x30,samples=50"])
+def test_images_are_resized_for_lenet(name: str) -> None:
+    """Fails when LeNet gets another size, a label moves, or nothing is said of it."""
+    data = load(name)
+    fitted = fit_images(data, "lenet")
+    numbers = np.array([5, 1, 40])
+    inputs, labels = fitted.train.batch(numbers)
+    original, same_labels = data.train.batch(numbers)
+    expected = functional.interpolate(original, (28, 28), mode="bilinear", align_corners=False)
+    torch.testing.assert_close(inputs, expected)
+    assert torch.equal(labels, same_labels)
+    assert fitted.shape == (data.shape[0], 28, 28) and "resized" in fitted.note
+    assert (len(fitted.train), len(fitted.valid)) == (len(data.train), len(data.valid))
+    assert fitted.valid.batch(numbers[:0])[0].shape == (0, *fitted.shape)
+
+
+def test_images_are_left_as_they_are_where_they_fit() -> None:
+    """Fails when images are resized for a model that takes any, or have their size already."""
+    assert (digits := load("digits")) == fit_images(digits, "mlp")
+    assert (fitting := load("synthetic:1x28x28")) == fit_images(fitting, "lenet")

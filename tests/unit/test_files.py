@@ -1,0 +1,249 @@
+"""What a run leaves on the disk: its directory, its records, its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, load_model
+
+from hvdtrain import checkpoint
+from hvdtrain.audit import AuditRecord
+from hvdtrain.checkpoint import save_checkpoint
+from hvdtrain.errors import UsageError
+from hvdtrain.evaluate import Evaluation
+from hvdtrain.metering import Totals
+from hvdtrain.models import build_model
+from hvdtrain.parameters import params_sha256
+from hvdtrain.recording import Recorder
+from hvdtrain.run_directory import RunDirectory
+
+HOLDS_LOCK = """
+import sys
+from pathlib import Path
+from hvdtrain.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]), "one")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def read_tree(root: Path) -> dict[str, bytes | None]:
+    """Every file's bytes and every folder's name."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in root.rglob("*")
+    }
+
+
+def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
+    """Fails when a missing --output is an error, or an empty folder counts as occupied."""
+    for output in (tmp_path / "a" / "b", tmp_path):
+        (tmp_path / "two").mkdir(exist_ok=True)
+        directory = RunDirectory(output, "two")
+        assert directory.path == output / "two" and directory.path.is_dir()
+        directory.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [("config.yaml", "already holds a run"), ("thesis.pdf", r"already holds files \(thesis.pdf")],
+)
+def test_an_occupied_directory_is_refused(tmp_path: Path, held: str, expected: str) -> None:
+    """Fails when a second run writes over a first one, or touches the user's own files."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / held).write_text("precious")
+    before = read_tree(tmp_path)
+    with pytest.raises(UsageError, match=expected) as caught:
+        RunDirectory(tmp_path, "one")
+    assert str(caught.value).startswith("--experiment=one: ")
+    assert read_tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(("output", "name"), [("file", "x"), (".", "file"), (".", "x" * 300)])
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, output: str, name: str) -> None:
+    """Fails when a file in the way, or a name too long, ends in a traceback."""
+    (tmp_path / "file").write_text("precious")
+    before = read_tree(tmp_path)
+    with pytest.raises(UsageError, match="cannot be written: "):
+        RunDirectory(tmp_path / output, name)
+    assert read_tree(tmp_path) == before
+
+
+def test_two_live_jobs_cannot_share_a_directory(tmp_path: Path) -> None:
+    """Fails when the second job gets in, or when a closed or killed job still blocks."""
+    first = RunDirectory(tmp_path, "one")
+    with pytest.raises(UsageError, match="a live job is using"):
+        RunDirectory(tmp_path, "one")
+    first.close()
+    command = [sys.executable, "-c", HOLDS_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError, match="a live job is using"):
+            RunDirectory(tmp_path, "one")
+        other.kill()
+    RunDirectory(tmp_path, "one").close()
+
+
+def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) -> None:
+    """Fails when a job that waited for the lock writes over the run that held it."""
+    check = RunDirectory._refuse_occupied
+
+    def check_then_the_other_job_ends(self: RunDirectory) -> None:
+        check(self)
+        self.path.mkdir(exist_ok=True)
+        (self.path / "config.yaml").write_text("precious")
+
+    monkeypatch.setattr(RunDirectory, "_refuse_occupied", check_then_the_other_job_ends)
+    with pytest.raises(UsageError, match="already holds a run"):
+        RunDirectory(tmp_path, "one")
+
+
+def test_config_summary_and_records(tmp_path: Path) -> None:
+    """Fails when what is read back differs, NaN breaks the JSON, or a line waits in a buffer."""
+    directory = RunDirectory(tmp_path, "one")
+    config = {"lr": 1e-05, "experiment": "1e3", "epochs": None, "z": 1, "a": 2}
+    directory.write_config(config)
+    text = (directory.path / "config.yaml").read_text()
+    assert yaml.safe_load(text) == config and text.index("z:") < text.index("a:")
+    bad = {"loss": math.nan, "deep": {"list": [1.5, math.inf, (-math.inf, "NaN")]}}
+    null = {"loss": None, "deep": {"list": [1.5, None, [None, "NaN"]]}}
+    directory.write_summary({"status": "failed"})
+    directory.write_summary(bad)
+    assert json.loads((directory.path / "summary.json").read_text()) == null
+    directory.append("metrics.jsonl", {"step": 1, "text": "two\nlines"})
+    directory.append("metrics.jsonl", bad)
+    lines = (directory.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 1, "text": "two\nlines"}, null]
+    directory.close()
+    left = {"config.yaml", "summary.json", "metrics.jsonl", ".lock"}
+    assert {path.name for path in directory.path.iterdir()} == left
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 4, dtype=torch.float64), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+    )
+
+
+def test_a_checkpoint_loads_back_bit_equal(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Fails when a tensor changes on its way, or the manifest does not describe the files."""
+    folder = save_checkpoint(tmp_path / "checkpoints", 120, model, params_sha256(model))
+    assert folder == tmp_path / "checkpoints" / "step-00000120"
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "manifest.json"}
+    loaded = load_file(folder / "model.safetensors")
+    state = model.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "model.safetensors").read_bytes()
+    described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert manifest["files"] == {"model.safetensors": described}
+    assert (manifest["step"], manifest["params_sha256"]) == (120, params_sha256(model))
+    assert (tmp_path / "checkpoints" / "last").read_text() == "step-00000120\n"
+
+
+def test_tied_weights_are_saved(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Fails when parameters that share memory cannot be saved, or load back apart."""
+    model[2].weight = torch.nn.Parameter(torch.eye(4))
+    model.append(torch.nn.Linear(4, 4, bias=False))
+    model[3].weight = model[2].weight
+    folder = save_checkpoint(tmp_path, 1, model, params_sha256(model))
+    before = params_sha256(model)
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    load_model(model, folder / "model.safetensors")
+    assert params_sha256(model) == before
+
+
+def test_what_a_killed_save_left_does_not_hurt(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Fails when a half-written folder stops the next save, or gets into it."""
+    leftover = tmp_path / ".step-00000003.partial"
+    leftover.mkdir()
+    (leftover / "junk").write_text("half")
+    (tmp_path / ".last.partial").write_text("half")
+    folder = save_checkpoint(tmp_path, 3, model, "hash")
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "manifest.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "last"}
+
+
+@pytest.mark.parametrize("fails_at", ["model.safetensors", "manifest.json", ".last.partial"])
+def test_a_save_that_fails_leaves_the_last_good_one(
+    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """Fails when a checkpoint stands there unsynced, or `last` names one that is not whole."""
+    save_checkpoint(tmp_path, 1, model, "hash")
+
+    def sync(path: Path) -> None:
+        if path.name == fails_at:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync", sync)
+    with pytest.raises(OSError):
+        save_checkpoint(tmp_path, 2, model, "hash")
+    assert (tmp_path / "last").read_text() == "step-00000001\n"
+    assert (tmp_path / "step-00000002").exists() == (fails_at == ".last.partial")
+
+
+def totals(step: int, loss: float) -> Totals:
+    return Totals(step, 0, step * 8, 8, loss, 0.5, 1000.0)
+
+
+def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
+    """Fails when TensorBoard and metrics.jsonl differ, or a scalar stands at another step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = RunDirectory(tmp_path, "one")
+    recorder = Recorder(directory)
+    for step, loss in ((10, 2.5), (20, math.nan), (30, 1.25)):
+        recorder.interval_end(totals(step, loss), lr=step / 1000)
+    recorder.epoch_end(totals(30, 1.5), Evaluation(samples=7, loss=0.75, accuracy=0.875), lr=0.03)
+    recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
+    recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
+    recorder.close()
+    directory.close()
+
+    events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
+    scalars = {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+    assert math.isnan(scalars["train/loss"].pop(20))
+    assert scalars["train/loss"] == {10: 2.5, 30: 1.25}
+    assert scalars["train/accuracy"] == {10: 0.5, 20: 0.5, 30: 0.5}
+    assert scalars["lr"] == pytest.approx({10: 0.01, 20: 0.02, 30: 0.03})
+    assert scalars["samples_per_s"] == {10: 1000, 20: 1000, 30: 1000}
+    assert (scalars["valid/loss"], scalars["valid/accuracy"]) == ({30: 0.75}, {30: 0.875})
+    assert scalars["audit/worst_error_over_bound"] == {30: 0.125}
+
+    steps, audits = (
+        [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "audit.jsonl")
+    )
+    assert [(r["kind"], r["step"], r["train_loss"]) for r in steps] == [
+        *(("step", 10, 2.5), ("step", 20, None), ("step", 30, 1.25)),
+        *(("epoch", 30, 1.5), ("epoch", 40, 1.5)),
+    ]
+    assert (steps[3]["valid_samples"], steps[3]["valid_accuracy"]) == (7, 0.875)
+    assert "valid_accuracy" not in steps[4]
+    assert audits[0]["worst_parameter"] == "conv1.weight" and audits[0]["ok"] is True
+
+
+def test_lenet_survives_the_disk(tmp_path: Path) -> None:
+    """Fails when a fresh network with the saved weights does not hash the same."""
+    trained, fresh = (build_model("lenet", (1, 28, 28), 10, torch.float32) for _ in range(2))
+    assert params_sha256(trained) != params_sha256(fresh)
+    folder = save_checkpoint(tmp_path, 0, trained, params_sha256(trained))
+    load_model(fresh, folder / "model.safetensors")
+    assert (
+        params_sha256(fresh) == json.loads((folder / "manifest.json").read_text())["params_sha256"]
+    )

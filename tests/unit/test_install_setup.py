@@ -1,0 +1,174 @@
+"""launch/setup: what the machine must bring, when a checkout is set up, and the script itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.install import machine
+from hvdtrain.launcher.install.machine import Mpi, Requirement
+
+program = importlib.import_module("hvdtrain.launcher.install.__main__")
+
+ROOT = Path(__file__).parents[2]
+MPI = Mpi("4.1.4", "system")
+
+
+def read_tree(root: Path) -> dict[str, bytes]:
+    """Every file's bytes, without Python's own caches."""
+    files = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def test_missing_requirements_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fails when one is left out, what is there is listed, or the fix takes several lines."""
+    parts = [("make", "make"), ("ssh client", "openssh-client"), ("C++ compiler", "g++")]
+    requirements = tuple(Requirement(n, "why", p, lambda: None) for n, p in parts)
+    there = Requirement("venv", "why", "python3-venv", lambda: "/usr/bin/venv")
+    missing = machine.missing_requirements((requirements[0], there, *requirements[1:]))
+    assert missing == list(requirements)
+    text = machine.explain_missing(missing)
+    assert all(f"  {name}: not found (why)" in text for name, _ in parts)
+    assert "apt-get install -y make openssh-client g++" in text.splitlines()[-2]
+    assert "venv" not in text
+    monkeypatch.setattr(machine, "missing_requirements", lambda: missing)
+    monkeypatch.setattr(sys, "argv", ["setup", "--check"])
+    assert program.main() == 3
+    assert text in capsys.readouterr().err
+
+
+def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:
+    folder.mkdir(parents=True)
+    for name in tools:
+        (folder / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("answer", "tools", "expected"),
+    [
+        ("mpirun (Open MPI) 4.1.4", ("mpirun", "mpicxx"), Mpi("4.1.4", "system")),
+        ("mpirun (Open MPI) 4.0.10", ("mpirun", "mpicxx"), Mpi("4.0.10", "system")),
+        ("mpirun (Open MPI) 5.0.3", ("mpirun", "mpicxx"), None),
+        ("mpirun (Open MPI) 14.1.4", ("mpirun", "mpicxx"), None),
+        ("HYDRA build details:\n    Version: 4.1.2", ("mpirun", "mpicxx"), None),
+        ("mpirun (Open MPI) 4.1.4", ("mpirun",), None),
+        ("mpirun (Open MPI) 4.1.4", ("mpicxx",), None),
+    ],
+)
+def test_find_system_mpi(
+    tmp_path: Path, monkeypatch, answer: str, tools, expected: Mpi | None
+) -> None:
+    """Fails when an MPI that does not fit is taken, or Open MPI 4 is not."""
+    folder = write_tools(tmp_path / "bin", answer, tools)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'none'}{os.pathsep}{os.pathsep}{folder}")
+    assert machine.find_system_mpi(outside=tmp_path / "venv") == expected
+
+
+def test_find_system_mpi_looks_outside_the_environment(tmp_path: Path, monkeypatch) -> None:
+    """Fails when pip's Open MPI counts as the system's, hides it, or halves are mixed."""
+    own = write_tools(tmp_path / "venv" / "bin", "mpirun (Open MPI) 4.1.8")
+    monkeypatch.setenv("PATH", str(own))
+    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+    system = write_tools(tmp_path / "bin", "mpirun (Open MPI) 4.1.4")
+    monkeypatch.setenv("PATH", f"{own}{os.pathsep}{system}")
+    assert machine.find_system_mpi(outside=tmp_path / "venv") == MPI
+    other = write_tools(tmp_path / "other", "mpirun (Open MPI) 4.1.4", ("mpirun",))
+    monkeypatch.setenv("PATH", f"{other}{os.pathsep}{system}")
+    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A checkout that seems to be set up, of two files and an empty interpreter."""
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "setup.py").write_text("setup()\n")
+    made = program.Checkout(tmp_path)
+    made.constraints.write_text("torch==2.13.0\n")
+    made.python.parent.mkdir(parents=True)
+    made.python.touch()
+    made.stamp.write_text(made.fingerprint(MPI) + "\n")
+    return made
+
+
+def test_fingerprint_depends_on_what_setup_depends_on(checkout) -> None:
+    """Fails when a changed pin, requirement or MPI leaves the environment as it is."""
+    assert checkout.is_up_to_date(MPI)
+    for other in (None, Mpi("4.1.5", "system"), Mpi("4.1.4", "pip")):
+        assert not checkout.is_up_to_date(other)
+    for path in (checkout.constraints, checkout.root / "setup.py"):
+        before = path.read_text()
+        path.write_text(before + "# changed\n")
+        assert not checkout.is_up_to_date(MPI)
+        path.write_text(before)
+        assert checkout.is_up_to_date(MPI)
+    checkout.python.unlink()
+    assert not checkout.is_up_to_date(MPI)
+
+
+def test_setup_that_breaks_off_is_not_up_to_date(checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when the old stamp still vouches for an environment that was changed halfway."""
+
+    def fail(*arguments: object) -> None:
+        raise PreflightError("pip was interrupted")
+
+    monkeypatch.setattr(machine, "find_system_mpi", lambda outside: MPI)
+    monkeypatch.setattr(program, "_run", fail)
+    pins = checkout.constraints.read_text()
+    checkout.constraints.write_text(pins + "numpy==2.0\n")
+    with pytest.raises(PreflightError):
+        program.set_up(checkout)
+    checkout.constraints.write_text(pins)
+    assert not checkout.is_up_to_date(MPI)
+
+
+def run_setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    return subprocess.run(
+        [str(root / "launch" / "setup"), *arguments],
+        env=clean | {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
+    """Fails when an old or absent interpreter gets further than one clear line."""
+    old = tmp_path / "python3.9"
+    text = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
+    old.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{text}' \"$2\"\n")
+    old.chmod(0o755)
+    done = run_setup(ROOT, PYTHON=str(old))
+    assert done.returncode == 3
+    assert done.stderr.startswith("setup: error: Python 3.10 or newer is needed")
+    absent = run_setup(ROOT, PYTHON="no-such-python")
+    assert absent.returncode == 3
+    assert "no-such-python" in absent.stderr and "python3-venv" in absent.stderr
+
+
+def test_check_reports_and_changes_nothing(tmp_path: Path) -> None:
+    """Fails when --check calls a bare checkout ready, or writes anything into it."""
+    (tmp_path / "hvdtrain").mkdir()
+    for name in ("launch", "hvdtrain/launcher"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("hvdtrain/__init__.py", "hvdtrain/errors.py", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = read_tree(tmp_path)
+    done = run_setup(tmp_path, "--check")
+    assert done.returncode == 3, done.stderr
+    assert f"fail  {tmp_path / '.venv'} is not set up: run launch/setup" in done.stdout
+    for requirement in machine.REQUIREMENTS:
+        assert f"ok    {requirement.name}: " in done.stdout
+    assert "ok    MPI: " in done.stdout
+    assert read_tree(tmp_path) == before
+    assert not (tmp_path / ".venv").exists()

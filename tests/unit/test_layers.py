@@ -1,0 +1,204 @@
+"""The import rule of design.md, section 6: imports go to the same layer or down, never up."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+
+PACKAGE = Path(hvdtrain.__file__).parent
+LAUNCHER = "hvdtrain.launcher"
+
+# A name covers the modules below it too, except for the package itself.
+LAYERS = {
+    "hvdtrain": 0,
+    **dict.fromkeys(("hvdtrain.errors", "hvdtrain.config", "hvdtrain.topology", "hvdtrain.log"), 0),
+    **dict.fromkeys(("hvdtrain.ring", "hvdtrain.schedule"), 1),
+    **dict.fromkeys(
+        (
+            "hvdtrain.checkpoint",
+            "hvdtrain.data",
+            "hvdtrain.evaluate",
+            "hvdtrain.exchange",
+            "hvdtrain.metering",
+            "hvdtrain.models",
+            "hvdtrain.optimizers",
+            "hvdtrain.parameters",
+            "hvdtrain.recording",
+            "hvdtrain.run_directory",
+            "hvdtrain.training",
+            "hvdtrain.vision",
+        ),
+        2,
+    ),
+    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm"), 3),
+    LAUNCHER: 5,
+    "hvdtrain.cli": 6,
+}
+TORCH_STARTS_AT = 2
+ONLY_IMPORTERS = {"horovod": "hvdtrain.comm", "mpi4py": "hvdtrain.ring.transports.mpi"}
+
+
+def source_files() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(part for part in parts if part != "__init__")] = path
+    return files
+
+
+MODULES = source_files()
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of a module, or of a name in one; None where the table does not hold it."""
+    name = module
+    while name not in LAYERS and "." in name:
+        name = name.rpartition(".")[0]
+    if name == "hvdtrain" and module in MODULES and module != name:
+        return None
+    return LAYERS.get(name)
+
+
+def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, inside functions too; `package` resolves dots."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            function = ast.unparse(node.func).rpartition(".")[2]
+            if function in ("import_module", "__import__") and isinstance(
+                node.args[0], ast.Constant
+            ):
+                yield node.lineno, str(node.args[0].value)
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """Every import of `module` that the rule forbids."""
+    own = layer_of(module)
+    if own is None:
+        return [f"{module} has no layer: add it to the table"]
+    package = module if is_package else module.rpartition(".")[0]
+    found = []
+    for line, name in imported_names(source, package):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top == "__future__":
+            continue
+        if problem := _problem(module, own, name, top):
+            found.append(f"{module}:{line}: {problem}")
+    return found
+
+
+def _problem(module: str, own: int, name: str, top: str) -> str | None:
+    if top == "hvdtrain":
+        other = layer_of(name)
+        if module.startswith(LAUNCHER) and not name.startswith(LAUNCHER) and other != 0:
+            return f"the launcher imports {name}, which is not in layer 0"
+        if other is None or other > own:
+            return f"layer {own} imports {name} of layer {other}"
+        return None
+    if top in ONLY_IMPORTERS:
+        only = ONLY_IMPORTERS[top]
+        return None if module == only else f"only {only} may import {top}"
+    if own == 0 or module.startswith(LAUNCHER):
+        return f"{top} is not in the standard library"
+    if own < TORCH_STARTS_AT and top != "numpy":
+        return f"{top} below layer {TORCH_STARTS_AT}: numpy only"
+    return None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module: str) -> None:
+    """Fails for a module without a layer, an import upwards, or a library where it must not be."""
+    path = MODULES[module]
+    assert violations(module, path.read_text("utf-8"), path.name == "__init__.py") == []
+
+
+def test_every_name_in_the_table_is_there() -> None:
+    """Fails when the table names a module that no longer exists, and so holds nothing."""
+    assert [name for name in LAYERS if name not in MODULES] == []
+
+
+def test_the_restricted_libraries_are_used_where_they_may_be() -> None:
+    """Fails when comm.py or the MPI transport moves and the rule would hold for lack of use."""
+    for library, module in ONLY_IMPORTERS.items():
+        names = imported_names(MODULES[module].read_text("utf-8"), module.rpartition(".")[0])
+        assert library in {name.partition(".")[0] for _, name in names}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("hvdtrain.errors", "import hvdtrain.ring", "layer 0 imports hvdtrain.ring"),
+        ("hvdtrain.ring.bound", "def f():\n    from hvdtrain import audit", "bound:2: layer 1"),
+        ("hvdtrain.ring.transports.tcp", "from ...audit import GradientAudit", "of layer 3"),
+        ("hvdtrain.ring.bound", "import torch.nn", "torch below layer 2"),
+        ("hvdtrain.config", "import numpy", "not in the standard library"),
+        ("hvdtrain.config", "import yaml", "not in the standard library"),
+        ("hvdtrain.training", "from hvdtrain.comm import HorovodExchange", "of layer 3"),
+        ("hvdtrain.training", "import horovod.torch as hvd", "only hvdtrain.comm may import"),
+        ("hvdtrain.cli.train", "from horovod import run", "only hvdtrain.comm may import"),
+        ("hvdtrain.comm", "from mpi4py import MPI", "mpi may import mpi4py"),
+        ("hvdtrain.audit", "import importlib\nimportlib.import_module('hvdtrain.cli')", "layer 6"),
+        ("hvdtrain.launcher.install.machine", "import torch", "not in the standard library"),
+        ("hvdtrain.launcher.install.machine", "import hvdtrain.exchange", "not in layer 0"),
+        ("hvdtrain.launcher.install.machine", "from hvdtrain.ring import gamma", "not in layer 0"),
+    ],
+)
+def test_the_checker_catches(module: str, source: str, expected: str) -> None:
+    """Fails when the checker lets this violation pass."""
+    (found,) = violations(module, source)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("hvdtrain.errors", "import os\nfrom hvdtrain import __version__"),
+        ("hvdtrain.ring.algorithm", "import numpy as np\nfrom .segments import split_evenly"),
+        ("hvdtrain.comm", "import horovod.torch as hvd\nfrom hvdtrain.ring import gamma"),
+        ("hvdtrain.launcher.install.machine", "from hvdtrain.errors import UsageError"),
+        ("hvdtrain.cli.train", "from hvdtrain.launcher import install\nimport torch"),
+    ],
+)
+def test_the_checker_lets_pass(module: str, source: str) -> None:
+    """Fails when the checker complains of an import that the rule allows."""
+    assert violations(module, source) == []
+
+
+def test_a_new_module_needs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a file that the table does not hold goes unnoticed."""
+    monkeypatch.setitem(MODULES, "hvdtrain.brand_new", PACKAGE / "brand_new.py")
+    assert violations("hvdtrain.brand_new", "") == [
+        "hvdtrain.brand_new has no layer: add it to the table"
+    ]
+    assert violations("hvdtrain.cli.train", "import hvdtrain.brand_new") != []
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("hvdtrain.cli.options", ["numpy", "torch", "horovod"]),
+        ("hvdtrain.launcher.install.__main__", ["numpy", "torch", "horovod", "yaml", "mpi4py"]),
+        ("hvdtrain.ring.transports.tcp", ["torch", "horovod", "mpi4py"]),
+        ("hvdtrain.ring.transports.mpi", ["torch", "horovod", "mpi4py"]),
+        ("hvdtrain.training", ["horovod", "mpi4py"]),
+    ],
+)
+def test_imports_where_libraries_are_absent(module: str, absent: list[str]) -> None:
+    """Fails when the module cannot be imported on a machine without these libraries."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import {module}"
+    path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+    done = subprocess.run([sys.executable, "-c", path + program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

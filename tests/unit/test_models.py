@@ -1,0 +1,280 @@
+"""Networks, optimizers and learning rates by name, and the hash that tells models apart."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hvdtrain.errors import UsageError
+from hvdtrain.models import build_model
+from hvdtrain.optimizers import BY_NAME, UNSUITABLE, build_optimizer
+from hvdtrain.parameters import params_sha256
+from hvdtrain.schedule import make_schedule, scaled_lr
+from hvdtrain.vision import import_torchvision
+
+MODULE = """
+import torch
+from torch import nn
+
+NUMBER = 3
+
+
+def build(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))
+
+
+def no_module(shape, classes):
+    return "a string"
+
+
+def frozen(shape, classes):
+    return build(shape, classes).requires_grad_(False)
+
+
+def empty(shape, classes):
+    return nn.Flatten()
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters"),
+    [
+        ("lenet", (1, 28, 28), 200 + 25_050 + 102_528 + 1_290),
+        ("lenet", (3, 28, 28), 560 + 25_050 + 102_528 + 1_290),
+        ("mlp", (1, 8, 8), 64 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
+        ("mlp", (3, 2, 5), 30 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
+    ],
+)
+def test_built_in_networks(name: str, shape, parameters: int, dtype: torch.dtype) -> None:
+    """Fails when a layer has another size than documented, or is left in another type."""
+    model = build_model(name, shape, 10, dtype)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model(torch.zeros(2, *shape, dtype=dtype)).shape == (2, 10)
+
+
+def test_initial_parameters_follow_the_seed() -> None:
+    """Fails when ranks with one seed start apart, or two seeds start alike."""
+    hashes = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        hashes.append(params_sha256(build_model("lenet", (1, 28, 28), 10, torch.float32)))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with modules that no other test has imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "my_net.py").write_text(MODULE)
+    (tmp_path / "old_net.py").write_text("import torch\nbuild = torch.nn.Conv9d\n")
+    (tmp_path / "needy_net.py").write_text("import no_such_package_at_all\n")
+    for name in ("my_net", "old_net", "needy_net"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_network_of_the_user(folder: Path) -> None:
+    """Fails when a module beside the user is not found, or built for other data or another type."""
+    model = build_model("my_net:build", (3, 4, 5), 7, torch.float64)
+    assert model(torch.zeros(2, 3, 4, 5, dtype=torch.float64)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resnet9000", "unknown; choose from lenet, mlp, module:callable"),
+        ("my_net", "unknown; choose from"),
+        ("no_such_net:build", "No module named 'no_such_net'"),
+        ("needy_net:build", "No module named 'no_such_package_at_all'"),
+        ("my_net:bulid", "my_net has no 'bulid'"),
+        ("my_net:", "my_net has no ''"),
+        (":build", "Empty module name"),
+        (".my_net:build", "my_net"),
+        ("my_net:NUMBER", "not callable"),
+        ("my_net:no_module", "gave a str, no torch.nn.Module"),
+        ("my_net:frozen", "has no parameter to train"),
+        ("my_net:empty", "has no parameter to train"),
+    ],
+)
+def test_networks_that_cannot_be_had(folder: Path, name: str, expected: str) -> None:
+    """Fails when a wrong --model is no UsageError, or the reason is not told."""
+    with pytest.raises(UsageError) as caught:
+        build_model(name, (1, 4, 4), 3, torch.float32)
+    assert str(caught.value).startswith(f"--model={name}: ") and expected in str(caught.value)
+
+
+def test_a_fault_in_the_users_module_is_not_blamed_on_the_flag(folder: Path) -> None:
+    """Fails when an AttributeError inside the module reads as "old_net has no 'build'"."""
+    with pytest.raises((UsageError, AttributeError)) as caught:
+        build_model("old_net:build", (1, 4, 4), 3, torch.float32)
+    assert "Conv9d" in str(caught.value)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - UNSUITABLE.keys()))
+def test_every_suitable_optimizer_builds_and_steps(name: str) -> None:
+    """Fails when an optimizer refuses its settings, or moves nothing, or what is frozen."""
+    model = small_model()
+    optimizer = build_optimizer(name.upper(), model, lr=0.25, momentum=0.5, weight_decay=0.125)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved[0] and not moved[-1]
+    wanted = {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.125}
+    (group,) = optimizer.param_groups
+    assert {key: group[key] for key in wanted if key in group}.items() <= wanted.items()
+    assert group["lr"] == 0.25
+
+
+def test_sgd_gets_momentum_and_weight_decay() -> None:
+    """Fails when one of them is not handed on."""
+    optimizer = build_optimizer("sgd", small_model(), lr=0.1, momentum=0.7, weight_decay=0.01)
+    assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.7, 0.01)
+
+
+@pytest.mark.parametrize("name", [*UNSUITABLE, "sdg", "", "Adam W"])
+def test_unsuitable_optimizers_are_refused(name: str) -> None:
+    """Fails when one that cannot train here is built, or the reason and the others are not told."""
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(name, small_model(), 0.1, 0.9, 0.0)
+    reason = UNSUITABLE.get(name, "unknown")
+    assert str(caught.value).startswith(f"--opt={name}: {reason}; choose from adadelta, ")
+    assert "lbfgs" not in str(caught.value).partition("choose")[2]
+
+
+@pytest.mark.parametrize("shape", ["constant", "cosine", "step"])
+@pytest.mark.parametrize("warmup", [1, 4, 10])
+def test_warm_up_is_linear_and_ends_at_the_peak(shape: str, warmup: int) -> None:
+    """Fails when warm-up starts at zero, bends, or misses the peak by a step."""
+    schedule = make_schedule(shape, 0.5, total_steps=100, warmup_steps=warmup)
+    rates = [schedule(step) for step in range(warmup)]
+    assert rates == pytest.approx([0.5 * (step + 1) / warmup for step in range(warmup)])
+    assert rates[-1] == 0.5
+    assert schedule(warmup) == 0.5
+
+
+def test_cosine_falls_to_zero() -> None:
+    """Fails when it rises, misses its middle, or ends above or at zero before the last step."""
+    schedule = make_schedule("cosine", 2.0, total_steps=1010, warmup_steps=10)
+    rates = [schedule(step) for step in range(10, 1010)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[500] == pytest.approx(1.0) and rates[250] == pytest.approx(1 + math.sqrt(0.5))
+    assert 0 < rates[-1] < 1e-5
+    assert make_schedule("cosine", 2.0, 5, 5)(4) == 2.0
+
+
+@pytest.mark.parametrize("total", [9, 18, 90, 9_000, 99_999])
+def test_step_decays_at_the_milestones(total: int) -> None:
+    """Fails when a decay comes a step early or late, or is not a tenth."""
+    schedule = make_schedule("step", 3.0, total, warmup_steps=0)
+    for decays, first in enumerate((total // 3, total * 2 // 3, total * 8 // 9)):
+        assert schedule(first - 1) == pytest.approx(3.0 * 0.1**decays)
+        assert schedule(first) == pytest.approx(3.0 * 0.1 ** (decays + 1))
+    assert schedule(total - 1) == pytest.approx(0.003)
+
+
+def test_constant_stays() -> None:
+    """Fails when a constant rate moves."""
+    schedule = make_schedule("constant", 0.1, 50, 0)
+    assert {schedule(step) for step in range(50)} == {0.1}
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_scaled_lr(rule: str, expected: float) -> None:
+    """Fails when four times the base batch does not give 1, 4 or 2 times the rate."""
+    assert scaled_lr(0.1, rule, 1024, 256) == pytest.approx(expected)
+    assert scaled_lr(0.1, rule, 256, 256) == 0.1
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """A tensor of each kind of shape, layout and type."""
+    return {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.tensor(3),
+        "c": torch.ones(4, dtype=torch.bfloat16),
+        "d": torch.arange(6.0, dtype=torch.float64).reshape(3, 2).T,
+        "e": torch.zeros(0, 5),
+        "f": torch.zeros(2, dtype=torch.complex64),
+    }
+
+
+def holding(values: dict[str, torch.Tensor]) -> nn.Module:
+    """A module of these: the floating-point ones as parameters, the others as buffers."""
+    model = nn.Module()
+    for name, tensor in values.items():
+        if tensor.dtype.is_floating_point:
+            model.register_parameter(name, nn.Parameter(tensor))
+        else:
+            model.register_buffer(name, tensor)
+    return model
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_hash_sees_every_bit(data: st.DataObject) -> None:
+    """Fails when a flipped bit of any parameter or buffer leaves the hash as it was."""
+    model = holding(tensors())
+    before = params_sha256(model)
+    name = data.draw(st.sampled_from(["a", "b", "c", "d", "f"]))
+    values = model.state_dict()[name]
+    raw = values.contiguous().reshape(-1).view(torch.uint8)
+    place = data.draw(st.integers(0, raw.numel() - 1))
+    raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    values.copy_(raw.view(values.dtype).reshape(values.shape))
+    assert params_sha256(model) != before
+
+
+def test_the_hash_sees_names_types_and_shapes() -> None:
+    """Fails when two models with the same bytes but other names, types or shapes hash alike."""
+    zeros = torch.zeros(6, dtype=torch.int32)
+    made = [
+        *({}, {"w": zeros}, {"v": zeros}, {"w": zeros.reshape(2, 3)}, {"w": zeros.float()}),
+        *({"w": zeros, "x": torch.zeros(0)}, {"w": zeros[:3], "x": zeros[:3]}),
+    ]
+    assert len({params_sha256(holding(values)) for values in made}) == len(made)
+
+
+def test_the_hash_does_not_depend_on_insertion_order_or_layout() -> None:
+    """Fails when equal tensors hash apart for the order or strides that they were made with."""
+    values = tensors()
+    other = dict(reversed(values.items())) | {"d": values["d"].contiguous()}
+    assert params_sha256(holding(values)) == params_sha256(holding(other))
+
+
+def test_the_hash_is_the_documented_one() -> None:
+    """Fails when the hashes in older summaries and checkpoints could no longer be compared."""
+    model = holding({"w": torch.tensor([[1.0, 2.0], [3.0, -4.0]]).T, "b": torch.tensor([7])})
+    text = b"b|torch.int64|(1,)|" + struct.pack("<q", 7)
+    text += b"w|torch.float32|(2, 2)|" + struct.pack("<4f", 1, 3, 2, -4)
+    assert params_sha256(model) == hashlib.sha256(text).hexdigest()
+
+
+def test_torchvision_runs() -> None:
+    """Fails when torchvision cannot be imported beside this torch, or its networks do not run."""
+    torchvision = import_torchvision()
+    assert import_torchvision() is torchvision
+    network = torchvision.models.resnet18(num_classes=3).eval()
+    with torch.no_grad():
+        assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 3)

@@ -1,0 +1,290 @@
+"""Flags and YAML keys: the same fields, flags win, and all problems are told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.cli.options import (
+    Option,
+    Parser,
+    add_train_flags,
+    as_flat_dict,
+    build_config,
+    dump_yaml,
+    train_options,
+)
+from hvdtrain.config import BatchConfig, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from hvdtrain.errors import UsageError
+
+OPTIONS = train_options()
+ZERO_IS_FINE = {"lr", "momentum", "weight_decay", "warmup_epochs", "audit_every", "seed"}
+NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
+FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
+
+
+def parse(*argv: str) -> TrainConfig:
+    parser = Parser(prog="train")
+    parser.add_argument("--config")
+    add_train_flags(parser)
+    arguments, unknown = parser.parse_known_args(argv)
+    return build_config(vars(arguments), unknown)
+
+
+def problems(*argv: str) -> str:
+    """What `argv` is refused with."""
+    with pytest.raises(UsageError) as caught:
+        parse(*argv)
+    return str(caught.value)
+
+
+def sample(option: Option, number: int) -> object:
+    """The first or second good value, each unlike the default."""
+    if option.choices:
+        return [choice for choice in option.choices if choice != option.default][-number]
+    return {int: 7 + number, float: 0.25 + number, str: f"name{number}"}[option.type]
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str | bytes], str]:
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "train.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return str(path)
+
+    return write
+
+
+def test_every_field_is_an_option() -> None:
+    """Fails when a field of a group has no flag, or two groups share a name."""
+    groups = typing.get_type_hints(TrainConfig).values()
+    fields = [field.name for group in groups for field in dataclasses.fields(group)]
+    assert sorted(fields) == sorted(OPTIONS)
+    assert as_flat_dict(TrainConfig()) == {name: o.default for name, o in OPTIONS.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+def test_flag_spellings_and_precedence(option: Option, yaml_file) -> None:
+    """Fails when a spelling is unknown, a value goes elsewhere, or the file beats the flag."""
+    in_file, in_flag = sample(option, 0), sample(option, 1)
+    default = as_flat_dict(TrainConfig())
+    dashed = f"--{option.name.replace('_', '-')}"
+    for flag in (dashed, f"--{option.name}"):
+        assert as_flat_dict(parse(flag, str(in_flag))) == default | {option.name: in_flag}
+    for key in (option.name, option.name.replace("_", "-")):
+        file = yaml_file(f"{key}: {in_file}\n")
+        assert as_flat_dict(parse("--config", file)) == default | {option.name: in_file}
+        both = parse("--config", file, f"{dashed}={in_flag}")
+        assert as_flat_dict(both) == default | {option.name: in_flag}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("lr: 0.1\nlearning_rate: 1\n", 2, "unknown option 'learning_rate'"),
+        ("lr: 0.1\n\nepochs: many\n", 3, "epochs: 'many' is not of type int"),
+        ("epochs: true\n", 1, "epochs: True is not of type int"),
+        ("epochs: 1.5\n", 1, "epochs: 1.5 is not of type int"),
+        ("lr: null\n", 1, "lr: None is not of type float"),
+        ("model: [lenet]\n", 1, "model: ['lenet'] is not of type str"),
+        ("lr: 0.1\nseed: 1\nlr: 0.2\n", 3, "lr is given twice"),
+        ("log-interval: 1\nlog_interval: 2\n", 2, "log_interval is given twice"),
+        ("- lr\n- 0.1\n", 1, "must hold lines of the form NAME: VALUE"),
+        ("lenet\n", 1, "must hold lines of the form NAME: VALUE"),
+        ("lr: 0.1\nseed: {1\n", 3, "not valid YAML"),
+        ("lr: 0.1\nseed: !!python/name:os.system\n", 2, "not valid YAML"),
+        ("lr: 0.1\n---\nlr: 0.2\n", 2, "not valid YAML"),
+        ("seed: 1\nexperiment: 2024-06-31\n", 2, "experiment"),
+    ],
+)
+def test_yaml_problems_name_file_and_line(yaml_file, text: str, line: int, expected: str) -> None:
+    """Fails when a bad file is accepted, or its place is not told."""
+    file = yaml_file(text)
+    told = problems("--config", file)
+    assert told.startswith(f"{file}:{line}: ")
+    assert expected in told
+
+
+def test_unreadable_yaml_names_the_file(yaml_file, tmp_path: Path) -> None:
+    """Fails when a missing, binary or empty-named file is no UsageError, or is passed over."""
+    for file in (str(tmp_path / "missing.yaml"), str(tmp_path), yaml_file(b"lr: \xff\xfe\x00")):
+        assert file in problems("--config", file)
+    file = yaml_file(b"lr: 1\x00")
+    assert file in problems("--config", file)
+
+
+def test_an_empty_config_name_is_refused() -> None:
+    """Fails when `--config "$UNSET"` trains with the defaults, silently."""
+    assert "--config" in problems("--config", "")
+
+
+def test_an_empty_yaml_file_changes_nothing(yaml_file) -> None:
+    """Fails when a file of comments is refused."""
+    assert parse("--config", yaml_file("# nothing yet\n")) == TrainConfig()
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "0.001", ".001"])
+def test_numbers_read_in_a_file_as_in_a_flag(yaml_file, text: str) -> None:
+    """Fails when a number that the flag takes is refused in the file (YAML 1.1 wants 1.0e-3)."""
+    assert parse("--lr", text).optimizer.lr == 0.001
+    assert parse("--config", yaml_file(f"lr: {text}\n")).optimizer.lr == 0.001
+
+
+def test_all_flag_problems_are_told_at_once() -> None:
+    """Fails when the user mends one flag only to meet the next."""
+    told = problems("--lr=-1", "--epochs=0", "--seed=-1", "--experiment=a/b", "--sede=1", "--x")
+    for expected in ("--lr=-1.0:", "--epochs=0:", "--seed=-1:", "'a/b'", "--sede:", "--x:"):
+        assert expected in told
+    assert len(told.splitlines()) == 6
+
+
+def test_file_and_flag_problems_are_told_at_once(yaml_file) -> None:
+    """Fails when a problem of the file hides those of the flags, or of its own other lines."""
+    told = problems("--config", yaml_file("bad: 1\nepochs: x\nmomentum: -1\n"), "--lr=-1", "--sede")
+    for expected in (":1: unknown", ":2: epochs", "momentum=-1", "--lr=-1", "--sede"):
+        assert expected in told
+
+
+@pytest.mark.parametrize(
+    ("given_flag", "suggested"),
+    [
+        ("--experimnet", "--experiment"),
+        ("--global-batchsize", "--global-batch-size"),
+        ("--log_intervall", "--log-interval"),
+        ("--max-step-s=3", "--max-steps"),
+    ],
+)
+def test_unknown_flags_get_a_suggestion(given_flag: str, suggested: str) -> None:
+    """Fails when a slip of the pen is passed over, or answered without the flag that was meant."""
+    flag = given_flag.partition("=")[0]
+    assert problems(given_flag) == f"{flag}: no such flag; did you mean {suggested}?"
+
+
+def test_flags_unlike_any_other_and_stray_words_are_refused() -> None:
+    """Fails when something on the command line is silently dropped."""
+    assert problems("--quux") == "--quux: no such flag"
+    assert problems("lenet") == "not understood: lenet"
+
+
+@pytest.mark.parametrize("argv", [["--epochs", "x"], ["--lr"], ["--sched", "linear"]])
+def test_a_value_of_the_wrong_kind_is_a_usage_error(argv: list[str]) -> None:
+    """Fails when argparse ends the process itself, or the flag is not named."""
+    assert argv[0] in problems(*argv)
+
+
+def test_one_kind_of_batch_size(yaml_file) -> None:
+    """Fails when both kinds pass together, or a flag does not replace the file's other kind."""
+    assert "give one of them" in problems("--batch-size=8", "--global-batch-size=8")
+    assert "give one of them" in problems(
+        "--config", yaml_file("batch_size: 8\nglobal_batch_size: 8\n")
+    )
+    assert parse("--config", yaml_file("batch_size: 8"), "--global-batch-size=9").batch == (
+        BatchConfig(global_batch_size=9)
+    )
+    assert parse("--config", yaml_file("global_batch_size: 8"), "--batch-size=9").batch == (
+        BatchConfig(batch_size=9)
+    )
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_make_no_sense_are_refused(name: str, yaml_file) -> None:
+    """Fails when a field takes a negative or infinite number, no number, or a zero too many."""
+    flag = f"--{name.replace('_', '-')}"
+    bad = ["-1"] + (["nan", "inf", "-inf"] if name in FLOATS else ["-1000000000000"])
+    for text in bad + ([] if name in ZERO_IS_FINE else ["0"]):
+        assert f"{flag}=" in problems(f"{flag}={text}")
+        in_yaml = {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}.get(text, text)
+        assert f"{flag}=" in problems("--config", yaml_file(f"{name}: {in_yaml}"))
+    if name in ZERO_IS_FINE:
+        assert as_flat_dict(parse(f"{flag}=0"))[name] == 0
+
+
+@pytest.mark.parametrize("name", ["lr", "max_steps", "global_batch_size"])
+@pytest.mark.parametrize("place", ["flag", "file"])
+def test_a_number_beyond_any_float_is_no_surprise(name: str, place: str, yaml_file) -> None:
+    """Fails when 400 digits end in an OverflowError: they are taken as they are, or refused."""
+    digits = "9" * 400
+    file = yaml_file(f"{name}: {digits}" if place == "file" else "")
+    flags = [] if place == "file" else [f"--{name.replace('_', '-')}={digits}"]
+    try:
+        assert as_flat_dict(parse("--config", file, *flags))[name] == int(digits)
+    except UsageError as error:
+        assert name in str(error).replace("-", "_")
+
+
+def values(option: Option) -> st.SearchStrategy:
+    if option.choices:
+        return st.sampled_from(option.choices)
+    if option.name == "experiment":
+        return st.none() | TEXT.filter(lambda text: "/" not in text and text not in (".", ".."))
+    strategy = {
+        int: st.integers(1, 2**63 - 1),
+        float: st.floats(0, allow_infinity=False, exclude_min=True),
+        str: TEXT,
+    }[option.type]
+    return st.none() | strategy if option.optional else strategy
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+
+
+@settings(deadline=None)
+@given(
+    flat=st.fixed_dictionaries({name: values(option) for name, option in OPTIONS.items()}),
+    per_worker=st.booleans(),
+)
+def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory) -> None:
+    """Fails when any value is lost or changed between --print-config and --config."""
+    flat["global_batch_size" if per_worker else "batch_size"] = None
+    config = build_config(flat, [])
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(dump_yaml(config) + "\n", "utf-8")
+    assert build_config({"config": str(path)}, []) == config
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"),
+    [(None, None, 70), (3, None, 21), (None, 1000, 1000), (3, 20, 20), (3, 22, 21), (1, 7, 7)],
+)
+def test_total_steps(epochs: int | None, max_steps: int | None, expected: int) -> None:
+    """Fails when --max-steps alone does not set the length, or the later of two ends counts."""
+    assert ScheduleConfig(epochs=epochs, max_steps=max_steps).total_steps(7) == expected
+
+
+def test_batch_size_per_worker_grows_with_workers() -> None:
+    """Fails when a global batch depends on N, or a batch per worker does not."""
+    for workers in (1, 2, 3, 8):
+        assert BatchConfig().resolve(workers) == 256
+        assert BatchConfig(global_batch_size=100).resolve(workers) == 100
+        assert BatchConfig(batch_size=100).resolve(workers) == 100 * workers
+
+
+@settings(deadline=None)
+@given(model=TEXT, data=TEXT)
+def test_the_experiment_name_is_one_folder(model: str, data: str) -> None:
+    """Fails when a model or data name leads out of the output folder."""
+    name = TrainConfig(ModelConfig(model=model), DataConfig(data=data)).experiment
+    assert "/" not in name and "\0" not in name and name not in ("", ".", "..")
+    assert Path("runs", name).parent == Path("runs")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/", "/tmp", "a\0b"])
+def test_experiment_names_that_are_no_folder_name_are_refused(name: str) -> None:
+    """Fails when --experiment can leave the output folder."""
+    with pytest.raises(UsageError, match="must be one folder name"):
+        build_config({"experiment": name}, [])
+
+
+def test_config_groups_cannot_change() -> None:
+    """Fails when a checked value can be replaced by one that is not."""
+    for group in vars(TrainConfig()).values():
+        field = dataclasses.fields(group)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(group, field, math.nan)
