@@ -90,18 +90,17 @@ def test_flag_spellings_and_precedence(option: Option, yaml_file) -> None:
     [
         ("lr: 0.1\nlearning_rate: 1\n", 2, "unknown option 'learning_rate'"),
         ("lr: 0.1\n\nepochs: many\n", 3, "epochs: 'many' is not of type int"),
-        ("epochs: true\n", 1, "epochs: True is not of type int"),
-        ("epochs: 1.5\n", 1, "epochs: 1.5 is not of type int"),
-        ("lr: null\n", 1, "lr: None is not of type float"),
-        ("model: [lenet]\n", 1, "model: ['lenet'] is not of type str"),
+        ("epochs: true\n", 1, "epochs: 'true' is not of type int"),
+        ("epochs: 1.5\n", 1, "epochs: '1.5' is not of type int"),
+        ("lr: null\n", 1, "lr: 'null' is not of type float"),
+        ("model: [lenet]\n", 1, "model: a single value was expected"),
         ("lr: 0.1\nseed: 1\nlr: 0.2\n", 3, "lr is given twice"),
         ("log-interval: 1\nlog_interval: 2\n", 2, "log_interval is given twice"),
         ("- lr\n- 0.1\n", 1, "must hold lines of the form NAME: VALUE"),
         ("lenet\n", 1, "must hold lines of the form NAME: VALUE"),
         ("lr: 0.1\nseed: {1\n", 3, "not valid YAML"),
-        ("lr: 0.1\nseed: !!python/name:os.system\n", 2, "not valid YAML"),
+        ("lr: 0.1\nseed: !!python/name:os.system 1e3\n", 2, "seed: '1e3' is not of type int"),
         ("lr: 0.1\n---\nlr: 0.2\n", 2, "not valid YAML"),
-        ("seed: 1\nexperiment: 2024-06-31\n", 2, "experiment"),
     ],
 )
 def test_yaml_problems_name_file_and_line(yaml_file, text: str, line: int, expected: str) -> None:
@@ -200,8 +199,7 @@ def test_numbers_that_make_no_sense_are_refused(name: str, yaml_file) -> None:
     bad = ["-1"] + (["nan", "inf", "-inf"] if name in FLOATS else ["-1000000000000"])
     for text in bad + ([] if name in ZERO_IS_FINE else ["0"]):
         assert f"{flag}=" in problems(f"{flag}={text}")
-        in_yaml = {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}.get(text, text)
-        assert f"{flag}=" in problems("--config", yaml_file(f"{name}: {in_yaml}"))
+        assert f"{flag}=" in problems("--config", yaml_file(f"{name}: {text}"))
     if name in ZERO_IS_FINE:
         assert as_flat_dict(parse(f"{flag}=0"))[name] == 0
 
