@@ -6,7 +6,6 @@ Every collective bears a name: unnamed ones are counted per rank and can deadloc
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import secrets
 import socket
@@ -29,6 +28,8 @@ from hvdtrain.ring.transports.tcp import TcpTransport, listen
 
 ABANDON_TIMEOUT_S = 2.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+
+Trainable = tuple[frozenset[int], frozenset[int]]
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
 ENVIRONMENT_DEFAULTS = {
@@ -55,7 +56,7 @@ class HorovodExchange:
         self.size: int = hvd.size()
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         self._named: dict[str, torch.nn.Parameter] = {}
-        self._watched: frozenset[int] = frozenset()
+        self._watched: Trainable = (frozenset(), frozenset())
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
@@ -130,19 +131,22 @@ class HorovodExchange:
         token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
-    def _trainable(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
+        """Ids of the trainable parameters: of the model, and of the optimizer."""
         in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
-        every = itertools.chain(self._named.values(), in_optimizer)
-        return frozenset(id(parameter) for parameter in every if parameter.requires_grad)
+        return (
+            frozenset(id(p) for p in self._named.values() if p.requires_grad),
+            frozenset(id(p) for p in in_optimizer if p.requires_grad),
+        )
 
     def _explain_unwatched(self, optimizer: torch.optim.Optimizer) -> str:
-        now = self._trainable(optimizer)
+        before, now = self._watched, self._trainable(optimizer)
         names = {id(parameter): name for name, parameter in self._named.items()}
         changes = [
             f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
             for group, verb in (
-                (now - self._watched, "added or unfrozen"),
-                (self._watched - now, "removed or frozen"),
+                ((now[0] - before[0]) | (now[1] - before[1]), "added or unfrozen"),
+                ((before[0] - now[0]) | (before[1] - now[1]), "removed or frozen"),
             )
             if group
         ]
