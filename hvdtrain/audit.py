@@ -60,11 +60,16 @@ class GradientAudit:
         transport: Transport,
         every: int,
         on_record: Callable[[AuditRecord], None],
+        compression: str = "none",
     ) -> None:
-        """`on_record` is called on every rank with each result, before a mismatch is raised."""
+        """`compression`: none or fp16, the type in which gradients travel.
+
+        `on_record` is called on every rank with each result, before a mismatch is raised.
+        """
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._transport = transport
         self._every = every
+        self._compressed = np.dtype(np.float16) if compression == "fp16" else None
         self._on_record = on_record
         self._local: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
@@ -123,8 +128,9 @@ class GradientAudit:
         summed = all_reduce(np.concatenate([values, np.abs(values)]), self._transport)
         reference, magnitudes = summed[: values.size] / size, summed[values.size :]
         reduced = np.zeros_like(reference) if parameter.grad is None else _float64(parameter.grad)
-        dtype = torch.empty(0, dtype=parameter.dtype).numpy().dtype
-        bound = average_error_bound(magnitudes, size, dtype)
+        dtype = self._compressed or torch.empty(0, dtype=parameter.dtype).numpy().dtype
+        casts = 1 if self._compressed else 0
+        bound = average_error_bound(magnitudes, size, dtype, further_scalings=casts)
         ratios = error_over_bound(reduced, reference, bound, may_overflow(magnitudes, dtype))
         if ratios.size == 0:
             return _Finding(0.0, number, 0, 0.0, 0.0, 0.0)

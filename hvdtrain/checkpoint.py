@@ -1,50 +1,179 @@
-"""Checkpoints: complete or absent. Each lists its files' sizes and SHA-256 in a manifest."""
+"""Checkpoints: complete or absent, verified when read, written while training goes on.
+
+A checkpoint is a folder: model.safetensors (what to evaluate and to take away), training_state.pt
+(what a run needs to go on), and manifest.json with the size and SHA-256 of both. It is written
+beside, synced to the disk and renamed, so it never stands there half-written.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hvdtrain.errors import HvdtrainError, TrainingError
 
 MODEL_FILE = "model.safetensors"
+STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "manifest.json"
+NAME = re.compile(r"step-\d{8,}")
 
 
-def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, params_sha256: str) -> Path:
-    """Write `folder`/step-00000120 and name it in `folder`/last. Returns its path.
+class DamagedCheckpoint(HvdtrainError):
+    """A checkpoint is not what was written."""
 
-    It is written beside, synced to the disk and renamed, so it never stands there half-written.
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything of a checkpoint, in memory of its own, so that training can go on."""
+
+    step: int
+    params_sha256: str
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. One writer: rank 0."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """`keep`: how many of the newest stay; the best one stays besides."""
+        self.folder = folder
+        self._keep = keep
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, snapshot: Snapshot, is_best: bool) -> None:
+        """Write in the background; waits only for the write before to end.
+
+        Raises TrainingError when that one failed.
+        """
+        self.wait()
+        self._writing = threading.Thread(
+            target=self._write, args=(snapshot, is_best), name="checkpoint"
+        )
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until what was saved is on disk. Raises TrainingError when it could not be written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise TrainingError(
+                f"a checkpoint cannot be written to {self.folder}: {failure}. "
+                "The checkpoints before it are untouched"
+            ) from failure
+
+    def complete(self) -> list[Path]:
+        """The checkpoints that are there, newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+
+    def _write(self, snapshot: Snapshot, is_best: bool) -> None:
+        try:
+            final = _write_checkpoint(self.folder, snapshot)
+            _point(self.folder / "last", final.name)
+            if is_best:
+                _point(self.folder / "best", final.name)
+            self._prune()
+        except (OSError, SafetensorError, RuntimeError) as error:
+            self._failure = error
+
+    def _prune(self) -> None:
+        pointed = {_pointed(self.folder / name) for name in ("last", "best")}
+        for path in self.complete()[self._keep :]:
+            if path.name not in pointed:
+                doomed = path.with_name(f".{path.name}.old")
+                path.rename(doomed)  # from here on it counts as absent
+                shutil.rmtree(doomed)
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights and the training state of one checkpoint, verified.
+
+    Raises DamagedCheckpoint, saying what is wrong, unless every file is the one that was written.
+    Nothing in a file is ever executed: states are read without pickled code.
     """
-    final = folder / f"step-{step:08d}"
+    manifest = _read_manifest(path)
+    for name in (MODEL_FILE, STATE_FILE):
+        if manifest["files"][name] != _describe_or_nothing(path / name):
+            raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
+    try:
+        weights = load_file(path / MODEL_FILE)
+        state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+    return weights, state
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    place = path / MANIFEST_FILE
+    try:
+        manifest = json.loads(place.read_text("utf-8"))
+        digest = manifest.pop("manifest_sha256")
+        described = all(
+            isinstance(manifest["files"][name], dict) for name in (MODEL_FILE, STATE_FILE)
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
+    if not described or digest != _digest_of(manifest):
+        raise DamagedCheckpoint(f"{place} is not what was written")
+    result: dict[str, Any] = manifest
+    return result
+
+
+def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    final = folder / f"step-{snapshot.step:08d}"
     partial = folder / f".{final.name}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
+    for leftover in (partial, final):  # of a run that was killed, or is repeated
+        if leftover.exists():
+            shutil.rmtree(leftover)
     partial.mkdir(parents=True)
-    save_model(model, str(partial / MODEL_FILE))
-    manifest = {
-        "step": step,
-        "params_sha256": params_sha256,
-        "files": {MODEL_FILE: _describe(partial / MODEL_FILE)},
+    save_file(snapshot.weights, partial / MODEL_FILE)
+    torch.save(snapshot.state, partial / STATE_FILE)
+    manifest: dict[str, Any] = {
+        "step": snapshot.step,
+        "params_sha256": snapshot.params_sha256,
+        "files": {name: _describe_or_nothing(partial / name) for name in (MODEL_FILE, STATE_FILE)},
     }
+    manifest["manifest_sha256"] = _digest_of(manifest)
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for path in (partial / MODEL_FILE, partial / MANIFEST_FILE, partial):
-        _sync(path)
+    for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
+        _sync(partial / name)
     partial.rename(final)
-    _point(folder / "last", final.name)
+    _sync(folder)
     return final
 
 
-def _describe(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
+    """Size and SHA-256 of a file, or None where it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            digest = hashlib.sha256()
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    except OSError:
+        return None
 
 
 def _point(pointer: Path, name: str) -> None:
@@ -54,6 +183,10 @@ def _point(pointer: Path, name: str) -> None:
     _sync(partial)
     partial.replace(pointer)
     _sync(pointer.parent)
+
+
+def _pointed(pointer: Path) -> str | None:
+    return pointer.read_text("utf-8").strip() if pointer.is_file() else None
 
 
 def _sync(path: Path) -> None:

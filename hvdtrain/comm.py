@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -29,6 +29,7 @@ from hvdtrain.ring.transports.tcp import TcpTransport, listen
 ABANDON_TIMEOUT_S = 2.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
+COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 Trainable = tuple[frozenset[int], frozenset[int]]
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
@@ -55,11 +56,21 @@ class HorovodExchange:
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
+        # With fusion, which tensors travel together depends on timing.
+        self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
         self._named: dict[str, torch.nn.Parameter] = {}
         self._watched: Trainable = (frozenset(), frozenset())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
+        """Layers that hold it may be copied; it stays the one of this process."""
+        return self
+
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        grad_accum_steps: int = 1,
+        compression: str = "none",
     ) -> torch.optim.Optimizer:
         """Collective: wrap in Horovod's DistributedOptimizer and spread rank 0's state.
 
@@ -68,7 +79,10 @@ class HorovodExchange:
         Raises TrainingError, naming the ranks, if parameters differ afterwards.
         """
         wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters()
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=COMPRESSIONS[compression],
+            backward_passes_per_step=grad_accum_steps,
         )
         state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
         wrapped.load_state_dict(state)
@@ -88,13 +102,16 @@ class HorovodExchange:
             raise TrainingError(self._explain_unwatched(optimizer))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
-    def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            optimizer.step()
+    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        skipping: AbstractContextManager[None] = optimizer.skip_synchronize()  # type: ignore[attr-defined]
+        return skipping
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
         return lambda: hvd.synchronize(handle)
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        return hvd.broadcast_object(value, 0, name=name)
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         return list(hvd.allgather_object(value, name=name))

@@ -16,9 +16,12 @@ DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
 
 
-def flag(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field that is also a command-line flag; `text` is its help."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def flag(default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True) -> Any:
+    """A field that is also a command-line flag; `text` is its help.
+
+    `learns`: it decides what is learned, so a resumed run must have it as it was.
+    """
+    return field(default=default, metadata={"help": text, "choices": choices, "learns": learns})
 
 
 def _require(*checks: tuple[bool, str]) -> None:
@@ -42,6 +45,14 @@ def _one_of(config: Any, name: str) -> tuple[bool, str]:
     return value in choices, f"--{name.replace('_', '-')}={value}: choose from {', '.join(choices)}"
 
 
+def _are_weights(text: str) -> bool:
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        return False
+    return all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
+
+
 def _is_file_name(text: str) -> bool:
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
@@ -52,7 +63,9 @@ class ModelConfig:
 
     model: str = flag("lenet", "lenet, mlp, or package.module:callable(input_shape, classes)")
     dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
-    device: str = flag("auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"))
+    device: str = flag(
+        "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -66,7 +79,7 @@ class DataConfig:
     """Which samples."""
 
     data: str = flag("digits", "digits, fashion-mnist, or synthetic:SHAPE (synthetic:1x28x28)")
-    data_dir: str = flag("data", "folder of data sets that are read from files")
+    data_dir: str = flag("data", "folder of data sets that are read from files", learns=False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,11 @@ class BatchConfig:
     global_batch_size: int | None = flag(
         None, f"samples per step over all workers (default: {DEFAULT_GLOBAL_BATCH_SIZE})"
     )
-    batch_size: int | None = flag(None, "samples per step and worker, instead")
+    batch_size: int | None = flag(None, "samples per step and worker, instead", learns=False)
+    grad_accum_steps: int = flag(1, "cut each step into so many forward and backward passes")
+    rank_weights: str | None = flag(
+        None, "shares of mixed hardware, a number per worker (default: equal): 1,1,2", learns=False
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -87,6 +104,12 @@ class BatchConfig:
                 f"--batch-size={self.batch_size} and --global-batch-size="
                 f"{self.global_batch_size}: give one of them (the first is per worker)",
             ),
+            _positive("grad_accum_steps", self.grad_accum_steps),
+            (
+                self.rank_weights is None or _are_weights(self.rank_weights),
+                f"--rank-weights={self.rank_weights}: must be numbers of at least 0, not all 0, "
+                "with commas between them",
+            ),
         )
 
     def resolve(self, workers: int) -> int:
@@ -94,6 +117,17 @@ class BatchConfig:
         if self.batch_size is not None:
             return self.batch_size * workers
         return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+
+    def weights(self, workers: int) -> tuple[float, ...]:
+        """Each worker's weight. Raises UsageError unless there are as many as workers."""
+        if self.rank_weights is None:
+            return (1.0,) * workers
+        weights = tuple(float(text) for text in self.rank_weights.split(","))
+        if len(weights) != workers:
+            raise UsageError(
+                f"--rank-weights={self.rank_weights}: {len(weights)} weights for {workers} workers"
+            )
+        return weights
 
 
 @dataclass(frozen=True)
@@ -110,6 +144,9 @@ class OptimizerConfig:
         ("none", "linear", "sqrt"),
     )
     lr_base_batch_size: int = flag(256, "the global batch size that --lr is meant for")
+    clip_grad: float | None = flag(None, "largest norm of the averaged gradient")
+    model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
+    model_ema_decay: float = flag(0.9998, "how much of the moving average stays at each step")
 
     def __post_init__(self) -> None:
         _require(
@@ -117,6 +154,11 @@ class OptimizerConfig:
             _positive("momentum", self.momentum, zero=True),
             _positive("weight_decay", self.weight_decay, zero=True),
             _positive("lr_base_batch_size", self.lr_base_batch_size),
+            _positive("clip_grad", self.clip_grad),
+            (
+                0 <= self.model_ema_decay < 1,
+                f"--model-ema-decay={self.model_ema_decay}: must be at least 0 and below 1",
+            ),
             _one_of(self, "scale_lr"),
         )
 
@@ -126,9 +168,11 @@ class ScheduleConfig:
     """How long, and how the learning rate moves."""
 
     epochs: int | None = flag(
-        None, f"passes over the data (default: {DEFAULT_EPOCHS}, or as --max-steps says)"
+        None,
+        f"passes over the data (default: {DEFAULT_EPOCHS}, or as --max-steps says)",
+        learns=False,
     )
-    max_steps: int | None = flag(None, "end after this many steps, if that is earlier")
+    max_steps: int | None = flag(None, "end after this many steps, if earlier", learns=False)
     sched: str = flag(
         "constant",
         "learning rate over time: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
@@ -153,29 +197,61 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class AuditConfig:
-    """How often the exchange is checked against the ring reference."""
+class PrecisionConfig:
+    """In which numbers is computed and exchanged, and over which samples is normalised."""
 
-    audit_every: int = flag(0, "check the reduced gradients every so many steps (0: never)")
+    amp: str = flag("none", "autocast, with loss scaling for fp16", ("none", "bf16", "fp16"))
+    compression: str = flag("none", "type in which gradients are exchanged", ("none", "fp16"))
+    sync_bn: bool = flag(False, "batch norm over the samples of all workers")
 
     def __post_init__(self) -> None:
-        _require(_positive("audit_every", self.audit_every, zero=True))
+        _require(*(_one_of(self, name) for name in ("amp", "compression")))
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """How often the run checks itself."""
+
+    audit_every: int = flag(
+        0, "check reduced gradients against the ring every so many steps (0: never)", learns=False
+    )
+    hash_every: int = flag(
+        1000, "compare all ranks' parameters every so many steps (0: only at saves)", learns=False
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            _positive("audit_every", self.audit_every, zero=True),
+            _positive("hash_every", self.hash_every, zero=True),
+        )
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Where the run is written, and what is reported."""
 
-    output: str = flag("runs", "folder of runs")
-    experiment: str | None = flag(None, "name of this run (default: MODEL-DATA)")
+    output: str = flag("runs", "folder of runs", learns=False)
+    experiment: str | None = flag(None, "name of this run (default: MODEL-DATA)", learns=False)
     seed: int = flag(0, "seed of initial parameters, sample order and dropout")
-    log_interval: int = flag(10, "steps between progress lines")
-    eval_interval: int = flag(1, "epochs between evaluations (the end is always evaluated)")
+    log_interval: int = flag(10, "steps between progress lines", learns=False)
+    eval_interval: int = flag(
+        1, "epochs between evaluations (the end is always evaluated)", learns=False
+    )
+    checkpoint_interval: int = flag(
+        0, "steps between checkpoints, besides one at each evaluation", learns=False
+    )
+    keep_checkpoints: int = flag(3, "how many checkpoints stay, besides the best", learns=False)
+    resume: str | None = flag(
+        None, "auto: go on from the newest good checkpoint, or start; else a path", learns=False
+    )
 
     def __post_init__(self) -> None:
         _require(
             _positive("log_interval", self.log_interval),
             _positive("eval_interval", self.eval_interval),
+            _positive("checkpoint_interval", self.checkpoint_interval, zero=True),
+            _positive("keep_checkpoints", self.keep_checkpoints),
+            (self.resume != "", "--resume is empty: give auto, or a checkpoint's path"),
             (0 <= self.seed < 2**63, f"--seed={self.seed}: must be from 0 to 2^63 - 1"),
             (
                 self.experiment is None or _is_file_name(self.experiment),
@@ -193,7 +269,8 @@ class TrainConfig:
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    audit: AuditConfig = AuditConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    check: CheckConfig = CheckConfig()
     run: RunConfig = RunConfig()
 
     @property

@@ -13,6 +13,7 @@ HvdtrainError             1   the run failed
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 
 EXIT_OK = 0
@@ -65,8 +66,8 @@ class AuditMismatch(HvdtrainError):
 class Stopped(HvdtrainError):
     """A signal asked this process to end."""
 
-    def __init__(self, signal_number: int, name: str) -> None:
-        super().__init__(f"stopped by {name}")
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.exit_code = 128 + signal_number
 
 

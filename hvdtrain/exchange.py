@@ -33,22 +33,35 @@ class Exchange(Protocol):
     def controller(self) -> str:
         """gloo or mpi; none for a single process."""
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether sums are added in the same order in every run."""
+
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        grad_accum_steps: int = 1,
+        compression: str = "none",
     ) -> torch.optim.Optimizer:
         """Collective: wrap `optimizer` so that gradients are averaged over ranks.
 
         Afterwards rank 0's parameters, buffers and optimizer state are on every rank.
+        `grad_accum_steps`: backward passes whose gradients add up before they are averaged.
+        `compression`: none or fp16, the type in which gradients travel.
         """
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: on return every `.grad` is its average over ranks."""
 
-    def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters with the gradients as they stand."""
+    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Within it, `optimizer.step()` uses the gradients as they stand."""
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         """Collective: begin summing `values` over ranks; the call of the result waits for it."""
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        """Collective: rank 0's `value`, on every rank."""
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         """Collective: every rank's `value`, in rank order."""
@@ -72,20 +85,28 @@ class SingleProcess:
     rank = 0
     size = 1
     controller = "none"
+    repeatable = True
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        grad_accum_steps: int = 1,
+        compression: str = "none",
     ) -> torch.optim.Optimizer:
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """There are no other ranks: the gradients are the average already."""
 
-    def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         return lambda: values
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        return value
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         return [value]

@@ -18,9 +18,11 @@ AUDITS = "audit.jsonl"
 class Recorder:
     """An observer that writes into the run directory; there is one, on rank 0."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, resumed_from: int = 0) -> None:
+        """`resumed_from`: the step that the run goes on from; later scalars are dropped."""
         self._directory = directory
-        self._tensorboard = SummaryWriter(str(directory.path / "tensorboard"))
+        folder = str(directory.path / "tensorboard")
+        self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         """One line per logged step."""

@@ -17,12 +17,15 @@ LOCK = ".lock"
 class RunDirectory:
     """The folder of a live run, held under a lock until `close`."""
 
-    def __init__(self, output: Path, experiment: str) -> None:
-        """Make the folder. Raises UsageError, touching nothing, when it holds anything already,
-        when another job is using it, or when it cannot be written.
+    def __init__(self, output: Path, experiment: str, reopen: bool = False) -> None:
+        """Make the folder, or `reopen` the one that holds a run.
+
+        Raises UsageError, touching nothing, when a new one holds anything already, when another
+        job is using it, or when it cannot be written.
         """
         self.path = output / experiment
-        self._refuse_occupied()
+        if not reopen:
+            self._refuse_occupied()
         with ExitStack() as undo:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -37,7 +40,8 @@ class RunDirectory:
                 raise UsageError(
                     f"--output={output}: {self.path} cannot be written: {reason}"
                 ) from error
-            self._refuse_occupied()  # the job that held the lock may have ended just now
+            if not reopen:
+                self._refuse_occupied()  # the job that held the lock may have ended just now
             undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
 
@@ -58,6 +62,13 @@ class RunDirectory:
             stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
         stream.write(json.dumps(_json_ready(record)) + "\n")
         stream.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of later steps: the run will come to them again."""
+        for path in self.path.glob("*.jsonl"):
+            lines = path.read_text("utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            self._write(path.name, "".join(line + "\n" for line in kept))
 
     def close(self) -> None:
         """Let go of the lock; the folder stays."""
@@ -82,6 +93,14 @@ class RunDirectory:
         partial = self.path / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.path / name)
+
+
+def _step_of(line: str) -> float:
+    """The step of a record; infinite for a line that was cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _json_ready(value: Any) -> Any:

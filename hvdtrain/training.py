@@ -3,24 +3,30 @@
 A step's update uses the gradient of the mean loss over the *global* batch. Rank r computes the sum
 of its own samples' losses and weights it by N / B (N ranks, B samples in this global batch), so
 that the average over ranks is (1/N) sum_r (N/B) sum_i loss_i = (1/B) sum_i loss_i, also where
-ranks hold different numbers of samples, or none.
+ranks hold different numbers of samples, or none. With accumulation the global batch is cut into
+micro-batches first, and each of them is shared out: they too are the same for every N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch.nn import functional
 
-from hvdtrain.data import Dataset, GlobalBatchSampler, share
+from hvdtrain.batchnorm import averaged_statistics
+from hvdtrain.data import Dataset, GlobalBatchSampler, Shares
 from hvdtrain.data.sampler import Indices
 from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import Exchange
 from hvdtrain.metering import Meter, StepSums, Totals
+from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import Schedule
+from hvdtrain.update import Update
 
 
 class Audit(Protocol):
@@ -41,19 +47,62 @@ class Observer(Protocol):
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
 
 
+class Keeper(Protocol):
+    """Keeps the state of a run, and knows when it was asked to stop."""
+
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+
+    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
+        """Collective: keep the state as it stands between two steps."""
+
+    def stop(self) -> NoReturn:
+        """Collective: all ranks have agreed to stop, and the state is kept: raises Stopped."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What to train, and for how long."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    update: Update
     dataset: Dataset
     sampler: GlobalBatchSampler
+    shares: Shares
+    grad_accum_steps: int
+    sync_bn: bool
     schedule: Schedule
     total_steps: int
     device: torch.device
     log_interval: int
     eval_interval: int
+    checkpoint_interval: int
+    hash_every: int
+
+    def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: the model to evaluate and to save, within the context.
+
+        It holds the moving average of the weights where there is one, and the running statistics
+        of all ranks.
+        """
+        average = self.update.average
+        return self.with_all_statistics(average.module if average else self.model, exchange)
+
+    def with_all_statistics(
+        self, model: torch.nn.Module, exchange: Exchange
+    ) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: `model` with the running statistics of all ranks, within the context."""
+        own_samples = self.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
+        return averaged_statistics(model, exchange, own_weight=float(own_samples))
+
+
+@dataclass
+class Position:
+    """How far a run has come; with these two numbers the data goes on where it was."""
+
+    step: int = 0
+    samples_seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,63 +114,103 @@ class Outcome:
     steady_samples_per_s: float
 
 
-def train(job: Job, exchange: Exchange, audit: Audit, observer: Observer) -> Outcome:
-    """Collective: run the job to its end.
+def train(
+    job: Job,
+    position: Position,
+    meter: Meter,
+    exchange: Exchange,
+    audit: Audit,
+    observer: Observer,
+    keeper: Keeper,
+) -> Outcome:
+    """Collective: run the job from `position`, which moves along, to its end.
 
-    Raises TrainingError on all ranks when a loss is not finite, and what `audit.end` raises.
+    Raises TrainingError on all ranks when a loss is not finite or ranks have drifted apart, what
+    `audit.end` raises, and Stopped, once all ranks have agreed on it and the state is kept.
     """
-    meter = Meter(exchange)
     job.model.train()
-    for step, indices, epoch_ends in _steps(job):
+    totals, evaluation = meter.totals(), None
+    for indices in _batches(job, position):
+        step, lr = position.step + 1, job.schedule(position.step)
         meter.begin_step()
-        sums = train_step(job, exchange, audit, step, indices)
+        sums = train_step(job, exchange, audit, step, indices, keeper.stop_requested())
         meter.end_step(sums, step)
+        position.step, position.samples_seen = step, position.samples_seen + len(indices)
         if step % job.log_interval == 0:
-            observer.interval_end(meter.read_interval(), job.schedule(step - 1))
-        if not epoch_ends:
-            continue
-        totals = meter.read_epoch()
+            observer.interval_end(meter.read_interval(), lr)
+        if job.hash_every and step % job.hash_every == 0:
+            check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
         evaluation = None
-        if totals.epoch % job.eval_interval == 0 or step == job.total_steps:
-            evaluation = evaluate(job.model, job.dataset.valid, exchange, job.device)
-        observer.epoch_end(totals, evaluation, job.schedule(step - 1))
-    assert evaluation is not None  # the last step ends the last epoch, and is evaluated
+        if position.samples_seen % job.sampler.samples == 0 or step == job.total_steps:
+            totals = meter.read_epoch()
+            if totals.epoch % job.eval_interval == 0 or step == job.total_steps:
+                evaluation = _evaluate(job, exchange, meter, keeper)
+            observer.epoch_end(totals, evaluation, lr)
+        due = job.checkpoint_interval and step % job.checkpoint_interval == 0
+        if due or evaluation or meter.stop_agreed:
+            keeper.save(job, meter, evaluation)
+        if meter.stop_agreed and not (evaluation and step == job.total_steps):
+            keeper.stop()
+    if evaluation is None:  # resumed from a stop between the last step and its evaluation
+        evaluation = _evaluate(job, exchange, meter, keeper)
+        keeper.save(job, meter, evaluation)
+    if evaluation is None:
+        keeper.stop()
     return Outcome(totals, evaluation, meter.steady_samples_per_s)
 
 
-def _steps(job: Job) -> Iterator[tuple[int, Indices, bool]]:
-    """Every step of the run: its number from 1, its global batch, and whether an epoch ends."""
-    step = 0
-    epoch = 0
-    while step < job.total_steps:
-        for indices in job.sampler.global_batches(epoch):
-            step += 1
-            last_of_epoch = step == (epoch + 1) * job.sampler.steps_per_epoch
-            yield step, indices, last_of_epoch or step == job.total_steps
-            if step == job.total_steps:
+def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
+    """Collective: evaluate what would be saved; None when a rank was asked to stop meanwhile."""
+    with job.evaluated_model(exchange) as model:
+        evaluation = evaluate(model, job.dataset, exchange, job.device, keeper.stop_requested)
+    meter.stop_agreed = meter.stop_agreed or evaluation is None
+    return evaluation
+
+
+def _batches(job: Job, position: Position) -> Iterator[Indices]:
+    """Every global batch from `position`, which the caller moves on, to the end of the run."""
+    while position.step < job.total_steps:
+        for indices in job.sampler.global_batches(position.samples_seen):
+            yield indices
+            if position.step >= job.total_steps:
                 return
-        epoch += 1
 
 
-def train_step(job: Job, exchange: Exchange, audit: Audit, step: int, indices: Indices) -> StepSums:
+def train_step(
+    job: Job,
+    exchange: Exchange,
+    audit: Audit,
+    step: int,
+    indices: Indices,
+    stop_requested: bool = False,
+) -> StepSums:
     """Collective: one optimizer update from one global batch (the samples' numbers, all ranks').
 
     Returns the sums of this step over all ranks, still on their way.
     """
-    inputs, labels = job.dataset.train.batch(share(indices, exchange.rank, exchange.size))
     for group in job.optimizer.param_groups:
         group["lr"] = job.schedule(step - 1)
     job.optimizer.zero_grad()
     audit.begin(step)
-    own = StepSums.nothing(job.device)
-    if len(labels):
-        labels = labels.to(job.device)
-        scores = job.model(inputs.to(job.device))
-        loss_sum = functional.cross_entropy(scores, labels, reduction="sum")
-        (loss_sum * (exchange.size / len(indices))).backward()
-        own = StepSums.of(loss_sum.detach(), scores.detach(), labels)
-    sums = own.start(exchange, step)
+    sums = StepSums(job.device)
+    for micro_batch in split_evenly(len(indices), job.grad_accum_steps):
+        own = job.shares.of(indices[micro_batch], exchange.rank)
+        if len(own) or job.sync_bn:  # synchronised layers need every rank
+            _backward(job, own, exchange.size / len(indices), sums)
+    sums.start(exchange, step, stop_requested)
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
-    exchange.apply(job.optimizer)
+    job.update.apply(exchange, job.optimizer)
     return sums
+
+
+def _backward(job: Job, own: Indices, weight: float, sums: StepSums) -> None:
+    """Add the weighted gradient of this rank's part of a micro-batch, and its sums."""
+    inputs, labels = job.dataset.train.batch(own)
+    labels = labels.to(job.device)
+    with job.update.autocast():
+        scores = job.model(inputs.to(job.device))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    loss_sum = functional.cross_entropy(scores, labels, reduction="sum")
+    job.update.scale(loss_sum * weight).backward()
+    sums.add(loss_sum.detach(), scores.detach(), labels)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 
+_BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
 
 
@@ -22,6 +23,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    learns: bool
 
 
 def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any], list[str]]:
@@ -68,7 +70,7 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
     if node.tag == NULL and option.optional:
         return None
     try:
-        return option.type(node.value)
-    except ValueError:
+        return _BOOLEANS[node.value.lower()] if option.type is bool else option.type(node.value)
+    except (ValueError, KeyError):
         kind = option.type.__name__
         raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None

@@ -37,7 +37,7 @@ class Console:
             self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
             return
         self._print(
-            f"step {totals.step}/{self._total_steps}  epoch {totals.epoch + 1}  "
+            f"step {totals.step}/{self._total_steps}  epoch {totals.epoch}  "
             f"loss {totals.loss:.4f}  accuracy {totals.accuracy:.3f}  "
             f"{totals.samples_per_s:,.0f} samples/s  lr {lr:.4g}"
         )

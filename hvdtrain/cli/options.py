@@ -38,6 +38,7 @@ def train_options() -> dict[str, Option]:
                 default=field.default,
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],
+                learns=field.metadata["learns"],
             )
     return options
 
@@ -51,6 +52,15 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
         spellings = [f"--{option.name.replace('_', '-')}"]
         if "_" in option.name:
             spellings.append(f"--{option.name}")
+        if option.type is bool:
+            section.add_argument(
+                *spellings,
+                dest=option.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=option.help.replace("%", "%%"),
+            )
+            continue
         default = "" if option.default is None else f" (default: {option.default})"
         section.add_argument(
             *spellings,

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
-from hvdtrain.checkpoint import save_checkpoint
+from hvdtrain.checkpoint import Checkpoints, Snapshot
 from hvdtrain.cli.console import Console, verdict
 from hvdtrain.errors import AuditMismatch, Stopped
 from hvdtrain.evaluate import Evaluation
@@ -22,15 +22,27 @@ from hvdtrain.recording import Recorder
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.training import Job, Outcome
 
+_EVALUATED = ("valid_loss", "valid_accuracy", "valid_accuracy_top5", "valid_samples")
+
 
 class Report:
     """Prints, records, and keeps the summary up to date, so that it can be written at any time."""
 
-    def __init__(self, directory: RunDirectory, job: Job, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        job: Job,
+        exchange: Exchange,
+        keep_checkpoints: int,
+        resumed: dict[str, Any] | None,
+    ) -> None:
+        """`resumed`: the state that the run goes on from."""
         self._directory = directory
-        self._model = job.model
+        self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
+        self._params_sha256: str | None = None
+        self._best_accuracy = -1.0
         self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
-        self._recorder = Recorder(directory)
+        self._recorder = Recorder(directory, resumed["step"] if resumed else 0)
         self._audit: dict[str, Any] = {
             "checked": 0,
             "failed": 0,
@@ -44,15 +56,18 @@ class Report:
             "steps": 0,
             "samples_seen": 0,
             "train_loss": None,
-            "valid_loss": None,
-            "valid_accuracy": None,
-            "valid_samples": None,
+            **dict.fromkeys(_EVALUATED),
             "samples_per_s": None,
             "params_sha256": None,
             "audit": self._audit,
-            "resumed_from": None,
+            "resumed_from": resumed["step"] if resumed else None,
+            "repeatable_exchange": exchange.repeatable,
             "versions": _versions(),
         }
+        if resumed:
+            self._audit |= resumed["progress"]["audit"]
+            self._summary |= resumed["progress"]["summary"]
+            self._best_accuracy = resumed["progress"]["best_accuracy"]
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -61,6 +76,7 @@ class Report:
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         self._note(totals)
+        self._summary["epochs"] = totals.epoch
         if evaluation:
             self._note_evaluation(evaluation)
         self._recorder.epoch_end(totals, evaluation, lr)
@@ -74,15 +90,39 @@ class Report:
         self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
         self._recorder.audited(record)
 
-    def finish(self, outcome: Outcome, params_sha256: str) -> None:
-        """Save the final model, write the summary and print the verdict."""
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run's report goes on from."""
+        names = ("epochs", "steps", "samples_seen", "train_loss", *_EVALUATED)
+        return {
+            "audit": dict(self._audit),
+            "summary": {name: self._summary[name] for name in names},
+            "best_accuracy": self._best_accuracy,
+        }
+
+    def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
+        """Write a checkpoint, in the background."""
+        assert snapshot is not None
+        is_best = evaluation is not None and evaluation.accuracy > self._best_accuracy
+        if evaluation is not None and is_best:
+            self._best_accuracy = evaluation.accuracy
+        self._params_sha256 = snapshot.params_sha256
+        self._checkpoints.save(snapshot, is_best)
+
+    def wait_until_saved(self) -> None:
+        """Until the last checkpoint is on disk."""
+        self._checkpoints.wait()
+
+    def finish(self, outcome: Outcome) -> None:
+        """Write the summary, once the last checkpoint is on disk, and print the verdict."""
+        self._checkpoints.wait()
+        self._note(outcome.totals)
+        self._note_evaluation(outcome.evaluation)
         self._summary |= {
             "status": "finished",
+            "epochs": outcome.totals.epoch,
             "samples_per_s": outcome.steady_samples_per_s,
-            "params_sha256": params_sha256,
+            "params_sha256": self._params_sha256,
         }
-        checkpoints = self._directory.path / "checkpoints"
-        save_checkpoint(checkpoints, outcome.totals.step, self._model, params_sha256)
         self._directory.write_summary(self._summary)
         self._console.close()
         say(verdict(self._summary, str(self._directory.path)))
@@ -91,6 +131,7 @@ class Report:
         """Write the summary of a run that did not reach its end."""
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         self._summary["status"] = statuses.get(type(error), "failed")
+        self._summary["params_sha256"] = self._params_sha256
         self._summary["error"] = f"{type(error).__name__}: {error}"
         self._directory.write_summary(self._summary)
 
@@ -102,7 +143,6 @@ class Report:
 
     def _note(self, totals: Totals) -> None:
         self._summary |= {
-            "epochs": totals.epoch,
             "steps": totals.step,
             "samples_seen": totals.samples_seen,
             "train_loss": totals.loss,
@@ -112,6 +152,7 @@ class Report:
         self._summary |= {
             "valid_loss": evaluation.loss,
             "valid_accuracy": evaluation.accuracy,
+            "valid_accuracy_top5": evaluation.accuracy_top5,
             "valid_samples": evaluation.samples,
         }
 
@@ -125,7 +166,14 @@ class NoReport:
 
     def audited(self, record: AuditRecord) -> None: ...
 
-    def finish(self, outcome: Outcome, params_sha256: str) -> None: ...
+    def progress(self) -> dict[str, Any]:
+        return {}
+
+    def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None: ...
+
+    def wait_until_saved(self) -> None: ...
+
+    def finish(self, outcome: Outcome) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 

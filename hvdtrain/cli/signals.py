@@ -1,8 +1,9 @@
-"""SIGTERM and SIGINT raise Stopped in the main thread; a second one ends the process at once.
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; a second one ends the process at once.
 
-A main thread that waits inside a collective does not get back to Python to raise anything. A
-thread of ours then does what must be done instead: it hears of the signal through a socket that
-the interpreter's own handler writes to.
+Before training they raise Stopped. During training they are only noted: all ranks agree on a step
+first. A main thread that waits inside a collective for a rank that is gone never gets there, so a
+thread of ours watches: it hears of the signal through a socket that the interpreter's own handler
+writes to, which works while the main thread is in native code.
 """
 
 from __future__ import annotations
@@ -10,39 +11,61 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
 from hvdtrain.errors import Stopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STUCK_AFTER_S = 0.4  # mpirun follows its SIGTERM with a SIGKILL after 1 s
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+NOTE_AFTER_S = 0.4  # mpirun follows its SIGTERM with a SIGKILL after 1 s
+STUCK_AFTER_S = 20.0  # without a step
 
 
 class StopSignals:
     """Installed once, by the main thread."""
 
     def __init__(self) -> None:
-        self.if_stuck: Callable[[Stopped], None] = lambda error: None
-        self._raised = threading.Event()
+        self.requested: int | None = None
+        self.note: Callable[[Stopped], None] = lambda error: None
+        self.give_up: Callable[[Stopped], None] = lambda error: None
+        self._training = False
+        self._last_step_s = 0.0
         hearing, writing = socket.socketpair()
         writing.setblocking(False)
         self._sockets = (hearing, writing)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._raise)
-        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+            signal.signal(number, self._handle)
+        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        self._raised.set()
-        signal.signal(number, signal.SIG_DFL)
-        raise _stopped(number)
+    def training_starts(
+        self, note: Callable[[Stopped], None], give_up: Callable[[Stopped], None]
+    ) -> None:
+        """From here on signals are noted. `note` is called in a thread soon after one arrives,
+        `give_up` when no step has ended for STUCK_AFTER_S after it.
+        """
+        self.note, self.give_up, self._training = note, give_up, True
 
-    def _listen(self) -> None:
+    def alive(self) -> None:
+        """The main thread is not stuck: called at each step, and while evaluating."""
+        self._last_step_s = time.monotonic()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        self.requested = number
+        if not self._training:
+            raise Stopped(number)
+
+    def _watch(self) -> None:
         while received := self._sockets[0].recv(1):
-            if received[0] in SIGNALS and not self._raised.wait(STUCK_AFTER_S):
-                self.if_stuck(_stopped(received[0]))
-
-
-def _stopped(number: int) -> Stopped:
-    return Stopped(number, signal.Signals(number).name)
+            if received[0] not in SIGNALS:
+                continue
+            error = Stopped(received[0])
+            self._last_step_s = time.monotonic()
+            time.sleep(NOTE_AFTER_S)
+            self.note(error)
+            while time.monotonic() - self._last_step_s < STUCK_AFTER_S:
+                time.sleep(NOTE_AFTER_S)
+            self.give_up(error)

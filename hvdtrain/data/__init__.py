@@ -8,12 +8,12 @@ import torch
 
 from hvdtrain.data.digits import load_digits
 from hvdtrain.data.fashion_mnist import load_fashion_mnist
-from hvdtrain.data.sampler import GlobalBatchSampler, share
+from hvdtrain.data.sampler import GlobalBatchSampler, Shares
 from hvdtrain.data.splits import Dataset, Split, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.errors import UsageError
 
-__all__ = ["Dataset", "GlobalBatchSampler", "Split", "TensorSplit", "load_dataset", "share"]
+__all__ = ["Dataset", "GlobalBatchSampler", "Shares", "Split", "TensorSplit", "load_dataset"]
 
 NAMES = ("digits", "fashion-mnist", "synthetic:SHAPE")
 

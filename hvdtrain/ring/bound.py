@@ -44,16 +44,21 @@ def average_error_bound(
     `sum_of_magnitudes`: sum over ranks of |g_r|, element by element, in float64.
     `further_scalings`: multiplications on the path beyond the one with 1/N.
     The reference's own float64 error is added (negligible for float32, equal for float64), and so
-    is an absolute term for underflow: each operation may flush a subnormal result to zero.
+    is an absolute term for underflow: each operation may flush a subnormal result to zero (in
+    float16, which is computed by way of float32, it only loses what is below the smallest one).
     """
     additions = ranks - 1
     path = gamma(additions + AVERAGE_ROUNDINGS + further_scalings, dtype)
     # The reference adds N terms and divides once; its magnitudes are themselves rounded sums.
     reference = gamma(2 * ranks, REFERENCE_DTYPE)
     operations = additions + 1 + further_scalings
-    underflow = operations * float(np.finfo(dtype).tiny)
+    underflow = operations * _largest_underflow(np.finfo(dtype))
     bound: NDArray[np.float64] = sum_of_magnitudes * ((path + reference) / ranks) + underflow
     return bound
+
+
+def _largest_underflow(numbers: Any) -> float:
+    return float(numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny)
 
 
 def may_overflow(sum_of_magnitudes: NDArray[np.float64], dtype: DTypeLike) -> NDArray[Any]:

@@ -1,0 +1,168 @@
+"""Batch normalisation over several ranks: synchronised, or with each rank's own statistics.
+
+`--sync-bn` takes mean and variance over the samples of all ranks. The sums go over ranks, so it is
+exact for uneven shares, and works on CPU as on GPU. Without it each rank normalises by its own
+samples; for evaluation and for the saved model the running statistics are then averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.exchange import Exchange
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Collective, both ways: y = sum_r x_r on every rank, so dL/dx_r = sum_s dL_s/dy."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
+        ctx.exchange, ctx.name = exchange, name
+        return exchange.sum_later(values.clone(), name)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        summed = ctx.exchange.sum_later(gradient.clone(), f"{ctx.name}.backward")()
+        return summed, None, None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalises by the statistics of all ranks' samples.
+
+    Every rank must call it at the same time, also with no samples. Same parameters and buffers as
+    the layer that it replaces. Statistics: biased variance to normalise, unbiased for the running
+    one, as torch.nn.BatchNorm does.
+    """
+
+    exchange: Exchange
+    collective: str  # a name that is unique within the model
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (torch's own name)
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Collective in training mode. (samples, channels, ...) to the same shape."""
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        mean, variance, count = self._statistics(input)
+        if self.running_mean is not None and self.running_var is not None:
+            self._update_running(mean.detach(), variance.detach(), count)
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        scale = torch.rsqrt(variance + self.eps)
+        shift = -mean * scale
+        if self.affine:
+            scale = scale * self.weight
+            shift = shift * self.weight + self.bias
+        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Mean and biased variance of each channel, and the values per channel, over all ranks."""
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        dims = [0, *range(2, values.dim())]
+        own_count = wide.new_full((1,), values.numel() / values.size(1))
+        sums = _sum(
+            torch.cat([wide.sum(dims), own_count]), self.exchange, f"{self.collective}.mean"
+        )
+        count = float(sums[-1])
+        if count <= 1:
+            raise ValueError("batch norm needs more than one value per channel over all ranks")
+        mean = sums[:-1] / count
+        centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
+        squares = _sum(centred.square().sum(dims), self.exchange, f"{self.collective}.variance")
+        return mean, squares / count, count
+
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1 / float(self.num_batches_tracked)
+        assert factor is not None
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+def _sum(values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
+    summed: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether any layer normalises over the batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
+    """Replace every batch-norm layer by a synchronised one that holds the same tensors."""
+    if isinstance(model, _BatchNorm):
+        return _converted(model, exchange, "hvdtrain.sync_bn")
+    for path, module in list(model.named_modules()):
+        if isinstance(module, _BatchNorm):
+            parent, _, name = path.rpartition(".")
+            sync = _converted(module, exchange, f"hvdtrain.sync_bn.{path}")
+            setattr(model.get_submodule(parent), name, sync)
+    return model
+
+
+def _converted(module: _BatchNorm, exchange: Exchange, collective: str) -> SyncBatchNorm:
+    sync = SyncBatchNorm(
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+    )
+    sync.weight, sync.bias = module.weight, module.bias
+    sync.running_mean, sync.running_var = module.running_mean, module.running_var
+    sync.num_batches_tracked = module.num_batches_tracked
+    sync.training = module.training
+    sync.exchange, sync.collective = exchange, collective
+    return sync
+
+
+@contextmanager
+def averaged_statistics(
+    model: nn.Module, exchange: Exchange, own_weight: float
+) -> Iterator[nn.Module]:
+    """Collective: the model; within the context its running statistics are those of all ranks,
+    weighted by samples.
+
+    `own_weight`: in proportion to this rank's samples. Afterwards each rank has its own again.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+    ]
+    buffers = [
+        buffer
+        for layer in layers
+        for buffer in (layer.running_mean, layer.running_var)
+        if buffer is not None
+    ]
+    if exchange.size == 1 or not buffers:
+        yield model
+        return
+    own = [buffer.clone() for buffer in buffers]
+    flat = torch.cat([buffer.reshape(-1).double() * own_weight for buffer in own])
+    flat = torch.cat([flat, flat.new_tensor([own_weight])])
+    total = exchange.sum_later(flat, "hvdtrain.statistics")()
+    averages = (total[:-1] / total[-1]).split([buffer.numel() for buffer in buffers])
+    try:
+        for buffer, average in zip(buffers, averages, strict=True):
+            buffer.copy_(average.view_as(buffer))
+        yield model
+    finally:
+        for buffer, before in zip(buffers, own, strict=True):
+            buffer.copy_(before)

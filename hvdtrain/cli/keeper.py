@@ -1,0 +1,45 @@
+"""Keeps the state of a run while it goes, and ends it when all ranks have agreed to stop."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hvdtrain.cli.report import NoReport, Report
+from hvdtrain.cli.signals import StopSignals
+from hvdtrain.errors import Stopped
+from hvdtrain.evaluate import Evaluation
+from hvdtrain.exchange import Exchange
+from hvdtrain.loop_state import capture
+from hvdtrain.metering import Meter
+from hvdtrain.training import Job, Position
+
+
+class RunKeeper:
+    """Every rank has one: saving and stopping are collective. Rank 0's report writes."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        position: Position,
+        report: Report | NoReport,
+        signals: StopSignals,
+    ) -> None:
+        self._exchange = exchange
+        self._position = position
+        self._report = report
+        self._signals = signals
+
+    def stop_requested(self) -> bool:
+        self._signals.alive()
+        return self._signals.requested is not None
+
+    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
+        progress = self._report.progress()
+        snapshot = capture(job, self._position, meter, self._exchange, progress)
+        self._report.saved(snapshot, evaluation)
+
+    def stop(self) -> NoReturn:
+        """Collective: any rank may have had the signal; all end with its number."""
+        self._report.wait_until_saved()
+        numbers = self._exchange.all_gather_object(self._signals.requested, "hvdtrain.stop")
+        raise Stopped(max(number for number in numbers if number is not None))

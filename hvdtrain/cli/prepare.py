@@ -1,0 +1,117 @@
+"""From configuration to a job: what one rank can do, and find wrong, by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange
+from hvdtrain.models import build_model, fit_images
+from hvdtrain.optimizers import build_optimizer
+from hvdtrain.ring import split_evenly
+from hvdtrain.schedule import make_schedule, scaled_lr
+from hvdtrain.topology import Topology
+from hvdtrain.training import Job
+from hvdtrain.update import Update
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def prepare(
+    config: TrainConfig, global_batch_size: int, exchange: Exchange, topology: Topology
+) -> Job:
+    """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
+    device = _choose_device(config.model.device, topology)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    dtype = DTYPES[config.model.dtype]
+    dataset = load_dataset(config.data.data, Path(config.data.data_dir), config.run.seed, dtype)
+    dataset = fit_images(dataset, config.model.model)
+    sampler = GlobalBatchSampler(len(dataset.train), global_batch_size, config.run.seed)
+    shares = Shares(exchange.size, config.batch.weights(exchange.size))
+    _seed(config.run.seed)
+    model = build_model(config.model.model, dataset.shape, dataset.classes, dtype).to(device)
+    _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
+    sync_bn = config.precision.sync_bn and has_batch_norm(model)
+    if sync_bn:
+        model = convert_to_sync(model, exchange)
+    elif has_batch_norm(model):
+        _refuse_small_shares(sampler, shares, config.batch.grad_accum_steps)
+    settings = config.optimizer
+    lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
+    total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
+    warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
+    return Job(
+        model=model,
+        optimizer=build_optimizer(
+            settings.opt, model, lr, settings.momentum, settings.weight_decay
+        ),
+        update=Update(
+            model,
+            device,
+            config.precision.amp,
+            settings.clip_grad,
+            settings.model_ema_decay if settings.model_ema else None,
+        ),
+        dataset=dataset,
+        sampler=sampler,
+        shares=shares,
+        grad_accum_steps=config.batch.grad_accum_steps,
+        sync_bn=sync_bn,
+        schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
+        total_steps=total_steps,
+        device=device,
+        log_interval=config.run.log_interval,
+        eval_interval=config.run.eval_interval,
+        checkpoint_interval=config.run.checkpoint_interval,
+        hash_every=config.check.hash_every,
+    )
+
+
+def _refuse_small_shares(sampler: GlobalBatchSampler, shares: Shares, accum_steps: int) -> None:
+    """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
+    sizes = {min(sampler.global_batch_size, sampler.samples)}
+    sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
+    for size in sorted(sizes):
+        for part in split_evenly(size, accum_steps):
+            smallest = min(shares.sizes(part.stop - part.start))
+            if smallest < 2:
+                raise UsageError(
+                    f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
+                    f"the batch, but of a batch of {size} samples some worker gets {smallest} at a "
+                    f"time ({sampler.samples} samples, {len(shares.weights)} workers, "
+                    f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
+                )
+
+
+def _choose_device(wanted: str, topology: Topology) -> torch.device:
+    """One device per local rank. Raises UsageError when there are too few."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and visible == 0):
+        return torch.device("cpu")
+    if topology.local_rank >= visible:
+        raise UsageError(
+            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {visible} "
+            f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+            "Start as many workers per host as it has devices, or use --device cpu"
+        )
+    torch.cuda.set_device(topology.local_rank)
+    return torch.device("cuda", topology.local_rank)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _own_seed(seed: int, rank: int) -> int:
+    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,112 @@
+"""Finds what a run goes on from: its folder, its configuration, its newest good checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.checkpoint import Checkpoints, DamagedCheckpoint, load_checkpoint
+from hvdtrain.cli.options import as_flat_dict, train_options
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange
+from hvdtrain.log import say
+from hvdtrain.run_directory import RunDirectory
+
+LENGTHS = ("epochs", "max_steps")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What every rank needs to know to go on."""
+
+    global_batch_size: int
+    state: dict[str, Any] | None  # None: no good checkpoint, so it starts afresh
+    finished: dict[str, Any] | None  # the summary of a run that needs nothing more
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Rank 0's: the same, with the folder, whose lock it holds."""
+
+    directory: RunDirectory
+    resumed: Resumed
+
+
+def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
+    """Rank 0: the run that `--resume` means. None elsewhere, and where there is none to go on.
+
+    Raises UsageError when the configuration is another experiment's, when a checkpoint that was
+    named is damaged, or when a live job is using the folder.
+    """
+    output, name = Path(config.run.output), config.experiment
+    if exchange.rank != 0 or config.run.resume is None:
+        return None
+    if not (output / name / "config.yaml").is_file():
+        if config.run.resume == "auto":
+            return None
+        raise UsageError(f"--resume={config.run.resume}: {output / name} holds no run")
+    directory = RunDirectory(output, name, reopen=True)
+    try:
+        return Resumable(directory, _read(config, directory))
+    except UsageError:
+        directory.close()
+        raise
+
+
+def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
+    stored = yaml.safe_load((directory.path / "config.yaml").read_text("utf-8"))
+    _refuse_another_experiment(config, stored, directory.path)
+    finished = _finished_summary(config, stored, directory.path)
+    state = None if finished else _load_state(config, directory.path / "checkpoints")
+    directory.forget_after(state["step"] if state else 0)
+    return Resumed(stored["global_batch_size"], state, finished)
+
+
+def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
+    wanted = as_flat_dict(config)
+    if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
+        wanted["global_batch_size"] = stored.get("global_batch_size")
+    problems = [
+        f"--{option.name.replace('_', '-')}={wanted[option.name]}: the run in {path} was started "
+        f"with {stored.get(option.name)}; a resumed run is the same experiment"
+        for option in train_options().values()
+        if option.learns and wanted[option.name] != stored.get(option.name)
+    ]
+    if problems:
+        raise UsageError(*problems)
+
+
+def _finished_summary(
+    config: TrainConfig, stored: dict[str, Any], path: Path
+) -> dict[str, Any] | None:
+    try:
+        summary = json.loads((path / "summary.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    wanted = as_flat_dict(config)
+    longer = any(wanted[name] != stored.get(name) for name in LENGTHS)
+    return summary if summary.get("status") == "finished" and not longer else None
+
+
+def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
+    """The state of the newest good checkpoint, saying which ones were passed over."""
+    if config.run.resume != "auto":
+        try:
+            return load_checkpoint(Path(str(config.run.resume)))[1]
+        except DamagedCheckpoint as error:
+            raise UsageError(f"--resume={config.run.resume}: {error}") from error
+    for path in Checkpoints(folder, keep=1).complete():
+        try:
+            state = load_checkpoint(path)[1]
+        except DamagedCheckpoint as error:
+            say(f"resume: passing over a damaged checkpoint: {error}")
+            continue
+        say(f"resume: going on from {path}")
+        return state
+    say(f"resume: no good checkpoint in {folder}: starting afresh")
+    return None

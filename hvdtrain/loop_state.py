@@ -1,0 +1,100 @@
+"""The whole state of a training loop between two steps: taken, and put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.checkpoint import Snapshot
+from hvdtrain.exchange import Exchange
+from hvdtrain.metering import Meter
+from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
+from hvdtrain.training import Job, Position
+
+
+def capture(
+    job: Job, position: Position, meter: Meter, exchange: Exchange, progress: dict[str, Any]
+) -> Snapshot | None:
+    """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
+
+    `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
+    when parameters have drifted apart: such a state is never saved.
+    """
+    meter.collect()
+    check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
+    own = {"buffers": _copied(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
+    of_ranks = exchange.all_gather_object(own, "hvdtrain.rank_states")
+    with job.evaluated_model(exchange) as model:
+        weights, digest = _copied(model.state_dict()), params_sha256(model)
+    with job.with_all_statistics(job.model, exchange):
+        model_state = _copied(job.model.state_dict())
+    if exchange.rank != 0:
+        return None
+    state = {
+        "step": position.step,
+        "samples_seen": position.samples_seen,
+        "model": model_state,
+        "optimizer": _copied(job.optimizer.state_dict()),
+        "update": _copied(job.update.state_dict()),
+        "meter": meter.state_dict(),
+        "ranks": of_ranks,
+        "progress": progress,
+    }
+    return Snapshot(position.step, digest, weights, state)
+
+
+def restore(
+    state: dict[str, Any], job: Job, position: Position, meter: Meter, exchange: Exchange
+) -> None:
+    """Put a captured state back into a job whose optimizer is distributed already.
+
+    With as many ranks as before each gets its own buffers and random numbers back, and the run
+    goes on bit for bit. With another number, each gets the running statistics of all, and random
+    numbers stay as they were seeded.
+    """
+    job.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    job.update.load_state_dict(state["update"])
+    meter.load_state_dict(state["meter"])
+    position.step, position.samples_seen = state["step"], state["samples_seen"]
+    if len(state["ranks"]) != exchange.size:
+        return
+    own = state["ranks"][exchange.rank]
+    for name, buffer in job.model.named_buffers():
+        buffer.copy_(own["buffers"][name])
+    _set_rng_state(own["rng"], job.device)
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with tensors copied to memory of their own on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
