@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
-from hvdtrain.errors import EXIT_OK
+from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
@@ -45,7 +45,42 @@ def _parser() -> Parser:
     )
     add_train_flags(train)
     train.set_defaults(run=_train)
+    verify = commands.add_parser(
+        "verify-resume",
+        help="prove that a configuration resumes exactly: -- train ...",
+        description="Train once without and once with interruptions, and compare the parameters.",
+        allow_abbrev=False,
+    )
+    verify.add_argument("-np", type=int, default=1, metavar="N", help="workers (default: 1)")
+    verify.add_argument("--controller", choices=("gloo", "mpi"), default="gloo")
+    verify.add_argument("--cuts", type=int, default=6, help="interruptions (default: 6)")
+    verify.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
+    verify.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
+    verify.set_defaults(run=_verify_resume)
     return parser
+
+
+def _verify_resume(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    from hvdtrain.cli.verify_resume import Plan, verify_resume
+
+    command = [part for part in arguments["train"] if part != "--"]
+    if unknown or command[:1] != ["train"]:
+        raise UsageError("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
+    if arguments["np"] < 1 or arguments["cuts"] < 1:
+        raise UsageError(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+    parser = Parser(prog="train", allow_abbrev=False)
+    parser.add_argument("--config")
+    add_train_flags(parser)
+    flags, unplaced = parser.parse_known_args(command[1:])
+    build_config(vars(flags), unplaced)  # bad flags end here, before anything starts
+    plan = Plan(
+        train_flags=command[1:],
+        workers=arguments["np"],
+        controller=arguments["controller"],
+        cuts=arguments["cuts"],
+        seed=arguments["seed"],
+    )
+    return verify_resume(plan)
 
 
 def _train(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from hvdtrain.audit import AuditRecord, GradientAudit, NoAudit
+from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.comm import HorovodExchange
-from hvdtrain.data import GlobalBatchSampler, TensorSplit
+from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
 from hvdtrain.evaluate import evaluate
@@ -27,8 +28,10 @@ from hvdtrain.models import build_model
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.training import Job, train_step
+from hvdtrain.update import Update
 from tests.rings import lengths_for, rank_data
 
+CPU = torch.device("cpu")
 SHAPE = (1, 28, 28)
 CLASSES = 10
 
@@ -43,24 +46,34 @@ def made_up_images(samples: int) -> Dataset:
     return Dataset("made up", SHAPE, CLASSES, split, split)
 
 
-def make_job(dataset: Dataset, name: str = "lenet") -> Job:
+def make_job(
+    dataset: Dataset, name: str = "lenet", accum_steps: int = 1, shares: Shares | None = None
+) -> Job:
     torch.manual_seed(11)
     model = build_model(name, SHAPE, CLASSES, torch.float64)
     return Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        update=Update(model, CPU),
         dataset=dataset,
         sampler=GlobalBatchSampler(len(dataset.train), len(dataset.train), seed=0),
+        shares=shares or Shares(1),
+        grad_accum_steps=accum_steps,
+        sync_bn=False,
         schedule=lambda step: 0.0,
         total_steps=1,
-        device=torch.device("cpu"),
+        device=CPU,
         log_interval=1,
         eval_interval=1,
+        checkpoint_interval=0,
+        hash_every=0,
     )
 
 
 def distributed(job: Job, exchange: Exchange) -> Job:
-    return replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
+    optimizer = exchange.distribute(job.optimizer, job.model, job.grad_accum_steps)
+    shares = job.shares if len(job.shares.weights) == exchange.size else Shares(exchange.size)
+    return replace(job, optimizer=optimizer, shares=shares)
 
 
 def ring_sums_are_right(exchange: Exchange) -> None:
@@ -80,21 +93,25 @@ def ring_sums_are_right(exchange: Exchange) -> None:
 def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
     """Against one process's gradient of the mean loss, for even, uneven and empty shares."""
     size = exchange.size
-    shares = {"lenet": {1, size - 1, size, size + 1, 32 * size + 5}, "mlp": {size - 1, size + 1}}
-    for name, sizes in shares.items():
-        for samples in sorted(sizes):
-            dataset = made_up_images(samples)
-            indices = np.arange(samples)
-            alone = make_job(dataset, name)
-            train_step(alone, SingleProcess(), NoAudit(), 1, indices)
-            together = distributed(make_job(dataset, name), exchange)
-            train_step(together, exchange, NoAudit(), 1, indices).total()
-            for (key, expected), actual in zip(
-                alone.model.named_parameters(), together.model.parameters(), strict=True
-            ):
-                largest = expected.grad.abs().max()
-                error = (actual.grad - expected.grad).abs().max()
-                assert error <= 1e-12 * largest, (name, samples, key, error / largest)
+    uneven = Shares(size, [0.0, *range(1, size)])  # rank 0 gets nothing
+    cases = [
+        ("lenet", samples, 1, None) for samples in (1, size - 1, size, size + 1, 32 * size + 5)
+    ]
+    cases += [("mlp", size - 1, 1, None), ("lenet", 9 * size + 1, 1, uneven)]
+    cases += [("lenet", samples, 3, None) for samples in (1, 2 * size, 9 * size + 1)]
+    for name, samples, accum_steps, shares in cases:
+        dataset = made_up_images(samples)
+        indices = np.arange(samples)
+        alone = make_job(dataset, name)
+        train_step(alone, SingleProcess(), NoAudit(), 1, indices)
+        together = distributed(make_job(dataset, name, accum_steps, shares), exchange)
+        train_step(together, exchange, NoAudit(), 1, indices).total()
+        for (key, expected), actual in zip(
+            alone.model.named_parameters(), together.model.parameters(), strict=True
+        ):
+            largest = expected.grad.abs().max()
+            error = (actual.grad - expected.grad).abs().max()
+            assert error <= 1e-12 * largest, (name, samples, accum_steps, key, error / largest)
 
 
 def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
@@ -167,15 +184,17 @@ def failures_are_agreed_on(exchange: Exchange) -> None:
 
 def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
     """For data sets of any size, also smaller than the number of ranks."""
-    device = torch.device("cpu")
     for samples in sorted({1, exchange.size - 1, exchange.size, exchange.size + 1, 101}):
-        split = made_up_images(samples).valid
-        model = make_job(made_up_images(1)).model
-        expected = evaluate(model, split, SingleProcess(), device)
-        actual = evaluate(model, split, exchange, device)
+        dataset = made_up_images(samples)
+        model = make_job(dataset).model
+        expected = evaluate(model, dataset, SingleProcess(), CPU)
+        actual = evaluate(model, dataset, exchange, CPU)
         assert actual.samples == expected.samples == samples
-        assert actual.accuracy == expected.accuracy
+        assert actual.confusion == expected.confusion
+        assert actual.accuracy_top5 == expected.accuracy_top5
         assert abs(actual.loss - expected.loss) <= 1e-12 * expected.loss
+    stopped = evaluate(model, dataset, exchange, CPU, lambda: exchange.rank == exchange.size - 1)
+    assert stopped is None  # one rank was asked to stop, and all know
 
 
 def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
@@ -248,14 +267,61 @@ def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:
     last = exchange.size - 1
     scores = torch.zeros(2, CLASSES)
     loss = torch.tensor(float("nan") if exchange.rank == last else 1.0)
-    meter = Meter(exchange)
+    meter = Meter(exchange, samples_per_epoch=10)
     meter.begin_step()
-    sums = StepSums.of(loss, scores, torch.zeros(2, dtype=torch.int64)).start(exchange, 1)
+    sums = StepSums(CPU)
+    sums.add(loss, scores, torch.zeros(2, dtype=torch.int64))
+    sums.start(exchange, 1, stop_requested=False)
     meter.end_step(sums, 1)
     expect(TrainingError, f"at step 1 on rank {last} (loss nan).", meter.read_interval)
 
 
+def synchronised_batch_norm_is_that_of_the_whole_batch(exchange: Exchange) -> None:
+    """Outputs, gradients and running statistics, for uneven and empty shares."""
+    size = exchange.size
+    for weights in (None, [0.0, *range(1, size)]):
+        values = torch.randn((5 * size + 1, 3, 4), generator=torch.Generator().manual_seed(1))
+        values = values.double() * 3 + 1
+        torch.manual_seed(2)
+        whole, shared = (
+            torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Conv1d(3, 2, 3)).double()
+            for _ in range(2)
+        )
+        shared.load_state_dict(whole.state_dict())
+        shared = convert_to_sync(shared, exchange)
+        own = torch.from_numpy(Shares(size, weights).of(np.arange(len(values)), exchange.rank))
+        expected = whole(values)
+        expected.square().sum().backward()
+        actual = shared(values[own])
+        optimizer = exchange.distribute(torch.optim.SGD(shared.parameters(), lr=0.1), shared)
+        (actual.square().sum() * size).backward()
+        exchange.reduce_gradients(optimizer)
+        close(actual, expected[own])
+        for one, other in zip(shared.parameters(), whole.parameters(), strict=True):
+            close(one.grad, other.grad)
+        for one, other in zip(shared.buffers(), whole.buffers(), strict=True):
+            close(one, other)
+
+
+def statistics_are_averaged_and_put_back(exchange: Exchange) -> None:
+    """Weighted by samples within the context; each rank's own again afterwards."""
+    layer = torch.nn.BatchNorm1d(2).double()
+    layer.running_mean.fill_(exchange.rank + 1)
+    before = layer.running_mean.clone()
+    weights = [float(2 * rank) for rank in range(exchange.size)]
+    with averaged_statistics(layer, exchange, weights[exchange.rank]) as model:
+        mean = sum(w * (rank + 1) for rank, w in enumerate(weights)) / sum(weights)
+        close(model.running_mean, torch.full((2,), mean, dtype=torch.float64))
+    assert torch.equal(layer.running_mean, before)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
 CHECKS = (
+    synchronised_batch_norm_is_that_of_the_whole_batch,
+    statistics_are_averaged_and_put_back,
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
     initial_state_is_that_of_rank_0,

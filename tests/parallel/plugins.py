@@ -75,3 +75,14 @@ def wrong_exchange(shape, classes) -> torch.nn.Module:
 
     HorovodExchange.reduce_gradients = faulty
     return FailingLeNet(shape[0], classes, lambda: None)
+
+
+def small_resnet(shape, classes) -> torch.nn.Module:
+    """torchvision's ResNet with one block a stage and a 3x3 stem, for small images."""
+    from hvdtrain.vision import import_torchvision
+
+    resnet = import_torchvision().models.resnet
+    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
+    model.conv1 = torch.nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
+    model.maxpool = torch.nn.Identity()
+    return model
