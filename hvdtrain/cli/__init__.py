@@ -57,6 +57,20 @@ def _parser() -> Parser:
     verify.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
     verify.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
     verify.set_defaults(run=_verify_resume)
+    bench = commands.add_parser(
+        "bench",
+        help="measure on this machine: step, checkpoint",
+        description="Measure, in rounds in turns. Alone, or under `horovodrun -np N`. "
+        "step: our step over loops written by hand; checkpoint: steps with over without saving.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("bench", choices=("step", "checkpoint"))
+    bench.add_argument("--model", default="lenet", choices=("lenet", "mlp"))
+    bench.add_argument("--batch-size", type=int, default=128, metavar="B", help="per worker")
+    bench.add_argument("--rounds", type=int, default=9, help="(default: 9)")
+    bench.add_argument("--steps", type=int, default=50, help="per round (default: 50)")
+    bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -81,6 +95,17 @@ def _verify_resume(arguments: dict[str, Any], unknown: list[str], topology: Topo
         seed=arguments["seed"],
     )
     return verify_resume(plan)
+
+
+def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    if unknown:
+        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain bench --help)")
+    too_small = [name for name in ("batch_size", "rounds", "steps") if arguments[name] < 1]
+    if too_small:
+        raise UsageError(*(f"--{name.replace('_', '-')}: must be above 0" for name in too_small))
+    from hvdtrain.cli.bench import run
+
+    return run(arguments, topology)
 
 
 def _train(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -29,7 +29,7 @@ from hvdtrain.training import Job, Position, train
 def run(config: TrainConfig, topology: Topology) -> int:
     """Collective: one training run; its failures are told here. Returns the exit code."""
     signals = StopSignals()
-    exchange = _connect(topology)
+    exchange = connect(topology)
     try:
         with exchange.peer_failures():
             _run(config, exchange, topology, signals)
@@ -96,7 +96,7 @@ def _train(
     report.finish(outcome)
 
 
-def _connect(topology: Topology) -> Exchange:
+def connect(topology: Topology) -> Exchange:
     """Collective: join the other workers, if a launcher started this process as one of several."""
     if not topology.launched:
         return SingleProcess()

@@ -1,0 +1,64 @@
+"""`hvdtrain bench checkpoint`: what saving costs training, in the background and waited for."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hvdtrain.bench.jobs import make_job, our_step
+from hvdtrain.bench.rounds import Ratio, ratio, run_rounds
+from hvdtrain.checkpoint import Checkpoints
+from hvdtrain.exchange import Exchange
+from hvdtrain.loop_state import capture
+from hvdtrain.metering import Meter
+from hvdtrain.training import Job, Position
+
+NEVER, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
+KEEP = 2
+
+
+def bench_checkpoint(
+    model: str, batch_size: int, rounds: int, steps: int, exchange: Exchange
+) -> tuple[dict[str, list[float]], dict[str, Ratio]]:
+    """Collective: seconds a step with one checkpoint in every `steps` steps, and the ratios."""
+    job = make_job(model, batch_size, exchange)
+    job = replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
+    step = our_step(job, exchange)
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+        checkpoints = Checkpoints(Path(folder), KEEP)
+        contestants = {
+            NEVER: step,
+            BACKGROUND: _saving(step, job, exchange, checkpoints, steps, wait=False),
+            WAITED: _saving(step, job, exchange, checkpoints, steps, wait=True),
+        }
+        seconds = run_rounds(contestants, rounds, steps, exchange)
+        checkpoints.wait()
+    return seconds, {name: ratio(seconds, name, NEVER) for name in (BACKGROUND, WAITED)}
+
+
+def _saving(
+    step: Callable[[], None],
+    job: Job,
+    exchange: Exchange,
+    checkpoints: Checkpoints,
+    interval: int,
+    wait: bool,
+) -> Callable[[], None]:
+    numbers = itertools.count(1)
+    meter = Meter(exchange, job.sampler.samples)
+
+    def step_and_save() -> None:
+        step()
+        number = next(numbers)
+        if number % interval != interval // 2:  # in the middle of a round
+            return
+        snapshot = capture(job, Position(number, number), meter, exchange, {})
+        if snapshot is not None:
+            checkpoints.save(snapshot, is_best=False)
+            if wait:
+                checkpoints.wait()
+
+    return step_and_save

@@ -1,0 +1,84 @@
+"""Jobs to measure: made-up data of a built-in model's size, one batch after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from hvdtrain.audit import NoAudit
+from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data.sampler import Indices
+from hvdtrain.exchange import Exchange
+from hvdtrain.metering import Meter
+from hvdtrain.models import build_model
+from hvdtrain.training import Job, train_step
+from hvdtrain.update import Update
+
+DATA = "synthetic:1x28x28"
+LR, MOMENTUM = 0.01, 0.9
+
+
+def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
+    """A job of `batch_size` samples a worker and step, its optimizer not distributed yet."""
+    dataset = load_dataset(DATA, Path(), 0, torch.float32)
+    torch.manual_seed(0)
+    model = build_model(model_name, dataset.shape, dataset.classes, torch.float32)
+    device = torch.device("cpu")
+    return Job(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
+        update=Update(model, device),
+        dataset=dataset,
+        sampler=GlobalBatchSampler(len(dataset.train), batch_size * exchange.size, 0),
+        shares=Shares(exchange.size),
+        grad_accum_steps=1,
+        sync_bn=False,
+        schedule=lambda step: LR,
+        total_steps=2**62,
+        device=device,
+        log_interval=10,
+        eval_interval=1,
+        checkpoint_interval=0,
+        hash_every=0,
+    )
+
+
+def endless_batches(sampler: GlobalBatchSampler) -> Iterator[Indices]:
+    """Global batches of one epoch after the other."""
+    for epoch in itertools.count():
+        yield from sampler.global_batches(epoch * sampler.samples)
+
+
+def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
+    """The loop that one would write by hand, with the job's optimizer as it is."""
+    batches = endless_batches(job.sampler)
+
+    def step() -> None:
+        inputs, labels = job.dataset.train.batch(job.shares.of(next(batches), exchange.rank))
+        job.optimizer.zero_grad()
+        loss = functional.cross_entropy(job.model(inputs), labels)
+        loss.backward()
+        job.optimizer.step()
+
+    return step
+
+
+def our_step(job: Job, exchange: Exchange) -> Callable[[], None]:
+    """The product's step: weighted loss, sums over ranks, schedule, clock."""
+    batches = endless_batches(job.sampler)
+    meter = Meter(exchange, job.sampler.samples)
+    numbers = itertools.count(1)
+    audit = NoAudit()
+
+    def step() -> None:
+        number = next(numbers)
+        meter.begin_step()
+        meter.end_step(train_step(job, exchange, audit, number, next(batches)), number)
+        if number % job.log_interval == 0:
+            meter.read_interval()
+
+    return step

@@ -1,0 +1,36 @@
+"""`hvdtrain bench step`: what the framework costs beyond a loop written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hvdtrain.bench.jobs import bare_step, make_job, our_step
+from hvdtrain.bench.rounds import Ratio, ratio, run_rounds
+from hvdtrain.exchange import Exchange, SingleProcess
+from hvdtrain.training import Job
+
+OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
+
+
+def bench_step(
+    model: str, batch_size: int, rounds: int, steps: int, exchange: Exchange
+) -> tuple[dict[str, list[float]], dict[str, Ratio]]:
+    """Collective: seconds a step by loop and round, and our ratios to the other loops.
+
+    The single-device loop runs on every worker at the same time, without exchange: what this
+    machine can do at best.
+    """
+    contestants = {}
+    if exchange.size > 1:
+        bare = _distributed(make_job(model, batch_size, exchange), exchange)
+        contestants[BARE] = bare_step(bare, exchange)
+    contestants[ALONE] = bare_step(make_job(model, batch_size, SingleProcess()), SingleProcess())
+    # Ours last: the exchange watches the parameters of the optimizer that it distributed last.
+    ours = _distributed(make_job(model, batch_size, exchange), exchange)
+    contestants[OURS] = our_step(ours, exchange)
+    seconds = run_rounds(contestants, rounds, steps, exchange)
+    return seconds, {name: ratio(seconds, OURS, name) for name in contestants if name != OURS}
+
+
+def _distributed(job: Job, exchange: Exchange) -> Job:
+    return replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
