@@ -62,9 +62,11 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
     stored = yaml.safe_load((directory.path / "config.yaml").read_text("utf-8"))
     _refuse_another_experiment(config, stored, directory.path)
     finished = _finished_summary(config, stored, directory.path)
-    state = None if finished else _load_state(config, directory.path / "checkpoints")
+    if finished:
+        return Resumed(stored["global_batch_size"], None, finished)
+    state = _load_state(config, directory.path / "checkpoints")
     directory.forget_after(state["step"] if state else 0)
-    return Resumed(stored["global_batch_size"], state, finished)
+    return Resumed(stored["global_batch_size"], state, None)
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:

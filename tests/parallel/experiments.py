@@ -14,13 +14,18 @@ Weights = dict[str, torch.Tensor]
 
 
 def train(
-    flags: list[str], folder: Path, size: int, controller: str, timeout_s: float = 300
+    flags: list[str],
+    folder: Path,
+    size: int,
+    controller: str,
+    timeout_s: float = 300,
+    variables: dict[str, str] | None = None,
 ) -> Finished:
     """Train into `folder` on `size` workers; a single one runs by itself."""
     command = hvdtrain("train", *flags, "--output", str(folder.parent), "--experiment", folder.name)
     if size == 1:
-        return run(command, timeout_s)
-    return horovodrun(size, controller, command, timeout_s=timeout_s)
+        return run(command, timeout_s, variables=variables)
+    return horovodrun(size, controller, command, timeout_s=timeout_s, variables=variables)
 
 
 def summary_and_weights(folder: Path) -> tuple[dict, Weights]:

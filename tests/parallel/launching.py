@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,12 @@ def hvdtrain(*arguments: str) -> list[str]:
     return [str(BIN / "hvdtrain"), *arguments]
 
 
-def run(command: Sequence[str], timeout_s: float = 120, cwd: Path = CHECKOUT) -> Finished:
+def run(
+    command: Sequence[str],
+    timeout_s: float = 120,
+    cwd: Path = CHECKOUT,
+    variables: Mapping[str, str] | None = None,
+) -> Finished:
     """Run a command in a process group of its own.
 
     Raises AssertionError when it does not end in time, or leaves processes behind (they are
@@ -50,6 +55,7 @@ def run(command: Sequence[str], timeout_s: float = 120, cwd: Path = CHECKOUT) ->
     mark = uuid.uuid4().hex
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {MARK: mark, "PATH": path, "PYTHONPATH": str(CHECKOUT)}
+    environment |= variables or {}
     started = time.monotonic()
     process = subprocess.Popen(
         command,

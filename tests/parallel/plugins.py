@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from hvdtrain.topology import Topology
 
 FAULTY_RANK = 1
 FAULTY_CALL = 4
+TRAIN_SAMPLES = 1433  # of digits
 
 
 class FailingLeNet(LeNet):
@@ -75,6 +77,25 @@ def wrong_exchange(shape, classes) -> torch.nn.Module:
 
     HorovodExchange.reduce_gradients = faulty
     return FailingLeNet(shape[0], classes, lambda: None)
+
+
+def logs_samples(shape, classes) -> torch.nn.Module:
+    """Logs the number of every training sample; one rank sends itself HVDTRAIN_TEST_SIGNAL."""
+    from hvdtrain.data.splits import TensorSplit
+
+    log = Path(os.environ["HVDTRAIN_TEST_LOG"])
+    honest = TensorSplit.batch
+
+    def batch(self, indices):
+        if len(self) == TRAIN_SAMPLES:
+            with log.open("a") as stream:  # one write: lines of several ranks do not mix
+                stream.write("".join(f"{index}\n" for index in indices))
+        return honest(self, indices)
+
+    TensorSplit.batch = batch
+    number = os.environ.get("HVDTRAIN_TEST_SIGNAL")
+    send = (lambda: os.kill(os.getpid(), int(number))) if number else (lambda: None)
+    return FailingLeNet(shape[0], classes, send)
 
 
 def small_resnet(shape, classes) -> torch.nn.Module:

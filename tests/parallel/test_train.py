@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.campaigns.agreement import CASES, differences
+from tests.parallel.experiments import largest_difference, summary_and_weights
 from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, hvdtrain, run
 
 # 1,433 samples in batches of 100: an epoch ends with a short batch of 33.
 EXPERIMENT = ["--dtype=float64", "--global-batch-size=100", "--max-steps=30", "--lr=0.1"]
 EXPERIMENT += ["--weight-decay=1e-3", "--warmup-epochs=1", "--sched=cosine", "--seed=5"]
 STEPS_AND_SAMPLES = (30, 2 * 1433)
-
-
-def summary_and_weights(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    summary = json.loads((folder / "summary.json").read_text())
-    last = (folder / "checkpoints" / "last").read_text().strip()
-    return summary, load_file(folder / "checkpoints" / last / "model.safetensors")
 
 
 @functools.cache
@@ -56,9 +50,44 @@ def test_n_workers_learn_what_one_does(size: int, controller: str, alone, tmp_pa
     expected_summary, expected = alone
     assert summary["train_loss"] == pytest.approx(expected_summary["train_loss"], rel=1e-9)
     assert summary["valid_accuracy"] == expected_summary["valid_accuracy"]
-    for name, weight in expected.items():
-        error = (weights[name] - weight).abs().max() / weight.abs().max()
-        assert error <= 1e-9, f"{name}: {error}"
+    assert largest_difference(weights, expected) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "controller"),
+    [
+        ("mlp batch 100 accumulation 3", 3, "mpi"),
+        ("lenet rank weights, one of them 0", 4, "gloo"),
+        ("lenet adamw, clipping, average of weights", 2, "mpi"),
+        ("resnet sync-bn", 3, "gloo"),
+        ("lenet float32, 10 steps", 4, "mpi"),
+    ],
+)
+def test_features_do_not_depend_on_n(case: str, size: int, controller: str, tmp_path: Path) -> None:
+    """Fails if accumulation, weights, clipping, averages or batch norm make N matter.
+
+    A few of the campaign's cases; `python -m tests.campaigns.agreement` runs them all.
+    """
+    assert differences(case, size, controller, tmp_path) <= CASES[case][1]
+
+
+PRECISIONS = {
+    "fp16 compression": ["--compression=fp16"],
+    "bf16": ["--amp=bf16"],
+    "fp16": ["--amp=fp16", "--clip-grad=1"],
+}
+
+
+@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=PRECISIONS)
+def test_lower_precisions_are_audited(flags: list[str], tmp_path: Path) -> None:
+    """Fails if their own bound raises a false alarm, or nothing is learned any more."""
+    command = ["train", "--epochs=4", "--global-batch-size=64", "--lr=0.1", "--audit-every=5"]
+    command += [*flags, "--output", str(tmp_path), "--experiment=x"]
+    finished = horovodrun(2, "gloo", hvdtrain(*command))
+    assert finished.exit_code == 0, finished.output
+    summary, _ = summary_and_weights(tmp_path / "x")
+    assert (summary["audit"]["checked"], summary["audit"]["failed"]) == (18, 0)
+    assert summary["valid_accuracy"] > 0.8
 
 
 def test_alone_needs_no_horovod(alone, tmp_path: Path) -> None:

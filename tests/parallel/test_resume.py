@@ -1,0 +1,86 @@
+"""Stopped and resumed runs end as undisturbed ones do, and lose no sample."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.experiments import summary_and_weights, train
+from tests.parallel.launching import CONTROLLERS, hvdtrain, run
+from tests.parallel.plugins import TRAIN_SAMPLES
+
+LOGGING = "--model=tests.parallel.plugins:logs_samples"
+SHORT = [LOGGING, "--epochs=2", "--global-batch-size=100", "--lr=0.1", "--resume=auto"]
+
+
+@pytest.mark.parametrize(
+    ("size", "controller", "cuts"), [(1, "gloo", 2), (2, "gloo", 3), (3, "mpi", 2)]
+)
+def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
+    """Fails if a run that workers were killed or stopped in ends with other parameters."""
+    command = hvdtrain("verify-resume", "-np", str(size), "--controller", controller)
+    flags = ["--max-steps=100", "--global-batch-size=64", "--lr=0.1", "--checkpoint-interval=5"]
+    finished = run([*command, f"--cuts={cuts}", "--", "train", *flags], timeout_s=280)
+    assert finished.exit_code == 0, finished.output
+    assert "every run ended with the same parameters" in finished.output
+    assert finished.output.count("cut: SIG") >= cuts, finished.output
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize(
+    ("number", "before", "after"),
+    [(signal.SIGTERM, 3, 2), (signal.SIGUSR1, 2, 3), (signal.SIGINT, 2, 2)],
+)
+def test_stopped_and_resumed_at_another_n(
+    number: signal.Signals, before: int, after: int, controller: str, tmp_path: Path
+) -> None:
+    """Fails if ranks stop at different steps, or a sample is repeated or lost over the cut."""
+    variables = {"HVDTRAIN_TEST_LOG": str(tmp_path / "log")}
+    stopping = variables | {"HVDTRAIN_TEST_SIGNAL": str(int(number))}
+    stopped = train(SHORT, tmp_path / "x", before, controller, variables=stopping)
+    assert stopped.exit_code == (128 + number if controller == "mpi" else 1), stopped.output
+    assert f"stopped by {number.name}" in stopped.output
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    resumed = train(SHORT, tmp_path / "x", after, controller, variables=variables)
+    assert resumed.exit_code == 0, resumed.output
+    summary, _ = summary_and_weights(tmp_path / "x")
+    assert 4 <= summary["resumed_from"] <= 6  # asked in the fourth step, agreed one or two later
+    assert (summary["world_size"], summary["samples_seen"]) == (after, 2 * TRAIN_SAMPLES)
+    seen = Counter(map(int, (tmp_path / "log").read_text().split()))
+    assert seen == dict.fromkeys(range(TRAIN_SAMPLES), 2)
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    """Fails if resuming a finished run trains, changes it, or ends otherwise."""
+    flags = ["--max-steps=3", "--global-batch-size=100", "--resume=auto"]
+    first = train(flags, tmp_path / "x", 2, "gloo")
+    before = {path: path.read_bytes() for path in (tmp_path / "x").glob("*.*")}
+    second = train(flags, tmp_path / "x", 2, "gloo")
+    assert first.exit_code == second.exit_code == 0, second.output
+    assert {path: path.read_bytes() for path in (tmp_path / "x").glob("*.*")} == before
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_another_experiment_is_not_a_resumption(controller: str, tmp_path: Path) -> None:
+    """Fails if a run is resumed with settings that change what is learned."""
+    flags = ["--max-steps=3", "--global-batch-size=100", "--resume=auto"]
+    assert train(flags, tmp_path / "x", 1, "gloo").exit_code == 0
+    finished = train([*flags, "--lr=7", "--seed=8"], tmp_path / "x", 2, controller)
+    assert finished.exit_code == (2 if controller == "mpi" else 1)
+    for text in ("--lr=7.0: the run in", "--seed=8: the run in"):
+        assert finished.output.count(text) == 1, finished.output
+
+
+def test_small_shares_with_batch_norm_are_refused(tmp_path: Path) -> None:
+    """Fails if a share of one sample meets batch norm in the middle of the run."""
+    flags = ["--model=tests.parallel.plugins:small_resnet", "--global-batch-size=130"]
+    finished = train(flags, tmp_path / "x", 2, "mpi")  # the last batch of an epoch holds 3
+    assert finished.exit_code == 2, finished.output
+    assert finished.output.count("some worker gets 1 at a time") == 1, finished.output
+    assert "Add --sync-bn" in finished.output
+    assert not (tmp_path / "x").exists()
