@@ -32,7 +32,7 @@ setup(
     extras_require={
         # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
         # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
-        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65"],
+        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
         "test": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
@@ -40,8 +40,8 @@ setup(
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "ruff>=0.12,<1",
-            "types-PyYAML>=6",
-            "types-tqdm>=4.66",
+            "types-PyYAML>=6,<7",
+            "types-tqdm>=4.66,<5",
         ],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},

@@ -143,7 +143,7 @@ class HorovodExchange:
         """
         if self.controller == "mpi":
             return MpiTransport()
-        listener = listen(_own_address())
+        listener = listen(_interface_address(os.environ["HOROVOD_GLOO_IFACE"]))
         addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
         token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
@@ -174,20 +174,8 @@ class HorovodExchange:
         )
 
 
-def _own_address() -> str:
-    """The address on the interface that Horovod uses; the loopback one when all is on one host."""
-    interface = os.environ.get("HOROVOD_GLOO_IFACE")
-    if interface:
-        return _interface_address(interface)
-    if hvd.cross_size() == 1:
-        return "127.0.0.1"
-    launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((launcher, 9))  # sends nothing: it only asks for the route
-        return str(probe.getsockname()[0])
-
-
 def _interface_address(interface: str) -> str:
+    """The IPv4 address of the interface that horovodrun has chosen."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)

@@ -97,7 +97,15 @@ class SingleProcess:
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """There are no other ranks: the gradients are the average already."""
+        """There are no other ranks: the gradients are the average already.
+
+        A parameter that was not used gets a zero gradient, as it does from Horovod: else weight
+        decay would move it on several ranks and not on one.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         return nullcontext()
@@ -136,7 +144,7 @@ def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result
         result = action()
     except HvdtrainError as error:
         told = (error.exit_code, str(error))
-    except Exception as error:  # a surprise, in a user's model perhaps: with its traceback
+    except (Exception, SystemExit) as error:  # a surprise, in a user's model perhaps
         trace = traceback.format_exc().rstrip()
         told = (EXIT_FAILED, f"{type(error).__name__}: {error}\n{trace}")
     told_by_rank = exchange.all_gather_object(told, f"hvdtrain.agree.{what}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 
 LOCK = ".lock"
 
@@ -57,11 +58,12 @@ class RunDirectory:
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Add one JSON object, on a line of its own, to a `.jsonl` file."""
-        stream = self._streams.get(name)
-        if stream is None:
-            stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
-        stream.write(json.dumps(_json_ready(record)) + "\n")
-        stream.flush()
+        with self._telling_failures():
+            stream = self._streams.get(name)
+            if stream is None:
+                stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+            stream.write(json.dumps(_json_ready(record)) + "\n")
+            stream.flush()
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps: the run will come to them again."""
@@ -73,7 +75,8 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of the lock; the folder stays."""
         for stream in self._streams.values():
-            stream.close()
+            with suppress(OSError):  # a full disk: the write that failed has told of it
+                stream.close()
         self._lock.close()
 
     def _refuse_occupied(self) -> None:
@@ -90,9 +93,18 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> None:
         """Complete or absent: written beside, then renamed."""
-        partial = self.path / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path / name)
+        with self._telling_failures():
+            partial = self.path / f".{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise TrainingError(f"{self.path} cannot be written: {reason}") from error
 
 
 def _step_of(line: str) -> float:

@@ -14,13 +14,11 @@ _GLOO_NAMES = {
     "rank": "HOROVOD_RANK",
     "size": "HOROVOD_SIZE",
     "local_rank": "HOROVOD_LOCAL_RANK",
-    "local_size": "HOROVOD_LOCAL_SIZE",
 }
 _OPEN_MPI_NAMES = {
     "rank": "OMPI_COMM_WORLD_RANK",
     "size": "OMPI_COMM_WORLD_SIZE",
     "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 
 
@@ -31,7 +29,6 @@ class Topology:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
     launched: bool = False  # by horovodrun or mpirun; False: a single process of its own
 
     @classmethod

@@ -9,6 +9,7 @@ micro-batches first, and each of them is shared out: they too are the same for e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn import functional
 from hvdtrain.batchnorm import averaged_statistics
 from hvdtrain.data import Dataset, GlobalBatchSampler, Shares
 from hvdtrain.data.sampler import Indices
+from hvdtrain.errors import TrainingError
 from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import Exchange
 from hvdtrain.metering import Meter, StepSums, Totals
@@ -131,13 +133,13 @@ def train(
     job.model.train()
     totals, evaluation = meter.totals(), None
     for indices in _batches(job, position):
-        step, lr = position.step + 1, job.schedule(position.step)
+        step = position.step + 1
         meter.begin_step()
         sums = train_step(job, exchange, audit, step, indices, keeper.stop_requested())
         meter.end_step(sums, step)
         position.step, position.samples_seen = step, position.samples_seen + len(indices)
         if step % job.log_interval == 0:
-            observer.interval_end(meter.read_interval(), lr)
+            observer.interval_end(meter.read_interval(), _lr_in_use(job))
         if job.hash_every and step % job.hash_every == 0:
             check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
         evaluation = None
@@ -145,7 +147,7 @@ def train(
             totals = meter.read_epoch()
             if totals.epoch % job.eval_interval == 0 or step == job.total_steps:
                 evaluation = _evaluate(job, exchange, meter, keeper)
-            observer.epoch_end(totals, evaluation, lr)
+            observer.epoch_end(totals, evaluation, _lr_in_use(job))
         due = job.checkpoint_interval and step % job.checkpoint_interval == 0
         if due or evaluation or meter.stop_agreed:
             keeper.save(job, meter, evaluation)
@@ -164,7 +166,16 @@ def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Eva
     with job.evaluated_model(exchange) as model:
         evaluation = evaluate(model, job.dataset, exchange, job.device, keeper.stop_requested)
     meter.stop_agreed = meter.stop_agreed or evaluation is None
+    if evaluation and not math.isfinite(evaluation.loss):
+        raise TrainingError(
+            f"the validation loss is {evaluation.loss} after step {meter.totals().step}: "
+            "the parameters are of no use, and are not saved. Lower --lr, or add --warmup-epochs"
+        )
     return evaluation
+
+
+def _lr_in_use(job: Job) -> float:
+    return float(job.optimizer.param_groups[0]["lr"])
 
 
 def _batches(job: Job, position: Position) -> Iterator[Indices]:

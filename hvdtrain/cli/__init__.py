@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from hvdtrain import __version__
@@ -19,6 +20,8 @@ def main() -> int:
         topology = Topology.from_environment()
         arguments, unknown = _parser().parse_known_args()
         return int(arguments.run(vars(arguments), unknown, topology))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         return tell(error, topology)
 

@@ -12,7 +12,6 @@ import torch
 from tqdm import tqdm
 
 from hvdtrain import __version__
-from hvdtrain.audit import AuditRecord
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -43,6 +42,8 @@ class Console:
         )
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        if self._bar is not None:
+            self._bar.update(totals.step - self._bar.n)
         valid = ""
         if evaluation:
             valid = f"valid loss {evaluation.loss:.4f}, accuracy {evaluation.accuracy:.4f}; "
@@ -50,9 +51,6 @@ class Console:
             f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, accuracy "
             f"{totals.accuracy:.4f}; {valid}{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
         )
-
-    def audited(self, record: AuditRecord) -> None:
-        """Results are counted in the verdict; a mismatch is reported by its own error."""
 
     def close(self) -> None:
         if self._bar is not None:

@@ -35,6 +35,11 @@ def prepare(
     dtype = DTYPES[config.model.dtype]
     dataset = load_dataset(config.data.data, Path(config.data.data_dir), config.run.seed, dtype)
     dataset = fit_images(dataset, config.model.model)
+    if global_batch_size > len(dataset.train):
+        raise UsageError(
+            f"--global-batch-size={global_batch_size}: {dataset.name} has only "
+            f"{len(dataset.train)} samples to train on"
+        )
     sampler = GlobalBatchSampler(len(dataset.train), global_batch_size, config.run.seed)
     shares = Shares(exchange.size, config.batch.weights(exchange.size))
     _seed(config.run.seed)

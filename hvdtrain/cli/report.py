@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
 from hvdtrain.checkpoint import Checkpoints, Snapshot
 from hvdtrain.cli.console import Console, verdict
-from hvdtrain.errors import AuditMismatch, Stopped
+from hvdtrain.errors import AuditMismatch, HvdtrainError, Stopped
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -40,6 +41,7 @@ class Report:
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
+        self._ended = False
         self._best_accuracy = -1.0
         self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
         self._recorder = Recorder(directory, resumed["step"] if resumed else 0)
@@ -124,16 +126,20 @@ class Report:
             "params_sha256": self._params_sha256,
         }
         self._directory.write_summary(self._summary)
+        self._ended = True
         self._console.close()
         say(verdict(self._summary, str(self._directory.path)))
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of a run that did not reach its end."""
+        """Write the summary of a run that did not reach its end; never raises over `error`."""
+        if self._ended:
+            return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         self._summary["status"] = statuses.get(type(error), "failed")
         self._summary["params_sha256"] = self._params_sha256
         self._summary["error"] = f"{type(error).__name__}: {error}"
-        self._directory.write_summary(self._summary)
+        with suppress(HvdtrainError):
+            self._directory.write_summary(self._summary)
 
     def close(self) -> None:
         """Close all files and give the run directory free."""

@@ -47,6 +47,11 @@ class StopSignals:
         """
         self.note, self.give_up, self._training = note, give_up, True
 
+    def ignore(self) -> None:
+        """From here on the run is ending by itself."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def alive(self) -> None:
         """The main thread is not stuck: called at each step, and while evaluating."""
         self._last_step_s = time.monotonic()

@@ -61,6 +61,7 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
         with exchange.peer_failures():
             _train(config, job, resumed.state if resumed else None, exchange, report, signals)
     except BaseException as error:
+        signals.ignore()  # the summary is being written
         report.fail(error)
         raise
     finally:

@@ -7,17 +7,19 @@ on with the next check together. Rank 0 prints one JSON line a check.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvdtrain.audit import AuditRecord, GradientAudit, NoAudit
 from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
-from hvdtrain.comm import HorovodExchange
+from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
@@ -128,6 +130,44 @@ def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
     assert wrapped.param_groups[0]["lr"] == 0.1
     if exchange.size > 1 and exchange.rank > 0:
         assert before != of_rank_0  # else the check could not fail
+
+
+def a_broadcast_that_fails_is_noticed(exchange: Exchange) -> None:
+    """Ranks that start from different parameters must not train: here nothing is broadcast."""
+    torch.manual_seed(exchange.rank)
+    model = torch.nn.Linear(5, 3)
+    honest, hvd.broadcast_parameters = hvd.broadcast_parameters, lambda state, root_rank: None
+    try:
+        expect(
+            TrainingError,
+            "after the initial broadcast",
+            lambda: exchange.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model),
+        )
+    finally:
+        hvd.broadcast_parameters = honest
+
+
+def the_exchange_is_repeatable(exchange: Exchange) -> None:
+    """Without fusion, as set by default; and Open MPI yields while it waits."""
+    assert exchange.repeatable
+    assert os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+    assert all(os.environ[name] == value for name, value in ENVIRONMENT_DEFAULTS.items())
+
+
+def an_unused_layer_stays_the_same_for_every_n(exchange: Exchange) -> None:
+    """Weight decay moves it by itself: on several ranks exactly as on one."""
+    results = []
+    for where in (SingleProcess(), exchange):
+        job = make_job(made_up_images(8))
+        job.model.add_module("unused", torch.nn.Linear(3, 3).double())
+        with torch.no_grad():
+            job.model.unused.weight.fill_(2)
+        optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
+        job = replace(job, optimizer=optimizer, schedule=lambda step: 0.1)
+        job = distributed(job, where)
+        train_step(job, where, NoAudit(), 1, np.arange(8))
+        results.append(job.model.unused.weight.detach())
+    assert torch.equal(*results)
 
 
 def drifted_ranks_are_named(exchange: Exchange) -> None:
@@ -325,6 +365,9 @@ CHECKS = (
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
     initial_state_is_that_of_rank_0,
+    a_broadcast_that_fails_is_noticed,
+    the_exchange_is_repeatable,
+    an_unused_layer_stays_the_same_for_every_n,
     drifted_ranks_are_named,
     unfrozen_parameters_are_noticed,
     failures_are_agreed_on,

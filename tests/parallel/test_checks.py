@@ -15,7 +15,10 @@ from tests.parallel.launching import CONTROLLERS, Finished, horovodrun
 
 @functools.cache
 def results(size: int, controller: str) -> tuple[dict[str, list[str | None]], Finished]:
-    finished = horovodrun(size, controller, [sys.executable, "-m", "tests.parallel.checks"])
+    try:
+        finished = horovodrun(size, controller, [sys.executable, "-m", "tests.parallel.checks"])
+    except AssertionError as error:  # it hung: once is enough for all checks of this job
+        finished = Finished(-1, str(error), 0)
     lines = re.findall(r'\{"check": .*\}', finished.output)
     return {line["check"]: line["problems"] for line in map(json.loads, lines)}, finished
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -75,51 +76,104 @@ def test_a_stranger_is_shut_out_and_the_ring_goes_on(payload: bytes) -> None:
         transport.close()
 
 
-def test_a_recorded_handshake_is_of_no_use() -> None:
-    """Fails if the proof of one handshake opens the door of another (a replay)."""
+def relay(door: tuple[str, int], said: list[bytes]) -> tuple[str, int]:
+    """An eavesdropper in front of `door`: passes all on, and records what the connector says."""
     listener = listen("127.0.0.1")
-    recorded: list[bytes] = []
 
-    def eavesdrop() -> None:  # stands in for rank 1's door and records what rank 0 says
-        link, _ = listener.accept()
-        recorded.append(link.recv(HELLO.size, socket.MSG_WAITALL))
-        link.close()
+    def pass_on() -> None:
+        with listener, listener.accept()[0] as caller, socket.create_connection(door) as answerer:
+            said.append(caller.recv(HELLO.size, socket.MSG_WAITALL))
+            answerer.sendall(said[0])
+            caller.sendall(answerer.recv(64, socket.MSG_WAITALL))
+            said.append(caller.recv(32, socket.MSG_WAITALL))
+            answerer.sendall(said[1])
+            caller.recv(1)  # until the ring is closed
 
-    thread = threading.Thread(target=eavesdrop)
-    thread.start()
-    own = listen("127.0.0.1")
-    with pytest.raises(TransportError, match="rank 1 broke off the handshake"):
-        TcpTransport(0, own, [own.getsockname(), listener.getsockname()], TOKEN, timeout_s=5)
-    thread.join()
-    listener.close()
-    hello = recorded[0]
-    # Rank 1's real door hears the recorded hello, answers it, and must not accept a made-up proof.
-    transports = connect(2, [TOKEN] * 2, 20, lambda address: None)
-    for transport in transports:
-        transport.close()
-    door = listen("127.0.0.1")
-    address = door.getsockname()
-    outcome: list[TransportError] = []
+    threading.Thread(target=pass_on, daemon=True).start()
+    return listener.getsockname()
+
+
+def is_let_in(said: tuple[bytes, bytes], rank: int) -> bool:
+    """Whether who says this to a new door of `rank` is taken for its left neighbour."""
+    door, silent = listen("127.0.0.1"), listen("127.0.0.1")
+    addresses = [silent.getsockname()] * 3
+    addresses[rank] = address = door.getsockname()
+    errors: list[str] = []
 
     def wait_for_neighbour() -> None:
         try:
-            TcpTransport(1, door, [dead, address], TOKEN, timeout_s=2)
+            TcpTransport(rank, door, addresses, TOKEN, timeout_s=1.5)
         except TransportError as error:
-            outcome.append(error)
+            errors.append(str(error))
 
-    silent = listen("127.0.0.1")
-    dead = silent.getsockname()
     waiting = threading.Thread(target=wait_for_neighbour)
     waiting.start()
     with socket.create_connection(address, timeout=5) as link:
-        link.sendall(hello)
-        nonce_and_proof = link.recv(64, socket.MSG_WAITALL)
-        assert len(nonce_and_proof) == 64
-        link.sendall(nonce_and_proof[32:])  # the acceptor's own proof, reflected
-        assert link.recv(1) == b""
+        link.sendall(said[0])
+        link.settimeout(1)
+        try:
+            link.recv(64, socket.MSG_WAITALL)
+            link.sendall(said[1])
+            let_in = link.recv(1) != b""  # who is shut out reads the end at once
+        except TimeoutError:
+            let_in = True
+        except OSError:
+            let_in = False
     waiting.join()
     silent.close()
-    assert len(outcome) == 1
+    assert errors  # its right neighbour stayed silent
+    return let_in
+
+
+def test_a_recorded_handshake_is_of_no_use() -> None:
+    """Fails if hello and proof of a genuine handshake open a second door (a replay)."""
+    doors = [listen("127.0.0.1") for _ in range(3)]
+    addresses = [door.getsockname() for door in doors]
+    said: list[bytes] = []
+    seen_by_rank_0 = [addresses[0], relay(addresses[1], said), addresses[2]]
+
+    def run(rank: int) -> TcpTransport:
+        return TcpTransport(rank, doors[rank], seen_by_rank_0 if rank == 0 else addresses, TOKEN, 9)
+
+    with ThreadPoolExecutor(3) as pool:
+        transports = list(pool.map(run, range(3)))
+    assert len(said) == 2  # a whole genuine handshake of rank 0 with rank 1
+    assert not is_let_in((said[0], said[1]), rank=1)
+    for transport in transports:
+        transport.close()
+
+
+def test_the_acceptors_proof_is_not_the_connectors() -> None:
+    """Fails if what an acceptor proves could be sent back to it (a reflection)."""
+    door = listen("127.0.0.1")
+    hello = HELLO.pack(MAGIC, 0, 1, bytes(32))
+    thread = threading.Thread(target=lambda: connect_alone(1, door))
+    thread.start()
+    with socket.create_connection(door.getsockname(), timeout=5) as link:
+        link.sendall(hello)
+        link.sendall(link.recv(64, socket.MSG_WAITALL)[32:])
+        assert link.recv(1) == b""
+    thread.join()
+
+
+def test_a_rank_that_is_no_neighbour_is_shut_out() -> None:
+    """Fails if a rank that knows the token, but is another than the left one, takes its place."""
+    door = listen("127.0.0.1")
+    hello = HELLO.pack(MAGIC, 2, 1, bytes(32))
+    thread = threading.Thread(target=lambda: connect_alone(1, door))
+    thread.start()
+    with socket.create_connection(door.getsockname(), timeout=5) as link:
+        link.sendall(hello)
+        assert link.recv(1) == b""  # it is not even asked for its proof
+    thread.join()
+
+
+def connect_alone(rank: int, door: socket.socket) -> None:
+    """A rank whose neighbours never come."""
+    with listen("127.0.0.1") as silent, contextlib.suppress(TransportError):
+        addresses = [silent.getsockname()] * 3
+        addresses[rank] = door.getsockname()
+        TcpTransport(rank, door, addresses, TOKEN, timeout_s=1.5)
 
 
 def test_a_wrong_token_is_named() -> None:

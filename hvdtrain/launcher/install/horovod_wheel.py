@@ -31,7 +31,7 @@ from hvdtrain.launcher.install.horovod_source import (
 from hvdtrain.launcher.install.machine import Mpi
 
 # CMake 3.26 knows C++17 for every compiler that torch supports; 4 is the newest tried.
-BUILD_TOOLS = ("cmake>=3.26,<5", "setuptools>=65", "wheel", "packaging")
+BUILD_TOOLS = ("cmake>=3.26,<5", "setuptools>=65,<100", "wheel>=0.40,<1", "packaging>=23,<30")
 
 
 def cache_folder() -> Path:
@@ -52,6 +52,7 @@ class WheelInputs:
     machine: str
     libc: str
     mpi: str
+    compiler: str
     flags: tuple[tuple[str, str], ...]
 
     @property
@@ -87,8 +88,23 @@ def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi
         machine=platform.machine(),
         libc="-".join(platform.libc_ver()),
         mpi=mpi.identity,
+        compiler=compiler_identity(),
         flags=tuple(sorted(build_flags(cuda).items())),
     )
+
+
+def compiler_identity() -> str:
+    """The C++ compiler's own first line, and the flags that the user adds."""
+    compiler = os.environ.get("CXX", "c++")
+    try:
+        answer = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, check=False
+        )
+        version = answer.stdout.partition("\n")[0]
+    except OSError:
+        version = "none"
+    flags = [os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")]
+    return " | ".join([compiler, version, *flags])
 
 
 def cached_wheel(inputs: WheelInputs) -> Path | None:
@@ -103,8 +119,25 @@ def obtain_wheel(inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
     is the one used). Two set-ups at the same time build once: the second waits for the first.
     Raises PreflightError when the build fails, with the first error and the log's place.
     """
+    if found := cached_wheel(inputs):
+        return found
+    if mpi.source == "pip" and " " in str(python):
+        raise PreflightError(
+            f"Horovod cannot be built in a path with a space ({python}): Open MPI's compiler "
+            "wrapper does not quote it. Move the checkout, or install Open MPI 4 on the system"
+        )
     folder = cache_folder() / inputs.key
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _build_once(folder, inputs, python, mpi)
+    except OSError as error:
+        raise PreflightError(
+            f"the cache {folder} cannot be written: {error.strerror or error} "
+            "(XDG_CACHE_HOME chooses another place)"
+        ) from error
+
+
+def _build_once(folder: Path, inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
     with _locked(folder / "lock"):
         wheel = cached_wheel(inputs)
         if wheel is None:

@@ -15,7 +15,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -78,19 +79,15 @@ class TcpTransport:
         to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
         while to_send or to_fill:
             readable, writable = self._wait(bool(to_fill), bool(to_send))
-            try:
-                if readable:
+            if readable:
+                with self._losing(self._left_rank):
                     received = self._left.recv_into(to_fill)
                     if received == 0:
                         raise self._failure(self._left_rank, "closed its connection")
                     to_fill = to_fill[received:]
-                if writable:
+            if writable:
+                with self._losing(self._right_rank):
                     to_send = to_send[self._right.send(to_send) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                lost = self._left_rank if readable and not writable else self._right_rank
-                raise self._failure(lost, f"cannot be reached any more ({error})") from error
 
     def close(self) -> None:
         for link in (self._right, self._left):
@@ -108,6 +105,15 @@ class TcpTransport:
             raise self._failure(silent, f"was silent for {self._timeout_s:g} s")
         readable = want_read and self._left.fileno() in ready
         return readable, want_write and self._right.fileno() in ready
+
+    @contextmanager
+    def _losing(self, neighbour: int) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            return  # poll said ready, but there was nothing: try again
+        except OSError as error:
+            raise self._failure(neighbour, f"cannot be reached any more ({error})") from error
 
     def _failure(self, neighbour: int, what: str) -> TransportError:
         return TransportError(f"ring: rank {neighbour} {what} (seen by rank {self.rank})")
