@@ -89,6 +89,15 @@ def test_gamma_is_highams() -> None:
         gamma(2**24, np.float32)
 
 
+def test_the_bound_of_four_ranks_in_float32() -> None:
+    """Fails if a rounding is left out or counted twice: 3 additions, the constant, its product."""
+    u, wide = 2.0**-24, 2.0**-53
+    path, reference = 5 * u / (1 - 5 * u), 8 * wide / (1 - 8 * wide)
+    underflow = 4 * 2.0**-126  # each of 3 additions and 1 product may flush to zero
+    bound = average_error_bound(np.array([2.0]), 4, np.float32)
+    assert bound[0] == 2 * ((path + reference) / 4) + underflow
+
+
 NAN, INF = float("nan"), float("inf")
 
 
