@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         sums = _sum(
             torch.cat([wide.sum(dims), own_count]), self.exchange, f"{self.collective}.mean"
         )
-        count = float(sums[-1])
+        count = float(sums[-1].detach())
         if count <= 1:
             raise ValueError("batch norm needs more than one value per channel over all ranks")
         mean = sums[:-1] / count
@@ -107,11 +107,13 @@ def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
     """Replace every batch-norm layer by a synchronised one that holds the same tensors."""
     if isinstance(model, _BatchNorm):
         return _converted(model, exchange, "hvdtrain.sync_bn")
-    for path, module in list(model.named_modules()):
+    done: dict[nn.Module, SyncBatchNorm] = {}  # one layer may stand in several places
+    for path, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, _BatchNorm):
             parent, _, name = path.rpartition(".")
-            sync = _converted(module, exchange, f"hvdtrain.sync_bn.{path}")
-            setattr(model.get_submodule(parent), name, sync)
+            if module not in done:
+                done[module] = _converted(module, exchange, f"hvdtrain.sync_bn.{path}")
+            setattr(model.get_submodule(parent), name, done[module])
     return model
 
 

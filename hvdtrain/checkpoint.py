@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import threading
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
@@ -82,25 +80,25 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: path.name, reverse=True)
+        return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
     def _write(self, snapshot: Snapshot, is_best: bool) -> None:
         try:
+            for leftover in self.folder.glob(".step-*"):  # of a save that was killed
+                shutil.rmtree(leftover)
             final = _write_checkpoint(self.folder, snapshot)
             _point(self.folder / "last", final.name)
             if is_best:
                 _point(self.folder / "best", final.name)
             self._prune()
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the training thread must hear of it
             self._failure = error
 
     def _prune(self) -> None:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
         for path in self.complete()[self._keep :]:
             if path.name not in pointed:
-                doomed = path.with_name(f".{path.name}.old")
-                path.rename(doomed)  # from here on it counts as absent
-                shutil.rmtree(doomed)
+                shutil.rmtree(_set_aside(path))
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -116,7 +114,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     try:
         weights = load_file(path / MODEL_FILE)
         state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a forged archive may trip over anything; nothing of it is run
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     return weights, state
 
@@ -129,7 +127,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         described = all(
             isinstance(manifest["files"][name], dict) for name in (MODEL_FILE, STATE_FILE)
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
     if not described or digest != _digest_of(manifest):
         raise DamagedCheckpoint(f"{place} is not what was written")
@@ -140,9 +138,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     final = folder / f"step-{snapshot.step:08d}"
     partial = folder / f".{final.name}.partial"
-    for leftover in (partial, final):  # of a run that was killed, or is repeated
-        if leftover.exists():
-            shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     save_file(snapshot.weights, partial / MODEL_FILE)
     torch.save(snapshot.state, partial / STATE_FILE)
@@ -155,9 +150,19 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
         _sync(partial / name)
+    repeated = _set_aside(final) if final.exists() else None
     partial.rename(final)
     _sync(folder)
+    if repeated:
+        shutil.rmtree(repeated)
     return final
+
+
+def _set_aside(path: Path) -> Path:
+    """From here on the checkpoint counts as absent."""
+    doomed = path.with_name(f".{path.name}.old")
+    path.rename(doomed)
+    return doomed
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ class HorovodExchange:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
         self._watched = self._trainable(wrapped)
-        check_equal_on_all_ranks(model, self, "after the initial broadcast")
+        check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return wrapped
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -50,7 +50,10 @@ def _are_weights(text: str) -> bool:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         return False
-    return all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
+    return (
+        all(math.isfinite(weight) and weight >= 0 for weight in weights)
+        and 0 < sum(weights) < math.inf
+    )
 
 
 def _is_file_name(text: str) -> bool:

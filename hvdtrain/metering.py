@@ -90,6 +90,7 @@ class Meter:
         self._started_s = 0.0
         self._waiting: tuple[int, StepSums] | None = None
         self.stop_agreed = False
+        self.last_epoch: Totals | None = None
 
     def begin_step(self) -> None:
         """Start the clock of a step; what lies between steps is not counted."""
@@ -128,11 +129,17 @@ class Meter:
         window, self._interval = self._interval, _Window()
         return self._totals(window)
 
-    def read_epoch(self) -> Totals:
+    @property
+    def has_open_epoch(self) -> bool:
+        """Whether steps were made since `close_epoch`."""
+        return self._epoch.samples > 0
+
+    def close_epoch(self) -> Totals:
         """Collective: the same for the epoch, which ends here."""
         self.collect()
         window, self._epoch = self._epoch, _Window()
-        return self._totals(window)
+        self.last_epoch = totals = self._totals(window)
+        return totals
 
     def totals(self) -> Totals:
         """What is known so far of the epoch that is under way."""
@@ -151,6 +158,7 @@ class Meter:
             "samples_seen": self._samples_seen,
             "interval": asdict(self._interval),
             "epoch": asdict(self._epoch),
+            "last_epoch": asdict(self.last_epoch) if self.last_epoch else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,6 +166,7 @@ class Meter:
         self._step, self._samples_seen = state["step"], state["samples_seen"]
         self._interval = _Window(**state["interval"])
         self._epoch = _Window(**state["epoch"])
+        self.last_epoch = Totals(**state["last_epoch"]) if state["last_epoch"] else None
 
     def _totals(self, window: _Window) -> Totals:
         return Totals(

@@ -12,24 +12,28 @@ from hvdtrain.exchange import Exchange
 
 def params_sha256(model: torch.nn.Module) -> str:
     """SHA-256 over name-sorted parameters and buffers: name, dtype, shape, little-endian bytes."""
+    return _sha256(dict(model.named_parameters()) | dict(model.named_buffers()))
+
+
+def _sha256(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(_tensors(model).items()):
+    for name, tensor in sorted(tensors.items()):
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def check_equal_on_all_ranks(model: torch.nn.Module, exchange: Exchange, when: str) -> None:
+def check_equal_on_all_ranks(
+    model: torch.nn.Module, exchange: Exchange, when: str, with_buffers: bool = False
+) -> None:
     """Collective: raise TrainingError, naming the ranks, unless all hold rank 0's parameters.
 
-    `when` says at which point of the run it was.
+    `when` says at which point of the run it was. Buffers are compared on demand only: batch-norm
+    statistics are each rank's own.
     """
-    hashes = exchange.all_gather_object(params_sha256(model), "hvdtrain.params_sha256")
+    own = params_sha256(model) if with_buffers else _sha256(dict(model.named_parameters()))
+    hashes = exchange.all_gather_object(own, "hvdtrain.params_sha256")
     different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     if different:
         raise TrainingError(

@@ -81,7 +81,7 @@ class RunDirectory:
 
     def _refuse_occupied(self) -> None:
         try:
-            held = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+            held = sorted(entry.name for entry in self.path.iterdir() if entry.name[0] != ".")
         except (OSError, ValueError):  # not there, or not readable: making it will tell
             return
         if held:

@@ -131,7 +131,12 @@ def train(
     `audit.end` raises, and Stopped, once all ranks have agreed on it and the state is kept.
     """
     job.model.train()
-    totals, evaluation = meter.totals(), None
+    evaluation = None
+    if _epoch_ends(job, position) and meter.has_open_epoch:  # a stop has cut its evaluation short
+        evaluation = _end_epoch(job, exchange, meter, observer, keeper)
+        keeper.save(job, meter, evaluation)
+        if meter.stop_agreed:
+            keeper.stop()
     for indices in _batches(job, position):
         step = position.step + 1
         meter.begin_step()
@@ -143,22 +148,38 @@ def train(
         if job.hash_every and step % job.hash_every == 0:
             check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
         evaluation = None
-        if position.samples_seen % job.sampler.samples == 0 or step == job.total_steps:
-            totals = meter.read_epoch()
-            if totals.epoch % job.eval_interval == 0 or step == job.total_steps:
-                evaluation = _evaluate(job, exchange, meter, keeper)
-            observer.epoch_end(totals, evaluation, _lr_in_use(job))
+        if _epoch_ends(job, position):
+            evaluation = _end_epoch(job, exchange, meter, observer, keeper)
         due = job.checkpoint_interval and step % job.checkpoint_interval == 0
         if due or evaluation or meter.stop_agreed:
             keeper.save(job, meter, evaluation)
         if meter.stop_agreed and not (evaluation and step == job.total_steps):
             keeper.stop()
-    if evaluation is None:  # resumed from a stop between the last step and its evaluation
+    if evaluation is None:  # resumed from the checkpoint of the last step
         evaluation = _evaluate(job, exchange, meter, keeper)
         keeper.save(job, meter, evaluation)
     if evaluation is None:
         keeper.stop()
-    return Outcome(totals, evaluation, meter.steady_samples_per_s)
+    return Outcome(meter.last_epoch or meter.totals(), evaluation, meter.steady_samples_per_s)
+
+
+def _epoch_ends(job: Job, position: Position) -> bool:
+    return position.samples_seen % job.sampler.samples == 0 or position.step == job.total_steps
+
+
+def _end_epoch(
+    job: Job, exchange: Exchange, meter: Meter, observer: Observer, keeper: Keeper
+) -> Evaluation | None:
+    """Collective: evaluate if it is time, and report. A stop meanwhile leaves the epoch open."""
+    meter.collect()
+    epoch, at_end = meter.totals().epoch, meter.totals().step == job.total_steps
+    evaluation = None
+    if epoch % job.eval_interval == 0 or at_end:
+        evaluation = _evaluate(job, exchange, meter, keeper)
+        if evaluation is None:
+            return None
+    observer.epoch_end(meter.close_epoch(), evaluation, _lr_in_use(job))
+    return evaluation
 
 
 def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
@@ -206,7 +227,8 @@ def train_step(
     sums = StepSums(job.device)
     for micro_batch in split_evenly(len(indices), job.grad_accum_steps):
         own = job.shares.of(indices[micro_batch], exchange.rank)
-        if len(own) or job.sync_bn:  # synchronised layers need every rank
+        everyone = job.sync_bn and micro_batch.stop > micro_batch.start
+        if len(own) or everyone:  # synchronised layers need every rank
             _backward(job, own, exchange.size / len(indices), sums)
     sums.start(exchange, step, stop_requested)
     exchange.reduce_gradients(job.optimizer)

@@ -48,8 +48,9 @@ def prepare(
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
-    elif has_batch_norm(model):
-        _refuse_small_shares(sampler, shares, config.batch.grad_accum_steps)
+    if has_batch_norm(model):
+        own_only = Shares(1) if sync_bn else shares
+        _refuse_small_shares(sampler, own_only, config.batch.grad_accum_steps)
     settings = config.optimizer
     lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)

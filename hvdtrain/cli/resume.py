@@ -59,7 +59,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
 
 
 def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
-    stored = yaml.safe_load((directory.path / "config.yaml").read_text("utf-8"))
+    stored = _read_config(directory.path / "config.yaml")
     _refuse_another_experiment(config, stored, directory.path)
     finished = _finished_summary(config, stored, directory.path)
     if finished:
@@ -67,6 +67,16 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
     state = _load_state(config, directory.path / "checkpoints")
     directory.forget_after(state["step"] if state else 0)
     return Resumed(stored["global_batch_size"], state, None)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        stored = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--resume: {path} cannot be read: {error}") from error
+    if not isinstance(stored, dict) or not isinstance(stored.get("global_batch_size"), int):
+        raise UsageError(f"--resume: {path} is not the configuration of a run")
+    return stored
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:

@@ -63,10 +63,10 @@ class Shares:
         self.weights = tuple(weights) if weights is not None else (1.0,) * size
         if len(self.weights) != size:
             raise ValueError(f"{len(self.weights)} weights for {size} ranks")
-        total = math.fsum(self.weights)
+        total = sum(self.weights)
         if not math.isfinite(total) or min(self.weights) < 0 or total == 0:
             raise ValueError("weights must be finite, not negative, and not all zero")
-        self._cumulative = [math.fsum(self.weights[:rank]) / total for rank in range(size + 1)]
+        self._cumulative = [sum(self.weights[:rank]) / total for rank in range(size + 1)]
         self._cumulative[-1] = 1.0
 
     def of(self, indices: Indices, rank: int) -> Indices:

@@ -185,6 +185,8 @@ def test_a_run_saves_its_checkpoint(first_run: Path) -> None:
     checkpoints = first_run / "checkpoints"
     assert (checkpoints / "last").read_text() == "step-00000003\n"
     folder = checkpoints / "step-00000003"
+    names = {"model.safetensors", "training_state.pt", "manifest.json"}
+    assert {path.name for path in folder.iterdir()} == names
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["params_sha256"] == read_summary(first_run)["params_sha256"]
     size = (folder / "model.safetensors").stat().st_size

@@ -1,4 +1,4 @@
-"""Which samples make a step, and what the data sets hold."""
+"""What the data sets hold."""
 
 from __future__ import annotations
 
@@ -9,59 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional
 
-from hvdtrain.data import GlobalBatchSampler, Split, load_dataset, share
+from hvdtrain.data import Split, load_dataset
 from hvdtrain.errors import UsageError
 from hvdtrain.models import fit_images
-
-SAMPLES = st.integers(1, 300)
-BATCHES = st.integers(1, 400)
-SEEDS = st.integers(0, 2**63 - 1)
-
-
-@settings(deadline=None)
-@given(samples=SAMPLES, batch=BATCHES, seed=SEEDS, epoch=st.integers(0, 1000))
-def test_an_epoch_covers_every_sample_once(samples: int, batch: int, seed: int, epoch: int) -> None:
-    """Fails when a sample is dropped, padded or repeated, or a batch before the last is short."""
-    sampler = GlobalBatchSampler(samples, batch, seed)
-    batches = list(sampler.global_batches(epoch))
-    assert sorted(np.concatenate(batches)) == list(range(samples))
-    assert len(batches) == sampler.steps_per_epoch
-    assert [len(part) for part in batches[:-1]] == [batch] * (len(batches) - 1)
-    assert 1 <= len(batches[-1]) <= batch
-
-
-def test_the_order_depends_on_seed_and_epoch_only() -> None:
-    """Fails when the batch size or an earlier epoch changes the order, or a seed does not."""
-    sampler, other = GlobalBatchSampler(500, 7, 3), GlobalBatchSampler(500, 500, 3)
-    list(other.global_batches(0))
-    orders = [tuple(sampler.order(epoch)) for epoch in (0, 1, 2)]
-    assert [tuple(np.concatenate(list(other.global_batches(e)))) for e in (0, 1, 2)] == orders
-    orders += [tuple(GlobalBatchSampler(500, 7, seed).order(0)) for seed in (0, 1, 4, 2**63 - 1)]
-    assert len(set(orders)) == 7
-    assert tuple(range(500)) not in orders
-
-
-@settings(deadline=None)
-@given(length=st.integers(0, 200), size=st.integers(1, 40))
-def test_shares_make_up_the_global_batch(length: int, size: int) -> None:
-    """Fails when ranks miss or repeat a sample, or one has two more than another."""
-    indices = np.arange(length, dtype=np.int64) * 1000 + 7
-    parts = [share(indices, rank, size) for rank in range(size)]
-    np.testing.assert_array_equal(np.concatenate(parts), indices)
-    lengths = [len(part) for part in parts]
-    assert max(lengths) - min(lengths) <= 1
-    assert lengths.count(0) == max(0, size - length)
-
-
-@pytest.mark.parametrize(("samples", "batch"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
-def test_sampler_refuses_nothing_to_sample(samples: int, batch: int) -> None:
-    """Fails when an empty set or batch makes an endless or empty epoch."""
-    with pytest.raises(ValueError):
-        GlobalBatchSampler(samples, batch, 0)
 
 
 def everything(split: Split) -> tuple[torch.Tensor, torch.Tensor]:

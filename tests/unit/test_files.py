@@ -1,8 +1,7 @@
-"""What a run leaves on the disk: its directory, its records, its checkpoints."""
+"""What a run leaves on the disk: its directory and its records."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import subprocess
@@ -10,18 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file, load_model
 
-from hvdtrain import checkpoint
 from hvdtrain.audit import AuditRecord
-from hvdtrain.checkpoint import save_checkpoint
 from hvdtrain.errors import UsageError
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.metering import Totals
-from hvdtrain.models import build_model
-from hvdtrain.parameters import params_sha256
 from hvdtrain.recording import Recorder
 from hvdtrain.run_directory import RunDirectory
 
@@ -127,73 +120,6 @@ def test_config_summary_and_records(tmp_path: Path) -> None:
     assert {path.name for path in directory.path.iterdir()} == left
 
 
-@pytest.fixture
-def model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Linear(5, 4, dtype=torch.float64), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
-    )
-
-
-def test_a_checkpoint_loads_back_bit_equal(tmp_path: Path, model: torch.nn.Module) -> None:
-    """Fails when a tensor changes on its way, or the manifest does not describe the files."""
-    folder = save_checkpoint(tmp_path / "checkpoints", 120, model, params_sha256(model))
-    assert folder == tmp_path / "checkpoints" / "step-00000120"
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "manifest.json"}
-    loaded = load_file(folder / "model.safetensors")
-    state = model.state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    content = (folder / "model.safetensors").read_bytes()
-    described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert manifest["files"] == {"model.safetensors": described}
-    assert (manifest["step"], manifest["params_sha256"]) == (120, params_sha256(model))
-    assert (tmp_path / "checkpoints" / "last").read_text() == "step-00000120\n"
-
-
-def test_tied_weights_are_saved(tmp_path: Path, model: torch.nn.Module) -> None:
-    """Fails when parameters that share memory cannot be saved, or load back apart."""
-    model[2].weight = torch.nn.Parameter(torch.eye(4))
-    model.append(torch.nn.Linear(4, 4, bias=False))
-    model[3].weight = model[2].weight
-    folder = save_checkpoint(tmp_path, 1, model, params_sha256(model))
-    before = params_sha256(model)
-    with torch.no_grad():
-        model[3].weight.add_(1)
-    load_model(model, folder / "model.safetensors")
-    assert params_sha256(model) == before
-
-
-def test_what_a_killed_save_left_does_not_hurt(tmp_path: Path, model: torch.nn.Module) -> None:
-    """Fails when a half-written folder stops the next save, or gets into it."""
-    leftover = tmp_path / ".step-00000003.partial"
-    leftover.mkdir()
-    (leftover / "junk").write_text("half")
-    (tmp_path / ".last.partial").write_text("half")
-    folder = save_checkpoint(tmp_path, 3, model, "hash")
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "manifest.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "last"}
-
-
-@pytest.mark.parametrize("fails_at", ["model.safetensors", "manifest.json", ".last.partial"])
-def test_a_save_that_fails_leaves_the_last_good_one(
-    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, fails_at: str
-) -> None:
-    """Fails when a checkpoint stands there unsynced, or `last` names one that is not whole."""
-    save_checkpoint(tmp_path, 1, model, "hash")
-
-    def sync(path: Path) -> None:
-        if path.name == fails_at:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "_sync", sync)
-    with pytest.raises(OSError):
-        save_checkpoint(tmp_path, 2, model, "hash")
-    assert (tmp_path / "last").read_text() == "step-00000001\n"
-    assert (tmp_path / "step-00000002").exists() == (fails_at == ".last.partial")
-
-
 def totals(step: int, loss: float) -> Totals:
     return Totals(step, 0, step * 8, 8, loss, 0.5, 1000.0)
 
@@ -206,7 +132,10 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     recorder = Recorder(directory)
     for step, loss in ((10, 2.5), (20, math.nan), (30, 1.25)):
         recorder.interval_end(totals(step, loss), lr=step / 1000)
-    recorder.epoch_end(totals(30, 1.5), Evaluation(samples=7, loss=0.75, accuracy=0.875), lr=0.03)
+    evaluation = Evaluation(
+        8, loss=0.75, accuracy=0.875, accuracy_top5=1.0, confusion=[[4, 1], [0, 3]]
+    )
+    recorder.epoch_end(totals(30, 1.5), evaluation, lr=0.03)
     recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
     recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
     recorder.close()
@@ -233,17 +162,48 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
         *(("step", 10, 2.5), ("step", 20, None), ("step", 30, 1.25)),
         *(("epoch", 30, 1.5), ("epoch", 40, 1.5)),
     ]
-    assert (steps[3]["valid_samples"], steps[3]["valid_accuracy"]) == (7, 0.875)
+    assert (steps[3]["valid_samples"], steps[3]["valid_accuracy"]) == (8, 0.875)
+    assert (steps[3]["valid_accuracy_top5"], steps[3]["valid_confusion"]) == (1.0, [[4, 1], [0, 3]])
     assert "valid_accuracy" not in steps[4]
     assert audits[0]["worst_parameter"] == "conv1.weight" and audits[0]["ok"] is True
 
 
-def test_lenet_survives_the_disk(tmp_path: Path) -> None:
-    """Fails when a fresh network with the saved weights does not hash the same."""
-    trained, fresh = (build_model("lenet", (1, 28, 28), 10, torch.float32) for _ in range(2))
-    assert params_sha256(trained) != params_sha256(fresh)
-    folder = save_checkpoint(tmp_path, 0, trained, params_sha256(trained))
-    load_model(fresh, folder / "model.safetensors")
-    assert (
-        params_sha256(fresh) == json.loads((folder / "manifest.json").read_text())["params_sha256"]
-    )
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_reopened_directory_keeps_what_is_in_it(tmp_path: Path) -> None:
+    """Fails when going on with a run needs an empty folder, empties it, or ignores a live job."""
+    first = RunDirectory(tmp_path, "one")
+    first.write_config({"lr": 1})
+    first.append("metrics.jsonl", {"step": 1})
+    with pytest.raises(UsageError, match="a live job is using"):
+        RunDirectory(tmp_path, "one", reopen=True)
+    first.close()
+    again = RunDirectory(tmp_path, "one", reopen=True)
+    again.append("metrics.jsonl", {"step": 2})
+    with pytest.raises(UsageError, match="a live job is using"):
+        RunDirectory(tmp_path, "one", reopen=True)
+    again.close()
+    assert [record["step"] for record in records(again.path / "metrics.jsonl")] == [1, 2]
+    assert (again.path / "config.yaml").is_file()
+
+
+def test_records_after_a_step_are_forgotten(tmp_path: Path) -> None:
+    """Fails when a resumed run writes a step twice, loses one, or trips on half a line."""
+    directory = RunDirectory(tmp_path, "one")
+    for name in ("metrics.jsonl", "audit.jsonl"):
+        for step in (1, 2, 3, 10):
+            directory.append(name, {"step": step, "of": name})
+    directory.close()
+    with (directory.path / "metrics.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 2, "of": "metr\xff')  # the last write before a power cut
+    again = RunDirectory(tmp_path, "one", reopen=True)
+    again.forget_after(2)
+    again.append("metrics.jsonl", {"step": 3, "of": "again"})
+    again.close()
+    metrics, audits = (records(again.path / name) for name in ("metrics.jsonl", "audit.jsonl"))
+    assert [(r["step"], r["of"]) for r in metrics] == [
+        *((1, "metrics.jsonl"), (2, "metrics.jsonl"), (3, "again")),
+    ]
+    assert [record["step"] for record in audits] == [1, 2]

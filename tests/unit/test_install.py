@@ -18,6 +18,7 @@ from hvdtrain.launcher.install.machine import Mpi
 MPI = Mpi("4.1.4", "system")
 INPUTS = WheelInputs(
     *("horovod", "edits", "2.13.0", None, "cpython-311", "x86_64", "glibc-2.36", MPI.identity),
+    compiler="g++ 12.2.0",
     flags=(("HOROVOD_WITH_MPI", "1"),),
 )
 

@@ -22,10 +22,12 @@ LAYERS = {
     **dict.fromkeys(("hvdtrain.ring", "hvdtrain.schedule"), 1),
     **dict.fromkeys(
         (
+            "hvdtrain.batchnorm",
             "hvdtrain.checkpoint",
             "hvdtrain.data",
             "hvdtrain.evaluate",
             "hvdtrain.exchange",
+            "hvdtrain.loop_state",
             "hvdtrain.metering",
             "hvdtrain.models",
             "hvdtrain.optimizers",
@@ -33,12 +35,14 @@ LAYERS = {
             "hvdtrain.recording",
             "hvdtrain.run_directory",
             "hvdtrain.training",
+            "hvdtrain.update",
             "hvdtrain.vision",
         ),
         2,
     ),
     **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm"), 3),
     LAUNCHER: 5,
+    "hvdtrain.bench": 5,
     "hvdtrain.cli": 6,
 }
 TORCH_STARTS_AT = 2

@@ -101,6 +101,7 @@ def test_any_uneven_segments_work(cuts: list[int], seed: int) -> None:
         np.testing.assert_array_equal(result, data.sum(axis=0))
 
 
+@settings(deadline=None)
 @given(length=st.integers(0, 10_000), parts=st.integers(1, 300))
 def test_segments_are_neighbours_of_equal_length(length: int, parts: int) -> None:
     """Fails if segments overlap, leave gaps, or differ in length by more than one."""

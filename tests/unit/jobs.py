@@ -1,0 +1,204 @@
+"""Small jobs for tests: data whose samples' losses differ, and small networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hvdtrain.audit import NoAudit
+from hvdtrain.batchnorm import convert_to_sync
+from hvdtrain.checkpoint import Snapshot
+from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
+from hvdtrain.data.sampler import Indices
+from hvdtrain.data.splits import Batch, Dataset
+from hvdtrain.errors import Stopped
+from hvdtrain.evaluate import Evaluation
+from hvdtrain.exchange import Exchange
+from hvdtrain.loop_state import capture, restore
+from hvdtrain.metering import Meter, Totals
+from hvdtrain.schedule import make_schedule
+from hvdtrain.training import Job, Outcome, Position, train
+from hvdtrain.update import Update
+
+SHAPE = (1, 4, 4)
+CLASSES = 7
+CPU = torch.device("cpu")
+
+
+class LoggedSplit(TensorSplit):
+    """Remembers which samples were asked for, batch by batch."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        super().__init__(inputs, labels)
+        self.log: list[list[int]] = []
+
+    def batch(self, indices: Indices) -> Batch:
+        self.log.append(indices.tolist())
+        return super().batch(indices)
+
+
+def made_up_data(samples: int, dtype: torch.dtype = torch.float64, valid: int = 9) -> Dataset:
+    """Images of many magnitudes, so that losses differ and a wrong weight shows."""
+    generator = torch.Generator().manual_seed(3)
+
+    def split(count: int) -> LoggedSplit:
+        inputs = torch.randn((count, *SHAPE), generator=generator, dtype=torch.float64)
+        inputs *= torch.linspace(0.1, 4, count, dtype=torch.float64)[:, None, None, None]
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        return LoggedSplit(inputs.to(dtype), labels)
+
+    return Dataset("made up", SHAPE, CLASSES, split(samples), split(valid))
+
+
+def plain(shape: tuple[int, int, int] = SHAPE, classes: int = CLASSES) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 8), nn.Tanh(), nn.Linear(8, classes)
+    )
+
+
+def with_batch_norm(shape: tuple[int, int, int] = SHAPE, classes: int = CLASSES) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(3 * (shape[1] - 2) * (shape[2] - 2), 5),
+        nn.BatchNorm1d(5),
+        nn.Linear(5, classes),
+    )
+
+
+def with_dropout(shape: tuple[int, int, int] = SHAPE, classes: int = CLASSES) -> nn.Module:
+    return nn.Sequential(with_batch_norm(shape, classes), nn.Dropout(0.3))
+
+
+def make_job(
+    dataset: Dataset,
+    batch: int,
+    exchange: Exchange,
+    *,
+    build: Any = plain,
+    lr: float = 0.05,
+    total_steps: int = 10,
+    accum: int = 1,
+    weights: Sequence[float] | None = None,
+    sync_bn: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **update: Any,
+) -> Job:
+    """SGD with momentum and weight decay, warm-up and cosine decay. Call it in one thread."""
+    torch.manual_seed(11)
+    model = build().to(dtype)
+    if sync_bn:
+        model = convert_to_sync(model, exchange)
+    return Job(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01),
+        update=Update(model, CPU, **update),
+        dataset=dataset,
+        sampler=GlobalBatchSampler(len(dataset.train), batch, seed=5),
+        shares=Shares(exchange.size, weights),
+        grad_accum_steps=accum,
+        sync_bn=sync_bn,
+        schedule=make_schedule("cosine", lr, total_steps, warmup_steps=2),
+        total_steps=total_steps,
+        device=CPU,
+        log_interval=2,
+        eval_interval=1,
+        checkpoint_interval=0,
+        hash_every=3,
+    )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two structures hold the same, tensors to the bit (and NaN is NaN)."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(_bits(one), _bits(other))
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(equal(*pair) for pair in pairs)
+    return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass
+class Recording:
+    """An Observer: what it was told, without what differs from run to run."""
+
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        self.told.append(("step", self._timeless(totals), lr))
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        self.told.append(("epoch", self._timeless(totals), evaluation, lr))
+
+    def up_to(self, step: int) -> list[tuple[Any, ...]]:
+        return [record for record in self.told if record[1].step <= step]
+
+    def _timeless(self, totals: Totals) -> Totals:
+        return replace(totals, samples_per_s=0.0)
+
+
+class MemoryKeeper:
+    """A Keeper in memory; it is asked to stop when `stop_requested` is called the n-th time."""
+
+    def __init__(self, exchange: Exchange, position: Position, stop_at: int | None = None) -> None:
+        self._exchange = exchange
+        self._position = position
+        self._stop_at = stop_at
+        self.asked = 0
+        self.snapshot: Snapshot | None = None
+
+    def stop_requested(self) -> bool:
+        self.asked += 1
+        return self._stop_at is not None and self.asked >= self._stop_at
+
+    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
+        self.snapshot = capture(job, self._position, meter, self._exchange, {})
+
+    def stop(self) -> NoReturn:
+        raise Stopped(15)
+
+
+@dataclass
+class Ran:
+    """One part of a run: its end, or where it stopped."""
+
+    outcome: Outcome | None
+    snapshot: Snapshot | None
+    recording: Recording
+    asked: int
+
+
+def run_job(
+    job: Job,
+    exchange: Exchange,
+    state: dict[str, Any] | None = None,
+    stop_at: int | None = None,
+) -> Ran:
+    """Train as the command does, from the beginning or from `state`."""
+    position, meter, recording = Position(), Meter(exchange, job.sampler.samples), Recording()
+    if state is not None:
+        restore(state, job, position, meter, exchange)
+    keeper = MemoryKeeper(exchange, position, stop_at)
+    outcome = None
+    try:
+        outcome = train(job, position, meter, exchange, NoAudit(), recording, keeper)
+    except Stopped:
+        assert stop_at is not None
+    return Ran(outcome, keeper.snapshot, recording, keeper.asked)

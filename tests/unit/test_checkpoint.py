@@ -1,0 +1,234 @@
+"""Checkpoints on the disk: complete or absent, the newest and the best, failures told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from hvdtrain import checkpoint
+from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain.errors import TrainingError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.loop_state import capture
+from hvdtrain.metering import Meter
+from hvdtrain.models import build_model
+from hvdtrain.parameters import params_sha256
+from hvdtrain.training import Position
+from tests.unit.jobs import equal, made_up_data, make_job
+
+FILES = {"model.safetensors", "training_state.pt", "manifest.json"}
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 4, dtype=torch.float64), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+    )
+
+
+def small(step: int, **state: Any) -> Snapshot:
+    weights = {"w": torch.full((3,), float(step))}
+    return Snapshot(step, f"hash of {step}", weights, {"step": step} | state)
+
+
+def save(folder: Path, *snapshots: Snapshot, keep: int = 3, best: int | None = None) -> None:
+    checkpoints = Checkpoints(folder, keep)
+    for snapshot in snapshots:
+        checkpoints.save(snapshot, is_best=snapshot.step == best)
+    checkpoints.wait()
+
+
+def of_model(step: int, model: torch.nn.Module) -> Snapshot:
+    """What a job with this model keeps."""
+    job = make_job(made_up_data(4), 4, SingleProcess(), build=lambda: model)
+    job.model.to(torch.float64)
+    exchange = SingleProcess()
+    snapshot = capture(job, Position(step), Meter(exchange, 4), exchange, {"note": 1})
+    assert snapshot is not None
+    return snapshot
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_checkpoint_loads_back_bit_equal(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Fails when a tensor changes on its way, or the manifest does not describe the files."""
+    snapshot = of_model(120, model)
+    save(tmp_path / "checkpoints", snapshot)
+    folder = tmp_path / "checkpoints" / "step-00000120"
+    assert names(folder) == FILES
+    expected = model.state_dict()
+    for loaded in (load_file(folder / "model.safetensors"), load_checkpoint(folder)[0]):
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert equal(load_checkpoint(folder)[1], snapshot.state)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in FILES - {"manifest.json"}:
+        content = (folder / name).read_bytes()
+        described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert manifest["files"].pop(name) == described
+    assert manifest["files"] == {}
+    assert (manifest["step"], manifest["params_sha256"]) == (120, params_sha256(model))
+    assert (tmp_path / "checkpoints" / "last").read_text() == "step-00000120\n"
+
+
+def test_a_snapshot_is_a_copy(model: torch.nn.Module) -> None:
+    """Fails when training on, while the disk is slow, changes what is being written."""
+    snapshot = of_model(1, model)
+    before = params_sha256(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+    for kept in (snapshot.weights, snapshot.state["model"]):
+        model.load_state_dict(kept)
+        assert params_sha256(model) == before == snapshot.params_sha256
+
+
+def test_tied_weights_are_saved(tmp_path: Path, model: torch.nn.Module) -> None:
+    """Fails when parameters that share memory cannot be saved, or load back apart."""
+    model[2].weight = torch.nn.Parameter(torch.eye(4))
+    model.append(torch.nn.Linear(4, 4, bias=False))
+    model[3].weight = model[2].weight
+    model.double()
+    save(tmp_path, of_model(1, model))
+    before = params_sha256(model)
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    model.load_state_dict(load_checkpoint(tmp_path / "step-00000001")[0])
+    assert params_sha256(model) == before and model[3].weight is model[2].weight
+
+
+def test_lenet_survives_the_disk(tmp_path: Path) -> None:
+    """Fails when a fresh network with the saved weights does not hash the same."""
+    trained, fresh = (build_model("lenet", (1, 28, 28), 10, torch.float64) for _ in range(2))
+    assert params_sha256(trained) != params_sha256(fresh)
+    save(tmp_path, of_model(0, trained))
+    folder = tmp_path / "step-00000000"
+    load_model(fresh, folder / "model.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert params_sha256(fresh) == manifest["params_sha256"]
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    """Fails when more than K and the best are kept, either is lost, or a pointer is wrong."""
+    save(tmp_path, *map(small, (10, 20, 30, 40, 50)), keep=2, best=20)
+    kept = {"step-00000020", "step-00000040", "step-00000050"}
+    assert names(tmp_path) == kept | {"last", "best"}
+    assert (tmp_path / "last").read_text() == "step-00000050\n"
+    assert (tmp_path / "best").read_text() == "step-00000020\n"
+    save(tmp_path, small(60), keep=2, best=60)
+    assert names(tmp_path) == {"step-00000050", "step-00000060", "last", "best"}
+    assert (tmp_path / "best").read_text() == "step-00000060\n"
+
+
+def test_the_newest_comes_first(tmp_path: Path) -> None:
+    """Fails when step 100,000,000 stands behind 99,999,999, or something else is listed."""
+    steps = (5, 99_999_999, 100_000_000)
+    save(tmp_path, *map(small, steps), keep=5)
+    for other in (".step-00000007.partial", "step-7", "step-00000007.old", "other"):
+        (tmp_path / other).mkdir()
+    found = [load_checkpoint(path)[1]["step"] for path in Checkpoints(tmp_path, 1).complete()]
+    assert found == sorted(steps, reverse=True)
+    assert Checkpoints(tmp_path / "none", 1).complete() == []
+
+
+def test_what_a_killed_save_left_does_not_hurt(tmp_path: Path) -> None:
+    """Fails when a half-written folder stops the next save, or gets into it."""
+    leftover = tmp_path / ".step-00000003.partial"
+    leftover.mkdir()
+    (leftover / "junk").write_text("half")
+    (tmp_path / ".last.partial").write_text("half")
+    save(tmp_path, small(3))
+    assert names(tmp_path / "step-00000003") == FILES
+    assert names(tmp_path) == {"step-00000003", "last"}
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
+    """Fails when each SIGKILL inside a save or a removal costs a checkpoint of disk for good."""
+    for name in (".step-00000003.partial", ".step-00000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    save(tmp_path, small(5))
+    assert names(tmp_path) == {"step-00000005", "last"}
+
+
+def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
+    """Fails when the rest of an old removal makes every later save fail."""
+    leftover = tmp_path / ".step-00000001.old"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("half")
+    save(tmp_path, small(1), small(2), small(3), keep=1)
+    assert {"step-00000003", "last"} <= names(tmp_path)
+
+
+def failing_sync(fails_at: str, error: Exception):
+    def sync(path: Path) -> None:
+        if path.name == fails_at:
+            raise error
+
+    return sync
+
+
+@pytest.mark.parametrize("fails_at", ["model.safetensors", "manifest.json", ".last.partial"])
+def test_a_save_that_fails_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """Fails when a checkpoint stands there unsynced, `last` names none, or nobody is told."""
+    save(tmp_path, small(1))
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "_sync", failing_sync(fails_at, full))
+    checkpoints = Checkpoints(tmp_path, 3)
+    checkpoints.save(small(2), is_best=True)
+    with pytest.raises(TrainingError, match=r"No space left on device\. The checkpoints before"):
+        checkpoints.wait()
+    checkpoints.wait()  # told once
+    assert (tmp_path / "last").read_text() == "step-00000001\n"
+    assert (tmp_path / "step-00000002").exists() == (fails_at == ".last.partial")
+    assert load_checkpoint(tmp_path / "step-00000001")[1]["step"] == 1
+    monkeypatch.undo()
+    checkpoints.save(small(3), is_best=False)
+    checkpoints.wait()
+    assert (tmp_path / "last").read_text() == "step-00000003\n"
+
+
+def test_a_failed_save_is_told_at_the_next(tmp_path: Path, monkeypatch) -> None:
+    """Fails when training goes on for hours without a checkpoint."""
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
+    checkpoints = Checkpoints(tmp_path, 3)
+    checkpoints.save(small(1), is_best=False)
+    with pytest.raises(TrainingError):
+        checkpoints.save(small(2), is_best=False)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MemoryError("x")], ids=repr)
+def test_no_failure_of_the_writer_is_lost(tmp_path: Path, monkeypatch, error: Exception) -> None:
+    """Fails when the writing thread dies of something unforeseen and wait() knows nothing."""
+    monkeypatch.setattr(checkpoint, "_sync", failing_sync("training_state.pt", error))
+    with pytest.raises(TrainingError, match="cannot be written"):
+        save(tmp_path, small(1))
+
+
+def test_a_save_that_repeats_a_step_and_fails_leaves_the_first(tmp_path: Path, monkeypatch) -> None:
+    """Fails when the good checkpoint of a step is gone before the new one is on the disk."""
+    save(tmp_path, small(1))
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "_sync", failing_sync("training_state.pt", full))
+    with pytest.raises(TrainingError):
+        save(tmp_path, small(1, again=True))
+    assert load_checkpoint(tmp_path / "step-00000001")[1] == {"step": 1}
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    """Fails when a run that comes to a step once more keeps the old state, or both."""
+    save(tmp_path, small(1), small(1, again=True))
+    assert load_checkpoint(tmp_path / "step-00000001")[1]["again"] is True
+    assert names(tmp_path) == {"step-00000001", "last"}

@@ -1,0 +1,252 @@
+"""The training loop, stopped anywhere and resumed: the same numbers as if it had not been."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.checkpoint import Snapshot
+from hvdtrain.errors import TrainingError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.loop_state import capture
+from hvdtrain.metering import Meter
+from hvdtrain.training import Job, Position
+from tests.unit.jobs import (
+    Ran,
+    equal,
+    made_up_data,
+    make_job,
+    run_job,
+    with_batch_norm,
+    with_dropout,
+)
+from tests.unit.threads import ThreadExchange, connect, run_ranks
+
+SINGLE = SingleProcess()
+NEVER = 10**9
+# 7 steps of batches of 8, 8 and 4 samples, an evaluation after the steps 3, 6 and 7.
+QUESTIONS = 10
+IN_EVALUATION = {4, 8, 10}
+CUTS = [
+    pytest.param(n, id=f"{n}, in evaluation" if n in IN_EVALUATION else str(n))
+    for n in range(1, QUESTIONS + 1)
+]
+
+
+def new_job() -> Job:
+    return make_job(
+        *(made_up_data(20), 8, SINGLE),
+        build=with_dropout,
+        total_steps=7,
+        accum=2,
+        ema_decay=0.8,
+        clip_grad=0.5,
+    )
+
+
+def stored(snapshot: Snapshot | None) -> dict[str, Any]:
+    """The state as it comes back from the disk."""
+    assert snapshot is not None
+    stream = io.BytesIO()
+    torch.save(snapshot.state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Ran:
+    ran = run_job(new_job(), SINGLE)
+    assert ran.outcome is not None and ran.asked == QUESTIONS
+    return ran
+
+
+def timeless(snapshot: Snapshot | None) -> dict[str, Any]:
+    """All of the state that must come out the same."""
+    assert snapshot is not None
+    meter = {
+        name: value | {"seconds": 0.0, "samples_per_s": 0.0} if isinstance(value, dict) else value
+        for name, value in snapshot.state["meter"].items()
+    }
+    return snapshot.state | {"meter": meter, "weights": snapshot.weights}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(undisturbed: Ran, cut: int) -> None:
+    """Fails when parameters, momentum, average, buffers, random numbers or sums differ."""
+    first = run_job(new_job(), SINGLE, stop_at=cut)
+    assert first.outcome is None
+    second = run_job(new_job(), SINGLE, state=stored(first.snapshot))
+    assert second.snapshot is not None and undisturbed.snapshot is not None
+    assert second.snapshot.params_sha256 == undisturbed.snapshot.params_sha256
+    same = equal(timeless(second.snapshot), timeless(undisturbed.snapshot))
+    assert same
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_run_stopped_anywhere_reports_the_same(undisturbed: Ran, cut: int) -> None:
+    """Fails when a record or an evaluation of a resumed run is another, missing or there twice."""
+    first = run_job(new_job(), SINGLE, stop_at=cut)
+    state = stored(first.snapshot)
+    second = run_job(new_job(), SINGLE, state=state)
+    told = first.recording.up_to(state["step"]) + second.recording.told
+    assert told == undisturbed.recording.told
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_run_stopped_anywhere_has_the_same_outcome(undisturbed: Ran, cut: int) -> None:
+    """Fails when the summary of a resumed run would tell another loss, accuracy or length."""
+    state = stored(run_job(new_job(), SINGLE, stop_at=cut).snapshot)
+    second = run_job(new_job(), SINGLE, state=state)
+    assert second.outcome is not None and undisturbed.outcome is not None
+    assert second.outcome.evaluation == undisturbed.outcome.evaluation
+    ends = [replace(ran.outcome.totals, samples_per_s=0.0) for ran in (second, undisturbed)]
+    assert ends[0] == ends[1]
+
+
+def test_a_run_killed_after_its_last_checkpoint_has_the_same_outcome(undisturbed: Ran) -> None:
+    """Fails when a run with nothing left to train loses its loss, or reports an epoch again."""
+    second = run_job(new_job(), SINGLE, state=stored(undisturbed.snapshot))
+    assert second.recording.told == []
+    assert second.outcome is not None and undisturbed.outcome is not None
+    assert second.outcome.evaluation == undisturbed.outcome.evaluation
+    ends = [replace(ran.outcome.totals, samples_per_s=0.0) for ran in (second, undisturbed)]
+    assert ends[0] == ends[1]
+
+
+def test_a_request_is_answered_within_two_steps() -> None:
+    """Fails when a run goes on for longer after it was asked to stop."""
+    for cut in (1, 2, 6):
+        snapshot = run_job(new_job(), SINGLE, stop_at=cut).snapshot
+        asked_at = cut - (cut > 4)  # the fourth question is that of an evaluation
+        assert snapshot is not None and asked_at <= snapshot.step <= asked_at + 1
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_all_ranks_stop_at_one_step_whoever_is_asked(asked: int) -> None:
+    """Fails when a rank goes on alone, or they stop apart."""
+    data = made_up_data(20)
+    exchanges = connect(3)
+    jobs = [make_job(data, 8, ex, total_steps=7) for ex in exchanges]
+
+    def work(exchange: ThreadExchange) -> tuple[Ran, int]:
+        stop_at = 3 if exchange.rank == asked else NEVER
+        return run_job(jobs[exchange.rank], exchange, stop_at=stop_at), exchange.rank
+
+    results = run_ranks(exchanges, work)
+    assert [ran.outcome for ran, _ in results] == [None] * 3
+    assert [ran.snapshot is not None for ran, _ in results] == [True, False, False]
+    hidden = {tuple(job.model[1].weight.flatten().tolist()) for job in jobs}
+    assert len(hidden) == 1 and results[0][0].asked == 4
+
+
+def test_another_number_of_ranks_repeats_and_loses_no_sample() -> None:
+    """Fails when going on with 3, then 1, after 2 ranks sees a sample twice or learns otherwise."""
+    data, seen = made_up_data(20), []
+    state, cuts = None, {2: 2, 3: 2, 1: NEVER}
+    for size, stop_at in cuts.items():
+        exchanges = connect(size)
+        jobs = [make_job(data, 8, ex, total_steps=9, accum=2) for ex in exchanges]
+        data.train.log.clear()
+
+        def work(exchange: ThreadExchange, jobs=jobs, state=state, stop_at=stop_at) -> Ran:
+            return run_job(jobs[exchange.rank], exchange, copy.deepcopy(state), stop_at)
+
+        ran = run_ranks(exchanges, work)[0]
+        state = stored(ran.snapshot)
+        seen += [sample for batch in data.train.log for sample in batch]
+    assert len(seen) == 60 and ran.outcome is not None
+    for epoch in range(3):
+        assert sorted(seen[epoch * 20 : epoch * 20 + 20]) == list(range(20)), epoch
+    alone = make_job(data, 8, SINGLE, total_steps=9, accum=2)
+    run_job(alone, SINGLE)
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(state["model"][name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_each_rank_gets_its_own_statistics_back() -> None:
+    """Fails when ranks with batch norm of their own go on with those of rank 0, or the average."""
+    data = made_up_data(20)
+
+    def run(state: dict[str, Any] | None, stop_at: int) -> tuple[Ran, list[Job]]:
+        exchanges = connect(2)
+        settings = {"build": with_batch_norm, "ema_decay": 0.5}
+        jobs = [make_job(data, 8, ex, total_steps=7, **settings) for ex in exchanges]
+        own = [copy.deepcopy(state) for _ in exchanges]  # as from a broadcast
+        ranks = run_ranks(exchanges, lambda ex: run_job(jobs[ex.rank], ex, own[ex.rank], stop_at))
+        return ranks[0], jobs
+
+    whole, jobs = run(None, NEVER)
+    part, _ = run(None, 3)
+    rest, again = run(stored(part.snapshot), NEVER)
+    same = equal(timeless(rest.snapshot), timeless(whole.snapshot))
+    assert same
+    for one, other in zip(jobs, again, strict=True):
+        assert equal(dict(one.model.named_buffers()), dict(other.model.named_buffers()))
+    own = [job.model[1].running_mean for job in jobs]
+    assert not torch.equal(*own)  # else the test could not fail
+    assert whole.snapshot is not None
+    saved = whole.snapshot.weights["1.running_mean"]
+    torch.testing.assert_close(saved, (own[0] + own[1]) / 2)
+
+
+def test_another_number_of_ranks_gets_the_statistics_of_all() -> None:
+    """Fails when ranks start from one old rank's batch-norm statistics."""
+    data = made_up_data(20)
+    exchanges = connect(2)
+    jobs = [make_job(data, 8, ex, total_steps=4, build=with_batch_norm) for ex in exchanges]
+    ran = run_ranks(exchanges, lambda ex: run_job(jobs[ex.rank], ex))[0]
+    own = [job.model[1].running_var for job in jobs]
+    alone = make_job(data, 8, SINGLE, total_steps=4, build=with_batch_norm)
+    run_job(alone, SINGLE, stored(ran.snapshot))
+    torch.testing.assert_close(alone.model[1].running_var, (own[0] + own[1]) / 2)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ranks_that_drifted_apart_are_never_saved(rank: int) -> None:
+    """Fails when a checkpoint is made of parameters that differ by a bit, or no rank is named."""
+    exchanges = connect(3)
+    jobs = [make_job(made_up_data(20), 8, ex) for ex in exchanges]
+    bias = jobs[rank].model[1].bias
+    with torch.no_grad():
+        bias[0] = np.nextafter(float(bias[0]), 10)
+
+    def work(exchange: ThreadExchange) -> str:
+        meter = Meter(exchange, 20)
+        with pytest.raises(TrainingError, match="before the checkpoint of step 5") as caught:
+            capture(jobs[exchange.rank], Position(5, 40), meter, exchange, {})
+        return str(caught.value)
+
+    assert all(f"rank {rank} held" in text for text in run_ranks(exchanges, work))
+
+
+def test_statistics_of_their_own_are_no_drift() -> None:
+    """Fails when batch norm without --sync-bn is taken for ranks that have drifted apart."""
+    exchanges = connect(2)
+    jobs = [make_job(made_up_data(20), 8, ex, build=with_batch_norm) for ex in exchanges]
+    jobs[1].model[1].running_mean += 1
+
+    def work(exchange: ThreadExchange) -> None:
+        capture(jobs[exchange.rank], Position(5, 40), Meter(exchange, 20), exchange, {})
+
+    run_ranks(exchanges, work)
+
+
+def test_ranks_that_drift_apart_are_found_on_the_way() -> None:
+    """Fails when --hash-every looks at another step, or not at all."""
+    exchanges = connect(2)
+    jobs = [make_job(made_up_data(20), 8, ex) for ex in exchanges]
+    with torch.no_grad():
+        jobs[1].model[1].bias[0] += 1
+
+    def work(exchange: ThreadExchange) -> None:
+        with pytest.raises(TrainingError, match="rank 1 held") as caught:
+            run_job(jobs[exchange.rank], exchange)
+        assert "after step 3" in str(caught.value)
+
+    run_ranks(exchanges, work)

@@ -1,0 +1,252 @@
+"""`--resume` as a user meets it: processes of their own, and the folder that they go on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hvdtrain.checkpoint import load_checkpoint
+from hvdtrain.cli.options import build_config
+from hvdtrain.cli.resume import Resumable, find_resumable
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.run_directory import RunDirectory
+from tests.unit.test_cli import command, environment, read_summary, read_tree
+
+NAME = "lenet-digits"
+OPTIONS: dict[str, Any] = {
+    "max_steps": 60,
+    "global_batch_size": 64,
+    "seed": 3,
+    "lr": 0.02,
+    "sched": "cosine",
+    "model_ema": True,
+    "model_ema_decay": 0.9,
+    "log_interval": 5,
+    "eval_interval": 2,
+    "checkpoint_interval": 10,
+    "keep_checkpoints": 2,
+    "resume": "auto",
+}
+TIMES = {"samples_per_s"}
+
+
+def start(folder: Path, output: str, **changes: Any) -> subprocess.Popen[str]:
+    flags = []
+    for name, value in (OPTIONS | {"output": output} | changes).items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag] if value is True else [f"{flag}={value}"]
+    return subprocess.Popen(
+        command("train", *flags),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def records(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `whole`, an undisturbed run, and `cut`, one that had a SIGTERM on its way."""
+    folder = tmp_path_factory.mktemp("resume")
+    cut, whole = start(folder, "cut"), start(folder, "whole")
+    metrics = folder / "cut" / NAME / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
+        assert cut.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    cut.send_signal(signal.SIGTERM)
+    code, _, err = finish(cut)
+    assert (code, err) == (143, "hvdtrain: error: stopped by SIGTERM\n")
+    code, _, err = finish(whole)
+    assert (code, err) == (0, "")
+    shutil.copytree(folder / "whole", folder / "kept")  # for tests that change their copy
+    return folder
+
+
+def test_nothing_to_resume_starts_afresh(folder: Path) -> None:
+    """Fails when `--resume auto` needs a run to be there, or says it has resumed."""
+    summary = read_summary(folder / "whole" / NAME)
+    assert (summary["status"], summary["steps"]) == ("finished", 60)
+    assert summary["resumed_from"] is None
+
+
+def test_a_stopped_run_ends_as_the_undisturbed_one(folder: Path) -> None:
+    """Fails when the parameters, a record or a figure of the summary differ after a SIGTERM."""
+    run, whole = folder / "cut" / NAME, folder / "kept" / NAME
+    stopped = read_summary(run)
+    assert stopped["status"] == "stopped" and 20 <= stopped["steps"] < 60
+    saved = load_checkpoint(run / "checkpoints" / (run / "checkpoints/last").read_text().strip())[1]
+    code, out, err = finish(start(folder, "cut"))
+    assert (code, err) == (0, "") and "going on from" in out
+    resumed, undisturbed = read_summary(run), read_summary(whole)
+    assert resumed.pop("resumed_from") == saved["step"] > 0
+    undisturbed.pop("resumed_from")
+    for name in TIMES:
+        resumed.pop(name), undisturbed.pop(name)
+    assert resumed == undisturbed
+    assert records(run) == records(whole)
+    kept = [{path.name for path in (r / "checkpoints").iterdir()} for r in (run, whole)]
+    assert kept[0] == kept[1]
+
+
+def test_a_finished_run_is_left_alone(folder: Path) -> None:
+    """Fails when resuming a finished run changes a byte of it, or does not end in 0."""
+    before = read_tree(folder / "whole")
+    code, out, err = finish(start(folder, "whole"))
+    assert (code, err) == (0, "")
+    assert read_tree(folder / "whole") == before
+    sha = read_summary(folder / "whole" / NAME)["params_sha256"]
+    assert sha[:8] in out or f"{read_summary(folder / 'whole' / NAME)['valid_accuracy']:.2%}" in out
+
+
+def test_another_experiment_is_refused(folder: Path) -> None:
+    """Fails when resuming with another --lr trains on, changes a byte, or hides the flag."""
+    before = read_tree(folder / "whole")
+    code, _, err = finish(start(folder, "whole", lr=0.03))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "--lr=0.03: the run in whole/lenet-digits was started with 0.02" in err
+    assert read_tree(folder / "whole") == before
+
+
+@pytest.fixture
+def unfinished(folder: Path, tmp_path: Path) -> Path:
+    """A copy of a run with the checkpoints of the steps 50 and 60 that was killed."""
+    run = tmp_path / "out" / NAME
+    shutil.copytree(folder / "kept" / NAME, run)
+    (run / "summary.json").unlink()
+    assert {path.name for path in (run / "checkpoints").glob("step-*")} >= {
+        *("step-00000050", "step-00000060")
+    }
+    return run
+
+
+def find(run: Path, **changes: Any) -> Resumable:
+    options = OPTIONS | {"output": str(run.parent)} | changes
+    found = find_resumable(build_config(options, []), SingleProcess())
+    assert found is not None
+    found.directory.close()
+    return found
+
+
+def refused(run: Path, **changes: Any) -> str:
+    """The message, once it is sure that nothing was touched and the lock is free."""
+    before = read_tree(run)
+    with pytest.raises(UsageError) as caught:
+        find(run, **changes)
+    assert read_tree(run) == before
+    RunDirectory(run.parent, run.name, reopen=True).close()
+    return str(caught.value)
+
+
+def steps(run: Path) -> list[int]:
+    return [record["step"] for record in records(run)]
+
+
+def test_the_newest_checkpoint_is_found(unfinished: Path, capsys) -> None:
+    """Fails when an older one is taken, or the batch is not the one of the run."""
+    found = find(unfinished, global_batch_size=None)
+    assert found.resumed.state is not None and found.resumed.finished is None
+    assert (found.resumed.state["step"], found.resumed.global_batch_size) == (60, 64)
+    assert "going on from" in capsys.readouterr().out
+    assert max(steps(unfinished)) == 60
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, name: str, capsys) -> None:
+    """Fails when the one before is not used, nothing is said, or later records stay."""
+    place = unfinished / "checkpoints" / "step-00000060" / name
+    place.write_bytes(place.read_bytes()[:-20])
+    found = find(unfinished)
+    assert found.resumed.state is not None and found.resumed.state["step"] == 50
+    out = capsys.readouterr().out
+    assert "passing over a damaged checkpoint" in out and str(place) in out
+    assert max(steps(unfinished)) == 50
+
+
+def test_without_a_good_checkpoint_it_starts_afresh(unfinished: Path, capsys) -> None:
+    """Fails when damage everywhere ends in an error for ever, or old records stay."""
+    for place in unfinished.glob("checkpoints/step-*/manifest.json"):
+        place.write_text("{}")
+    found = find(unfinished)
+    assert found.resumed.state is None and found.resumed.finished is None
+    assert "starting afresh" in capsys.readouterr().out and steps(unfinished) == []
+
+
+def test_a_finished_run_needs_nothing_more(unfinished: Path, folder: Path) -> None:
+    """Fails when a finished run is trained again, loses its records, or cannot be made longer."""
+    shutil.copy(folder / "kept" / NAME / "summary.json", unfinished)
+    before = read_tree(unfinished)
+    found = find(unfinished)
+    assert found.resumed.finished == read_summary(unfinished)
+    assert read_tree(unfinished) == before
+    longer = find(unfinished, max_steps=70)
+    assert longer.resumed.finished is None and longer.resumed.state["step"] == 60
+
+
+def test_a_path_names_the_checkpoint(unfinished: Path) -> None:
+    """Fails when another one is taken than was named, or a damaged one is taken or replaced."""
+    places = [unfinished / "checkpoints" / f"step-000000{step}" for step in (50, 60)]
+    assert find(unfinished, resume=str(places[0])).resumed.state["step"] == 50
+    (places[1] / "manifest.json").write_text("{}")
+    told = refused(unfinished, resume=str(places[1]))
+    assert told.startswith(f"--resume={places[1]}: ")
+    told = refused(unfinished, resume="auto", experiment=None, seed=4, opt="adam")
+    assert "--seed=4: " in told and "--opt=adam: " in told
+    with pytest.raises(UsageError, match="holds no run"):
+        find(unfinished.with_name("none"), resume="somewhere", experiment="none")
+
+
+@pytest.mark.parametrize("content", [b"", b"lr: [", b"lenet", b"\xff\xfe", b"- 1"])
+def test_a_damaged_configuration_is_told(unfinished: Path, content: bytes) -> None:
+    """Fails when a config.yaml that was cut short ends in a traceback, or holds the lock."""
+    (unfinished / "config.yaml").write_bytes(content)
+    assert "config.yaml" in refused(unfinished)
+
+
+def test_a_run_killed_before_its_configuration_starts_afresh(tmp_path: Path) -> None:
+    """Fails when a SIGKILL at the very start makes every later start exit with 2."""
+    directory = RunDirectory(tmp_path, NAME)
+    (directory.path / ".config.yaml.partial").write_text("lr: ")
+    directory.close()
+    options = OPTIONS | {"output": str(tmp_path)}
+    assert find_resumable(build_config(options, []), SingleProcess()) is None
+    RunDirectory(tmp_path, NAME).close()
+
+
+def test_a_live_run_is_not_resumed(unfinished: Path) -> None:
+    """Fails when two jobs write one folder."""
+    directory = RunDirectory(unfinished.parent, NAME, reopen=True)
+    with pytest.raises(UsageError, match="a live job is using"):
+        find(unfinished)
+    directory.close()
+
+
+def test_free_options_may_change(unfinished: Path) -> None:
+    """Fails when an option that teaches nothing cannot be changed on resume."""
+    stored = yaml.safe_load((unfinished / "config.yaml").read_text())
+    free = {"log_interval": 1, "keep_checkpoints": 9, "audit_every": 3, "data_dir": "elsewhere"}
+    found = find(unfinished, **free, global_batch_size=None, batch_size=8, rank_weights="2")
+    assert found.resumed.global_batch_size == stored["global_batch_size"] == 64

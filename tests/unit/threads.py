@@ -1,0 +1,144 @@
+"""Ranks as threads of this process: real collectives, without Horovod."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from hvdtrain.ring.transports import Transport
+
+Result = TypeVar("Result")
+TIMEOUT_S = 30.0
+
+
+class Board:
+    """Where ranks leave what they give to a collective, and find what the others gave."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._given: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
+        self._broken = False
+
+    def give(self, key: tuple[str, int], rank: int, value: Any) -> None:
+        with self._changed:
+            self._given[key][rank] = value
+            self._changed.notify_all()
+
+    def take(self, key: tuple[str, int]) -> list[Any]:
+        """Every rank's value, in rank order, once all have given theirs."""
+        given = self._given[key]
+        with self._changed:
+            whole = self._changed.wait_for(
+                lambda: self._broken or len(given) == self.size, TIMEOUT_S
+            )
+            if not whole or len(given) < self.size:
+                raise RuntimeError(f"{key} broke off: only ranks {sorted(given)} came")
+            return [given[rank] for rank in range(self.size)]
+
+    def fail(self) -> None:
+        """A rank is gone: nobody shall wait for it."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+class ThreadExchange:
+    """An Exchange of one rank. Sums are added in rank order, so a run repeats bit for bit."""
+
+    controller = "threads"
+    repeatable = True
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank = rank
+        self.size = board.size
+        self._board = board
+        self._uses: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadExchange:
+        return self
+
+    def distribute(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        grad_accum_steps: int = 1,
+        compression: str = "none",
+    ) -> torch.optim.Optimizer:
+        return optimizer
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
+            parameter.grad = torch.stack(given).sum(0) / self.size
+
+    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        key = self._begin(values.detach().clone(), name)
+        return lambda: torch.stack(self._board.take(key)).sum(0)
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        return self._gather(value, name)[0]
+
+    def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        return self._gather(value, name)
+
+    def peer_failures(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ring(self) -> Transport:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        self._board.fail()
+
+    def _begin(self, value: Any, name: str) -> tuple[str, int]:
+        self._uses[name] += 1
+        key = (name, self._uses[name])
+        self._board.give(key, self.rank, value)
+        return key
+
+    def _gather(self, value: Any, name: str) -> list[Any]:
+        return self._board.take(self._begin(value, name))
+
+
+def connect(size: int) -> list[ThreadExchange]:
+    """The exchanges of `size` ranks."""
+    board = Board(size)
+    return [ThreadExchange(rank, board) for rank in range(size)]
+
+
+def run_ranks(
+    exchanges: list[ThreadExchange], work: Callable[[ThreadExchange], Result]
+) -> list[Result]:
+    """Run `work` as each rank at once; their results in rank order.
+
+    Raises what the first rank to fail raised. torch's random numbers are common to all ranks:
+    draw none in `work` whose order matters.
+    """
+    failures: list[BaseException] = []
+
+    def run(exchange: ThreadExchange) -> Any:
+        try:
+            return work(exchange)
+        except BaseException as error:
+            failures.append(error)
+            exchange.abandon()
+            return None
+
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        results = list(pool.map(run, exchanges))
+    if failures:
+        raise failures[0]
+    return results
