@@ -65,6 +65,8 @@ def restore(
     own = state["ranks"][exchange.rank]
     for name, buffer in job.model.named_buffers():
         buffer.copy_(own["buffers"][name])
+        if job.update.average is not None:
+            job.update.average.module.get_buffer(name).copy_(own["buffers"][name])
     _set_rng_state(own["rng"], job.device)
 
 

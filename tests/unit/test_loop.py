@@ -169,7 +169,8 @@ def test_another_number_of_ranks_repeats_and_loses_no_sample() -> None:
         torch.testing.assert_close(state["model"][name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_each_rank_gets_its_own_statistics_back() -> None:
+@pytest.mark.parametrize("cut", [3, 8, 10])
+def test_each_rank_gets_its_own_statistics_back(cut: int) -> None:
     """Fails when ranks with batch norm of their own go on with those of rank 0, or the average."""
     data = made_up_data(20)
 
@@ -182,7 +183,7 @@ def test_each_rank_gets_its_own_statistics_back() -> None:
         return ranks[0], jobs
 
     whole, jobs = run(None, NEVER)
-    part, _ = run(None, 3)
+    part, _ = run(None, cut)
     rest, again = run(stored(part.snapshot), NEVER)
     same = equal(timeless(rest.snapshot), timeless(whole.snapshot))
     assert same
