@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise TrainingError(
-                f"a checkpoint cannot be written to {self.folder}: {failure}. "
+                f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. "
                 "The checkpoints before it are untouched"
             ) from failure
 
@@ -84,8 +85,7 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, is_best: bool) -> None:
         try:
-            for leftover in self.folder.glob(".step-*"):  # of a save that was killed
-                shutil.rmtree(leftover)
+            self._remove_leftovers()  # of a save that was killed
             final = _write_checkpoint(self.folder, snapshot)
             _point(self.folder / "last", final.name)
             if is_best:
@@ -93,6 +93,12 @@ class Checkpoints:
             self._prune()
         except Exception as error:  # whatever it is, the training thread must hear of it
             self._failure = error
+            with suppress(OSError):  # a full disk should not stay full of half a checkpoint
+                self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover)
 
     def _prune(self) -> None:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
@@ -140,7 +146,8 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
     save_file(snapshot.weights, partial / MODEL_FILE)
-    torch.save(snapshot.state, partial / STATE_FILE)
+    with (partial / STATE_FILE).open("wb") as stream:  # by its name, torch hides a full disk
+        torch.save(snapshot.state, stream)
     manifest: dict[str, Any] = {
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
@@ -156,6 +163,16 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     if repeated:
         shutil.rmtree(repeated)
     return final
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, where a library has wrapped it; else the error's own words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
 
 
 def _set_aside(path: Path) -> Path:

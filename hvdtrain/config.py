@@ -83,6 +83,16 @@ class DataConfig:
 
     data: str = flag("digits", "digits, fashion-mnist, or synthetic:SHAPE (synthetic:1x28x28)")
     data_dir: str = flag("data", "folder of data sets that are read from files", learns=False)
+    hflip: float = flag(0.0, "probability of mirroring a training image")
+    crop_padding: int = flag(
+        0, "pixels put around a training image before its own size is cut out at random"
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            (0 <= self.hflip <= 1, f"--hflip={self.hflip}: must be from 0 to 1"),
+            _positive("crop_padding", self.crop_padding, zero=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -206,6 +216,9 @@ class PrecisionConfig:
     amp: str = flag("none", "autocast, with loss scaling for fp16", ("none", "bf16", "fp16"))
     compression: str = flag("none", "type in which gradients are exchanged", ("none", "fp16"))
     sync_bn: bool = flag(False, "batch norm over the samples of all workers")
+    deterministic: bool = flag(
+        False, "only algorithms, and an exchange, that repeat bit for bit; else an error"
+    )
 
     def __post_init__(self) -> None:
         _require(*(_one_of(self, name) for name in ("amp", "compression")))

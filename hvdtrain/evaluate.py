@@ -31,6 +31,12 @@ class Evaluation:
         """Samples of each class."""
         return [sum(row) for row in self.confusion]
 
+    @property
+    def class_accuracy(self) -> list[float | None]:
+        """Of each class's samples, the part that was recognised; None without samples."""
+        counts = self.class_counts
+        return [row[i] / counts[i] if counts[i] else None for i, row in enumerate(self.confusion)]
+
 
 def evaluate(
     model: torch.nn.Module,

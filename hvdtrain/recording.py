@@ -54,8 +54,11 @@ class Recorder:
             "lr": lr,
         }
         if evaluation:
-            valid = {f"valid_{name}": value for name, value in asdict(evaluation).items()}
-            record |= valid
+            evaluated = asdict(evaluation)
+            self._directory.write_evaluation({"step": totals.step, **evaluated})
+            del evaluated["confusion"]  # classes squared: too long for a line an epoch
+            record |= {f"valid_{name}": value for name, value in evaluated.items()}
+            record["valid_class_accuracy"] = evaluation.class_accuracy
             scalars = {"valid/loss": evaluation.loss, "valid/accuracy": evaluation.accuracy}
             self._scalars(totals.step, scalars)
         self._directory.append(METRICS, record)

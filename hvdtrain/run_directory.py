@@ -56,6 +56,10 @@ class RunDirectory:
         """How the run ended."""
         self._write("summary.json", json.dumps(_json_ready(summary), indent=2) + "\n")
 
+    def write_evaluation(self, evaluation: dict[str, Any]) -> None:
+        """The newest evaluation in full; of earlier ones only the figures stay (metrics)."""
+        self._write("evaluation.json", json.dumps(_json_ready(evaluation)) + "\n")
+
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Add one JSON object, on a line of its own, to a `.jsonl` file."""
         with self._telling_failures():

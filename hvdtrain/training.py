@@ -225,11 +225,12 @@ def train_step(
     job.optimizer.zero_grad()
     audit.begin(step)
     sums = StepSums(job.device)
+    epoch = (step - 1) // job.sampler.steps_per_epoch
     for micro_batch in split_evenly(len(indices), job.grad_accum_steps):
         own = job.shares.of(indices[micro_batch], exchange.rank)
         everyone = job.sync_bn and micro_batch.stop > micro_batch.start
         if len(own) or everyone:  # synchronised layers need every rank
-            _backward(job, own, exchange.size / len(indices), sums)
+            _backward(job, own, epoch, exchange.size / len(indices), sums)
     sums.start(exchange, step, stop_requested)
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
@@ -237,9 +238,9 @@ def train_step(
     return sums
 
 
-def _backward(job: Job, own: Indices, weight: float, sums: StepSums) -> None:
+def _backward(job: Job, own: Indices, epoch: int, weight: float, sums: StepSums) -> None:
     """Add the weighted gradient of this rank's part of a micro-batch, and its sums."""
-    inputs, labels = job.dataset.train.batch(own)
+    inputs, labels = job.dataset.train.batch(own, epoch)
     labels = labels.to(job.device)
     with job.update.autocast():
         scores = job.model(inputs.to(job.device))

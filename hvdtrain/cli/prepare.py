@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 
 from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data import AugmentedSplit, Dataset, GlobalBatchSampler, Shares, load_dataset
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.models import build_model, fit_images
@@ -29,12 +31,14 @@ def prepare(
     config: TrainConfig, global_batch_size: int, exchange: Exchange, topology: Topology
 ) -> Job:
     """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
+    if config.precision.deterministic:
+        _demand_repetition(exchange)
     device = _choose_device(config.model.device, topology)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     dtype = DTYPES[config.model.dtype]
     dataset = load_dataset(config.data.data, Path(config.data.data_dir), config.run.seed, dtype)
-    dataset = fit_images(dataset, config.model.model)
+    dataset = _augmented(fit_images(dataset, config.model.model), config)
     if global_batch_size > len(dataset.train):
         raise UsageError(
             f"--global-batch-size={global_batch_size}: {dataset.name} has only "
@@ -48,12 +52,12 @@ def prepare(
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
-    if has_batch_norm(model):
-        own_only = Shares(1) if sync_bn else shares
-        _refuse_small_shares(sampler, own_only, config.batch.grad_accum_steps)
     settings = config.optimizer
     lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
+    if has_batch_norm(model):
+        refuse = _refuse_single_samples if sync_bn else _refuse_small_shares
+        refuse(sampler, total_steps, shares, config.batch.grad_accum_steps)
     warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
     return Job(
         model=model,
@@ -82,20 +86,65 @@ def prepare(
     )
 
 
-def _refuse_small_shares(sampler: GlobalBatchSampler, shares: Shares, accum_steps: int) -> None:
-    """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
-    sizes = {min(sampler.global_batch_size, sampler.samples)}
-    sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
+def _batches_reached(
+    sampler: GlobalBatchSampler, total_steps: int, accum_steps: int
+) -> Iterator[tuple[int, int]]:
+    """Each size of global batch that the run comes to, with the sizes of its micro-batches."""
+    sizes = {sampler.global_batch_size}
+    if total_steps >= sampler.steps_per_epoch:
+        sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
     for size in sorted(sizes):
         for part in split_evenly(size, accum_steps):
-            smallest = min(shares.sizes(part.stop - part.start))
-            if smallest < 2:
-                raise UsageError(
-                    f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
-                    f"the batch, but of a batch of {size} samples some worker gets {smallest} at a "
-                    f"time ({sampler.samples} samples, {len(shares.weights)} workers, "
-                    f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
-                )
+            yield size, part.stop - part.start
+
+
+def _refuse_small_shares(
+    sampler: GlobalBatchSampler, total_steps: int, shares: Shares, accum_steps: int
+) -> None:
+    """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
+    for size, part in _batches_reached(sampler, total_steps, accum_steps):
+        smallest = min(shares.sizes(part))
+        if smallest < 2:
+            raise UsageError(
+                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
+                f"the batch, but of a batch of {size} samples some worker gets {smallest} at a "
+                f"time ({sampler.samples} samples, {len(shares.weights)} workers, "
+                f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
+            )
+
+
+def _refuse_single_samples(
+    sampler: GlobalBatchSampler, total_steps: int, shares: Shares, accum_steps: int
+) -> None:
+    """With --sync-bn only a micro-batch of one sample, over all ranks, has no variance."""
+    for size, part in _batches_reached(sampler, total_steps, accum_steps):
+        if part == 1:
+            raise UsageError(
+                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
+                f"the batch, but a batch of {size} samples (of {sampler.samples}) is taken 1 at a "
+                f"time over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
+            )
+
+
+def _demand_repetition(exchange: Exchange) -> None:
+    """--deterministic: torch raises where it has no algorithm that repeats."""
+    if not exchange.repeatable:
+        raise UsageError(
+            "--deterministic: with HOROVOD_FUSION_THRESHOLD="
+            f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
+            "workers depends on timing. Unset it, or set it to 0"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _augmented(dataset: Dataset, config: TrainConfig) -> Dataset:
+    hflip, crop_padding = config.data.hflip, config.data.crop_padding
+    if hflip == 0 and crop_padding == 0:
+        return dataset
+    train = AugmentedSplit(dataset.train, config.run.seed, hflip, crop_padding)
+    return replace(dataset, train=train)
 
 
 def _choose_device(wanted: str, topology: Topology) -> torch.device:

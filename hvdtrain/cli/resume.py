@@ -53,7 +53,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     directory = RunDirectory(output, name, reopen=True)
     try:
         return Resumable(directory, _read(config, directory))
-    except UsageError:
+    except BaseException:
         directory.close()
         raise
 
@@ -81,13 +81,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
     wanted = as_flat_dict(config)
+    # An option that came after the run was started had no effect on it.
+    stored = {name: option.default for name, option in train_options().items()} | stored
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [
         f"--{option.name.replace('_', '-')}={wanted[option.name]}: the run in {path} was started "
-        f"with {stored.get(option.name)}; a resumed run is the same experiment"
+        f"with {stored[option.name]}; a resumed run is the same experiment"
         for option in train_options().values()
-        if option.learns and wanted[option.name] != stored.get(option.name)
+        if option.learns and wanted[option.name] != stored[option.name]
     ]
     if problems:
         raise UsageError(*problems)

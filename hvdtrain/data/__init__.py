@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain.data.augment import AugmentedSplit
 from hvdtrain.data.digits import load_digits
 from hvdtrain.data.fashion_mnist import load_fashion_mnist
 from hvdtrain.data.sampler import GlobalBatchSampler, Shares
@@ -13,7 +14,15 @@ from hvdtrain.data.splits import Dataset, Split, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.errors import UsageError
 
-__all__ = ["Dataset", "GlobalBatchSampler", "Shares", "Split", "TensorSplit", "load_dataset"]
+__all__ = [
+    "AugmentedSplit",
+    "Dataset",
+    "GlobalBatchSampler",
+    "Shares",
+    "Split",
+    "TensorSplit",
+    "load_dataset",
+]
 
 NAMES = ("digits", "fashion-mnist", "synthetic:SHAPE")
 

@@ -19,8 +19,11 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Indices) -> Batch:
-        """Inputs of shape (len(indices), channels, height, width) and int64 labels."""
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
+        """Inputs of shape (len(indices), channels, height, width) and int64 labels.
+
+        `epoch`, counted from 0, matters only where samples are changed at random.
+        """
 
 
 class TensorSplit:
@@ -34,7 +37,7 @@ class TensorSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Indices) -> Batch:
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
         chosen = torch.from_numpy(indices)
         return self.inputs[chosen], self.labels[chosen]
 
@@ -49,8 +52,8 @@ class ResizedSplit:
     def __len__(self) -> int:
         return len(self._split)
 
-    def batch(self, indices: Indices) -> Batch:
-        inputs, labels = self._split.batch(indices)
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
+        inputs, labels = self._split.batch(indices, epoch)
         return _resize(inputs, self._size), labels
 
 

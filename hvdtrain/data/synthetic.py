@@ -39,7 +39,7 @@ class SyntheticSplit:
     def __len__(self) -> int:
         return self._samples
 
-    def batch(self, indices: Indices) -> Batch:
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
         numbers = torch.from_numpy(indices) + self._first
         labels = numbers % len(self._patterns)
         return self._patterns[labels] + self._noise[numbers % len(self._noise)], labels

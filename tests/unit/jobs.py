@@ -36,9 +36,9 @@ class LoggedSplit(TensorSplit):
         super().__init__(inputs, labels)
         self.log: list[list[int]] = []
 
-    def batch(self, indices: Indices) -> Batch:
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
         self.log.append(indices.tolist())
-        return super().batch(indices)
+        return super().batch(indices, epoch)
 
 
 def made_up_data(samples: int, dtype: torch.dtype = torch.float64, valid: int = 9) -> Dataset:

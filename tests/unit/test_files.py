@@ -163,7 +163,11 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
         *(("epoch", 30, 1.5), ("epoch", 40, 1.5)),
     ]
     assert (steps[3]["valid_samples"], steps[3]["valid_accuracy"]) == (8, 0.875)
-    assert (steps[3]["valid_accuracy_top5"], steps[3]["valid_confusion"]) == (1.0, [[4, 1], [0, 3]])
+    assert steps[3]["valid_accuracy_top5"] == 1.0
+    assert steps[3]["valid_class_accuracy"] == [0.8, 1.0]
+    newest = json.loads((directory.path / "evaluation.json").read_text())
+    assert (newest["step"], newest["confusion"]) == (30, [[4, 1], [0, 3]])
+    assert "valid_confusion" not in steps[3]
     assert "valid_accuracy" not in steps[4]
     assert audits[0]["worst_parameter"] == "conv1.weight" and audits[0]["ok"] is True
 

@@ -26,6 +26,7 @@ from hvdtrain.errors import UsageError
 OPTIONS = train_options()
 ZERO_IS_FINE = {
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
+    *("hflip", "crop_padding"),
     *("audit_every", "hash_every", "checkpoint_interval"),
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
@@ -259,7 +260,7 @@ def values(option: Option) -> st.SearchStrategy:
     if option.name == "rank_weights":
         weights = st.lists(st.floats(1e-3, 1e6), min_size=1)
         return st.none() | weights.map(lambda some: ",".join(map(str, some)))
-    if option.name == "model_ema_decay":
+    if option.name in ("model_ema_decay", "hflip"):
         return st.floats(0, 1, exclude_max=True)
     strategy = {
         int: st.integers(1, 2**63 - 1),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ from hvdtrain.cli.prepare import prepare
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.topology import Topology
-from hvdtrain.training import Job, train_step
+from hvdtrain.training import Job
 from tests.unit.threads import connect
 
 NORMALISES = "tests.unit.jobs:with_batch_norm"
@@ -82,6 +82,36 @@ def test_shares_of_two_are_enough(samples, batch, workers, options) -> None:
         assert not prepared(samples, batch, workers, rank, **options).sync_bn
 
 
+def test_a_last_batch_that_is_not_reached_is_no_matter() -> None:
+    """Fails when a run is refused for a batch after its end, or let go to meet it."""
+    assert not prepared(101, 10, max_steps=10).sync_bn
+    with pytest.raises(UsageError, match="of a batch of 1 samples some worker gets 1"):
+        prepared(101, 10, max_steps=11)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "workers", "options"),
+    [
+        (100, 1, 1, {}),
+        (101, 10, 3, {}),
+        (100, 10, 2, {"grad_accum_steps": 6}),
+    ],
+)
+def test_single_samples_are_refused_with_sync_bn(samples, batch, workers, options) -> None:
+    """Fails when a micro-batch without a variance is met in the run, or --sync-bn is advised to
+    those who have it.
+    """
+    with pytest.raises(UsageError, match="1 at a time over all workers") as caught:
+        prepared(samples, batch, workers, sync_bn=True, **options)
+    assert "Add --sync-bn" not in str(caught.value)
+
+
+def test_sync_bn_takes_empty_shares() -> None:
+    """Fails when --sync-bn is refused where only some workers have nothing to do."""
+    assert prepared(100, 2, 3, sync_bn=True).sync_bn
+    assert prepared(100, 4, 3, sync_bn=True, grad_accum_steps=2).sync_bn
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_sync_bn_replaces_the_layers(workers: int) -> None:
     """Fails when --sync-bn leaves a layer that normalises over its own samples alone."""
@@ -89,18 +119,6 @@ def test_sync_bn_replaces_the_layers(workers: int) -> None:
     assert job.sync_bn
     assert [type(job.model[place]) for place in (1, 5)] == [SyncBatchNorm] * 2
     assert not prepared(100, 4, workers, sync_bn=True, model=PLAIN).sync_bn
-
-
-def test_even_sync_bn_needs_two_samples() -> None:
-    """Fails when a last batch of one sample is met only at the end of the first epoch."""
-    try:
-        job = prepared(101, 10, sync_bn=True)
-    except UsageError as error:
-        assert "--global-batch-size=10" in str(error)
-        return
-    audit = SimpleNamespace(begin=lambda step: None, end=lambda step: None)
-    for step, indices in enumerate(job.sampler.global_batches(0), 1):
-        train_step(job, SingleProcess(), audit, step, indices)
 
 
 def test_the_flags_reach_the_job() -> None:
@@ -148,3 +166,36 @@ def test_ranks_start_alike_and_draw_apart() -> None:
         draws.append(torch.rand(4))
     assert all(torch.equal(weight, weights[0]) for weight in weights)
     assert len({tuple(draw.tolist()) for draw in draws}) == 3
+
+
+@pytest.fixture
+def algorithms():
+    """Puts torch's setting back."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_demands_what_it_says(algorithms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when --deterministic does not reach torch, or lets sums depend on timing."""
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "67108864")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    prepared(100, 50)
+    assert not torch.are_deterministic_algorithms_enabled()
+    prepared(100, 50, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    exchange = connect(3)[0]
+    exchange.repeatable = False
+    config = build_config({"data": "digits", "device": "cpu", "deterministic": True}, [])
+    with pytest.raises(UsageError, match="HOROVOD_FUSION_THRESHOLD=67108864 the order of sums"):
+        prepare(config, 50, exchange, Topology(0, 3))
+
+
+def test_augmentation_reaches_the_training_split_alone() -> None:
+    """Fails when a flag is forgotten, or validation images are changed too."""
+    indices = np.arange(50)
+    plain, flipped = prepared(100, 50).dataset, prepared(100, 50, hflip=1.0).dataset
+    expected, _ = plain.train.batch(indices)
+    assert torch.equal(flipped.train.batch(indices)[0], expected.flip(3))
+    assert torch.equal(flipped.valid.batch(indices)[0], plain.valid.batch(indices)[0])
+    shifted = prepared(100, 50, crop_padding=2).dataset
+    assert not torch.equal(shifted.train.batch(indices)[0], expected)

@@ -1,0 +1,88 @@
+"""Random changes to training images, drawn from (seed, epoch, sample) and from nothing else.
+
+Which rank reads a sample, in which batch, and what was drawn before, make no difference: an
+augmented run too is the same for every number of workers, and after a resumption.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from hvdtrain.data.sampler import Indices
+from hvdtrain.data.splits import Batch, Split
+
+# SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
+# OOPSLA 2014. Its n-th number can be had without those before it.
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+FLIP, ROW, COLUMN = range(3)  # what a number is drawn for
+
+
+def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np.float64]:
+    """A number in [0, 1) for each sample of `indices`, the same wherever it is asked for."""
+    sequence = np.random.SeedSequence([seed, epoch, purpose])
+    (start,) = sequence.generate_state(1, np.uint64)
+    with np.errstate(over="ignore"):  # modulo 2^64 is meant
+        numbers = start + (indices.astype(np.uint64) + np.uint64(1)) * _STEP
+        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+            numbers = (numbers ^ (numbers >> shift)) * multiplier
+    numbers ^= numbers >> _SHIFTS[-1]
+    result: NDArray[np.float64] = (numbers >> np.uint64(11)) * 2.0**-53
+    return result
+
+
+class AugmentedSplit:
+    """Another split's samples, mirrored and shifted at random, a batch at a time."""
+
+    def __init__(self, split: Split, seed: int, hflip: float, crop_padding: int) -> None:
+        """`hflip`: probability of mirroring. `crop_padding`: pixels of zeros that are put around
+        an image before a window of its own size is cut out anywhere.
+        """
+        self._split = split
+        self._seed = seed
+        self._hflip = hflip
+        self._padding = crop_padding
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
+        inputs, labels = self._split.batch(indices, epoch)
+        if self._hflip > 0:
+            mirrored = self._draw(epoch, FLIP, indices, inputs) < self._hflip
+            inputs = torch.where(mirrored[:, None, None, None], inputs.flip(3), inputs)
+        if self._padding > 0:
+            places = 2 * self._padding + 1
+            tops, lefts = (
+                (self._draw(epoch, purpose, indices, inputs) * places).long()
+                for purpose in (ROW, COLUMN)
+            )
+            inputs = _windows(functional.pad(inputs, (self._padding,) * 4), inputs, tops, lefts)
+        return inputs, labels
+
+    def _draw(
+        self, epoch: int, purpose: int, indices: Indices, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        numbers = uniform(self._seed, epoch, purpose, indices)
+        return torch.from_numpy(numbers).to(inputs.device)
+
+
+def _windows(
+    padded: torch.Tensor, inputs: torch.Tensor, tops: torch.Tensor, lefts: torch.Tensor
+) -> torch.Tensor:
+    """From each padded image the window of the size of `inputs` whose corner is given."""
+    samples, channels, height, width = inputs.shape
+    device = inputs.device
+    rows = tops[:, None] + torch.arange(height, device=device)
+    columns = lefts[:, None] + torch.arange(width, device=device)
+    return padded[
+        torch.arange(samples, device=device)[:, None, None, None],
+        torch.arange(channels, device=device)[None, :, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]

@@ -1,0 +1,72 @@
+"""Real disks that fill or turn read-only under a run: told, nothing lost, and it can go on.
+
+Each is a small tmpfs of its own, mounted in a mount namespace, which needs no root where user
+namespaces are allowed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.experiments import summary_and_weights, train
+from tests.parallel.launching import BIN, Finished, hvdtrain, run
+
+FLAGS = ["--global-batch-size=64", "--max-steps=40", "--checkpoint-interval=5", "--resume=auto"]
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+# $disk: where it is mounted; the arguments: one run of the training. Its exit code is printed.
+FILLS = """
+mount -t tmpfs -o size=4m none "$disk"
+"$@"; echo "first: $?"
+df --output=avail "$disk"
+mount -o remount,size=200m "$disk"
+"$@"; echo "second: $?"
+"""
+TURNS_READ_ONLY = """
+mount -t tmpfs -o size=200m none "$disk"
+kept="$disk/x/checkpoints"
+(until test -e "$kept/last"; do sleep 0.02; done
+ mount --bind "$kept" "$kept"; mount -o remount,bind,ro "$kept") &
+"$@"; echo "first: $?"
+wait
+umount "$kept"
+"$@"; echo "second: $?"
+"""
+RUINED = {
+    "fills": (FILLS, "No space left on device", "gloo"),
+    "turns read-only": (TURNS_READ_ONLY, "Read-only file system", "mpi"),
+}
+
+
+def on_a_small_disk(script: str, disk: Path, controller: str) -> Finished:
+    disk.mkdir()
+    command = hvdtrain("train", *FLAGS, f"--output={disk}", "--experiment=x")
+    launcher = [str(BIN / "horovodrun"), "-np", "2", f"--{controller}"]
+    script += 'cat "$disk/x/summary.json"; cat "$disk/x/checkpoints/last"'
+    namespaced = [*NAMESPACE, "sh", "-c", script, "sh", *launcher, *command]
+    return run(namespaced, variables={"disk": str(disk)})
+
+
+@pytest.mark.parametrize(("script", "reason", "controller"), RUINED.values(), ids=RUINED)
+def test_a_disk_that_fails(script: str, reason: str, controller: str, tmp_path: Path) -> None:
+    """Fails on a hang, a traceback, a `last` that names a half-written checkpoint, or a resumed
+    run that ends elsewhere than the undisturbed one.
+    """
+    allowed = subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True)
+    if allowed.returncode != 0:
+        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
+    undisturbed = train(FLAGS, tmp_path / "undisturbed", 2, controller)
+    assert undisturbed.exit_code == 0, undisturbed.output
+    ruined = on_a_small_disk(script, tmp_path / "disk", controller)
+    assert "first: 1" in ruined.output, ruined.output
+    assert reason in ruined.output, ruined.output
+    assert "hvdtrain/cli/train.py" not in ruined.output, ruined.output  # a traceback
+    assert "resume: going on from" in ruined.output, ruined.output
+    assert "second: 0" in ruined.output, ruined.output
+    summary, _ = summary_and_weights(tmp_path / "undisturbed")
+    assert f'"params_sha256": "{summary["params_sha256"]}"' in ruined.output, ruined.output
+    assert ruined.output.rstrip().endswith("step-00000040"), ruined.output
+    assert list((tmp_path / "disk").iterdir()) == []  # nothing was written beside the mounted disk
