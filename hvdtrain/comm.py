@@ -20,10 +20,11 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain.errors import PeerFailure, PreflightError, TrainingError
+from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
-from hvdtrain.ring.transports.mpi import MpiTransport
+from hvdtrain.ring.transports.mpi import MpiTransport, library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 
 ABANDON_TIMEOUT_S = 2.0
@@ -135,6 +136,13 @@ class HorovodExchange:
         shutdown.start()
         shutdown.join(ABANDON_TIMEOUT_S)
 
+    def summation_order(self) -> KnownOrder:
+        library = library_version() if self.controller == "mpi" else ""
+        try:
+            return known_order(self.controller, self.size, os.environ, library)
+        except UnknownOrder as error:
+            raise UsageError(f"--audit=exact: {error}") from error
+
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not go through Horovod's operations.
 
@@ -180,6 +188,16 @@ def _interface_address(interface: str) -> str:
         request = struct.pack("256s", interface.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
     return socket.inet_ntoa(answer[20:24])
+
+
+def ring_of_horovod() -> Transport:
+    """Collective: a ring over the ranks of a script that has called hvd.init() itself.
+
+    Raises UsageError when it has not.
+    """
+    if not hvd.is_initialized():
+        raise UsageError("GradientAudit: call hvd.init() before")
+    return HorovodExchange().ring()
 
 
 def prove() -> int:

@@ -231,6 +231,15 @@ class CheckConfig:
     audit_every: int = flag(
         0, "check reduced gradients against the ring every so many steps (0: never)", learns=False
     )
+    audit: str = flag(
+        "bound",
+        "within the rounding bound, or equal in every bit (where the order of sums is known)",
+        ("bound", "exact"),
+        learns=False,
+    )
+    audit_parts: int = flag(
+        1, "check one of so many parts of the gradients at each audit, all in turn", learns=False
+    )
     hash_every: int = flag(
         1000, "compare all ranks' parameters every so many steps (0: only at saves)", learns=False
     )
@@ -238,6 +247,8 @@ class CheckConfig:
     def __post_init__(self) -> None:
         _require(
             _positive("audit_every", self.audit_every, zero=True),
+            _positive("audit_parts", self.audit_parts),
+            _one_of(self, "audit"),
             _positive("hash_every", self.hash_every, zero=True),
         )
 

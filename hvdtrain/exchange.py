@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hvdtrain.errors import EXIT_FAILED, AgreedFailure, HvdtrainError
+from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.in_process import in_process_ring
 
@@ -69,6 +70,9 @@ class Exchange(Protocol):
     def peer_failures(self) -> AbstractContextManager[None]:
         """Within it, the library's own "a collective broke off" is raised as PeerFailure."""
 
+    def summation_order(self) -> KnownOrder:
+        """In which order averages are formed. Raises UsageError where nobody has said."""
+
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not use this exchange's own reductions."""
 
@@ -121,6 +125,9 @@ class SingleProcess:
 
     def peer_failures(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def summation_order(self) -> KnownOrder:
+        return OPEN_MPI_RING  # of one rank, any ring's
 
     def ring(self) -> Transport:
         (transport,) = in_process_ring(1)

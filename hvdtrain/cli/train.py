@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.audit import GradientAudit, NoAudit
+from hvdtrain.cli.auditing import make_audit, refuse_unknown_order
 from hvdtrain.cli.console import header, verdict
 from hvdtrain.cli.failure import leave_at_once, tell
 from hvdtrain.cli.keeper import RunKeeper
@@ -56,6 +56,7 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
     job = agree(exchange, "prepare", lambda: prepare(config, batch_size, exchange, topology))
+    agree(exchange, "audit", lambda: refuse_unknown_order(config, job, exchange))
     report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found))
     try:
         with exchange.peer_failures():
@@ -84,7 +85,7 @@ def _train(
     position, meter = Position(), Meter(exchange, job.sampler.samples)
     if state:
         restore(state, job, position, meter, exchange)
-    audit = _audit(config, job, exchange, report)
+    audit = make_audit(config, job, exchange, report)
 
     def give_up(error: Stopped) -> None:
         report.fail(error)
@@ -129,13 +130,3 @@ def _open_report(
     state = found.resumed.state if found else None
     return Report(directory, job, exchange, config.run.keep_checkpoints, state)
 
-
-def _audit(
-    config: TrainConfig, job: Job, exchange: Exchange, report: Report | NoReport
-) -> GradientAudit | NoAudit:
-    """Collective: connect the ring, where there is something to audit."""
-    every = config.check.audit_every
-    if every == 0 or exchange.size == 1:
-        return NoAudit()
-    ring = exchange.ring()
-    return GradientAudit(job.model, ring, every, report.audited, config.precision.compression)

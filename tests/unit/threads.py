@@ -95,6 +95,9 @@ class ThreadExchange:
     def peer_failures(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def summation_order(self) -> KnownOrder:
+        raise UsageError("--audit=exact: the order of threads is not known")
+
     def ring(self) -> Transport:
         raise NotImplementedError
 

@@ -1,0 +1,106 @@
+"""Within the proven rounding bound? One block of elements at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.audit.findings import NOTHING, Block, Finding
+from hvdtrain.ring import Transport, all_gather, average_error_bound, reduce_scatter, split_evenly
+from hvdtrain.ring.bound import may_overflow
+
+Floats = NDArray[np.float64]
+
+
+class BoundCheck:
+    """Sums local gradients and their magnitudes again, in float64.
+
+    The magnitudes scale the bound (`hvdtrain.ring.bound`). Each rank compares only the segment
+    that reduce-scatter leaves it: where all ranks hold the same bits, which their digests tell,
+    that is every element once.
+    """
+
+    working_dtype = torch.float64
+
+    def __init__(self, transport: Transport, compression: str = "none") -> None:
+        """`compression`: none or fp16, the type in which gradients travel."""
+        self._transport = transport
+        self._compressed = np.dtype(np.float16) if compression == "fp16" else None
+
+    def worst(
+        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
+    ) -> Finding:
+        """Collective: the element of this rank's segment, or of the `whole` block, furthest out.
+
+        `local`: float64; `reduced`: in the block's dtype; both of shape (block.length,).
+        """
+        own, sums, magnitudes = self._summed(local.numpy(), whole)
+        if own.start == own.stop:
+            return NOTHING
+        size = self._transport.size
+        dtype = self._compressed or torch.empty(0, dtype=block.dtype).numpy().dtype
+        casts = 1 if self._compressed else 0
+        bound = average_error_bound(magnitudes, size, dtype, further_scalings=casts)
+        reference = sums / size
+        found = reduced[own].to(torch.float64).numpy()
+        ratios = _finite_ratios(found, reference, bound)
+        if ratios is None:
+            ratios = error_over_bound(found, reference, bound, may_overflow(magnitudes, dtype))
+        place = int(np.argmax(ratios))
+        parameter, index = block.locate(own.start + place)
+        return Finding(
+            *(float(ratios[place]), block.number, parameter, index),
+            *(float(found[place]), float(reference[place]), float(bound[place])),
+        )
+
+    def _summed(self, values: Floats, whole: bool) -> tuple[slice, Floats, Floats]:
+        """Collective: which elements, their sums over ranks, and those of their magnitudes.
+
+        A rank's values and magnitudes lie next to one another, so that they travel together.
+        """
+        size = self._transport.size
+        parts = split_evenly(values.size, size)
+        both = np.empty(2 * values.size)
+        doubled = [slice(2 * part.start, 2 * part.stop) for part in parts]
+        for part, place in zip(parts, doubled, strict=True):
+            half = both[place].reshape(2, -1)
+            half[0] = values[part]
+            np.abs(values[part], out=half[1])
+        held = reduce_scatter(both, doubled, self._transport)
+        if not whole:
+            sums, magnitudes = both[held].reshape(2, -1)
+            return slice(held.start // 2, held.stop // 2), sums, magnitudes
+        all_gather(both, doubled, self._transport)
+        halves = [both[place].reshape(2, -1) for place in doubled]
+        return slice(0, values.size), *(np.concatenate([h[i] for h in halves]) for i in (0, 1))
+
+
+def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats | None:
+    """The usual case, in few passes; None where anything is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        ratios = np.subtract(reduced, reference)
+        np.abs(ratios, out=ratios)
+        np.divide(ratios, bound, out=ratios)  # the bound's underflow term is above zero
+        return ratios if math.isfinite(ratios.sum()) else None
+
+
+def error_over_bound(
+    reduced: Floats, reference: Floats, bound: Floats, overflow_allowed: NDArray[np.bool_]
+) -> Floats:
+    """|reduced - reference| / bound, element by element; infinite where no bound could hold.
+
+    Not-finite values must be of the same kind in the same place, except where the sum may have
+    passed the largest number on its way (`overflow_allowed`).
+    """
+    ratios = np.zeros_like(reference)
+    finite = np.isfinite(reduced) & np.isfinite(reference)
+    error = np.abs(reduced[finite] - reference[finite])
+    limit = bound[finite]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios[finite] = np.where(error == 0, 0.0, error / limit)
+    same_kind = (np.isnan(reduced) & np.isnan(reference)) | (reduced == reference)
+    ratios[~finite & ~same_kind & ~overflow_allowed] = math.inf
+    return ratios

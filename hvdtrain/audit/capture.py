@@ -1,0 +1,63 @@
+"""Copies of local gradients, taken as the backward pass produces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.audit.parts import Piece
+
+
+class LocalGradients:
+    """Hears of each gradient before the exchange does, and copies the pieces that are wanted."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._copies: dict[Piece, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """From here on, until `end`, copy these pieces.
+
+        With accumulation over several backward passes the last copy holds the accumulated one.
+        """
+        self.end()
+        self._copies.clear()
+        wanted: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            wanted.setdefault(piece.parameter, []).append(piece)
+        for number, own in wanted.items():
+            hook = self._parameters[number].register_post_accumulate_grad_hook(self._copier(own))
+            self._hooks.append(hook)
+
+    def end(self) -> None:
+        """Copy no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def found_any(self) -> bool:
+        """Whether there was a gradient since `begin`."""
+        return bool(self._copies)
+
+    def get(self, piece: Piece) -> torch.Tensor | None:
+        """The copy, of shape (stop - start,); None where this rank had no gradient."""
+        return self._copies.get(piece)
+
+    def _copier(self, pieces: list[Piece]) -> Callable[[torch.Tensor], None]:
+        def copy(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            flat = flattened(parameter.grad)
+            for piece in pieces:
+                self._copies[piece] = flat[piece.start : piece.stop].clone()
+
+        return copy
+
+
+def flattened(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as one dimension; dense, and in the order of its indices."""
+    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    return dense.reshape(-1)

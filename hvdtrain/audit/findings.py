@@ -1,0 +1,132 @@
+"""What comparing one block of elements has found, and how ranks tell one another."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdtrain.audit.capture import LocalGradients, flattened
+from hvdtrain.audit.parts import Piece
+from hvdtrain.ring import Transport, all_reduce
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The element of one rank's gradients that lies furthest out, measured in bounds."""
+
+    ratio: float
+    block: int
+    parameter: int
+    index: int  # in the flattened parameter
+    reduced: float
+    reference: float
+    bound: float
+
+
+NOTHING = Finding(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pieces of one dtype that are compared at a time."""
+
+    number: int
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Parameter, and index in its flattened form, of an element of the block."""
+        for piece in self.pieces:
+            if position < piece.stop - piece.start:
+                return piece.parameter, piece.start + position
+            position -= piece.stop - piece.start
+        raise IndexError(position)
+
+
+def make_blocks(
+    pieces: Iterable[Piece], parameters: list[torch.nn.Parameter], longest: int
+) -> list[Block]:
+    """Neighbouring pieces together, as long as they have one dtype and are not too many."""
+    groups: list[list[Piece]] = []
+    length = 0
+    for piece in pieces:
+        own = piece.stop - piece.start
+        same = groups and parameters[groups[-1][0].parameter].dtype == (
+            parameters[piece.parameter].dtype
+        )
+        if same and length + own <= longest:
+            groups[-1].append(piece)
+            length += own
+        else:
+            groups.append([piece])
+            length = own
+    return [
+        Block(number, parameters[group[0].parameter].dtype, tuple(group))
+        for number, group in enumerate(groups)
+    ]
+
+
+def local_values(block: Block, local: LocalGradients, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's own gradients of a block, on the CPU; zero where it had none."""
+    values = torch.zeros(block.length, dtype=dtype)
+    start = 0
+    for piece in block.pieces:
+        stop = start + piece.stop - piece.start
+        copy = local.get(piece)
+        if copy is not None:
+            values[start:stop] = copy
+        start = stop
+    return values
+
+
+def reduced_values(block: Block, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """What the optimizer will use of a block, in its own dtype, on the CPU."""
+    parts = []
+    for piece in block.pieces:
+        gradient = parameters[piece.parameter].grad
+        if gradient is None:
+            parts.append(torch.zeros(piece.stop - piece.start, dtype=block.dtype))
+        else:
+            parts.append(flattened(gradient)[piece.start : piece.stop].cpu())
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def bits(values: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor, shape (elements, bytes of one)."""
+    contiguous = values.contiguous()
+    result: NDArray[np.uint8] = contiguous.view(torch.uint8).numpy()
+    return result.reshape(len(contiguous), contiguous.element_size())
+
+
+def digest(values: torch.Tensor) -> int:
+    """CRC-32 of the bytes: equal values give equal digests on every rank."""
+    return zlib.crc32(bits(values))
+
+
+def tell_all(
+    own: Finding, further: Sequence[float], transport: Transport
+) -> tuple[list[Finding], NDArray[np.float64]]:
+    """Collective: every rank's finding, and its `further` numbers, shape (ranks, numbers).
+
+    It goes over the ring itself: adding zeros changes no value, so the sum of the ranks' tables is
+    the whole table. A CRC-32 is exact in float64.
+    """
+    fields = [*astuple(own), *further]
+    table = np.zeros((transport.size, len(fields)))
+    table[transport.rank] = fields
+    table = all_reduce(table, transport, out=table)
+    width = len(astuple(NOTHING))
+    findings = [
+        Finding(row[0], int(row[1]), int(row[2]), int(row[3]), *row[4:])
+        for row in table[:, :width].tolist()
+    ]
+    return findings, table[:, width:]
