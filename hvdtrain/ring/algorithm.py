@@ -139,9 +139,13 @@ def broadcast_exchanges(buffer: Array, position: int, size: int) -> Exchanges:
 
 
 def run_exchanges(exchanges: Exchanges, transport: Transport, backwards: bool = False) -> None:
-    """Collective: make this rank's exchanges over a transport, one after the other."""
-    for outgoing, incoming, meanwhile in exchanges:
-        transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
+    """Collective: make this rank's exchanges over a transport, one after the other.
+
+    Overflow and NaN are results like others here, and no reason to warn.
+    """
+    with np.errstate(all="ignore"):
+        for outgoing, incoming, meanwhile in exchanges:
+            transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
 
 
 def position_of(rank: int, size: int, backwards: bool) -> int:

@@ -57,4 +57,5 @@ def finish(op: str, total: Array, size: int) -> None:
         np.floor_divide(total, size, out=total)
         total += up
     else:
-        np.divide(total, size, out=total)
+        with np.errstate(all="ignore"):
+            np.divide(total, size, out=total)

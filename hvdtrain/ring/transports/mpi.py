@@ -83,3 +83,14 @@ class MpiTransport:
         if self._open:
             self._open = False
             self._communicator.Free()
+
+
+def library_version() -> str:
+    """What this MPI calls itself, such as "Open MPI v4.1.8, ...". It need not be initialised."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI.Get_library_version()

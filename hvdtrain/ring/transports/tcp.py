@@ -101,18 +101,19 @@ class TcpTransport:
 
     def _send(self, link: socket.socket, neighbour: int, to_send: memoryview) -> memoryview:
         """Send what can be sent at once; returns what is left."""
+        sent = 0
         with self._losing(neighbour):
-            to_send = to_send[link.send(to_send) :]
-        return to_send
+            sent = link.send(to_send)
+        return to_send[sent:]
 
     def _fill(self, link: socket.socket, neighbour: int, to_fill: memoryview) -> memoryview:
         """Take what has arrived; returns what is left to fill."""
+        received = 0
         with self._losing(neighbour):
             received = link.recv_into(to_fill)
             if received == 0:
                 raise self._failure(neighbour, "closed its connection")
-            to_fill = to_fill[received:]
-        return to_fill
+        return to_fill[received:]
 
     def close(self) -> None:
         for link in (self._right, self._left):
