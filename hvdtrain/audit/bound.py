@@ -75,7 +75,8 @@ class BoundCheck:
             return slice(held.start // 2, held.stop // 2), sums, magnitudes
         all_gather(both, doubled, self._transport)
         halves = [both[place].reshape(2, -1) for place in doubled]
-        return slice(0, values.size), *(np.concatenate([h[i] for h in halves]) for i in (0, 1))
+        sums, magnitudes = (np.concatenate([half[i] for half in halves]) for i in (0, 1))
+        return slice(0, values.size), sums, magnitudes
 
 
 def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats | None:

@@ -129,4 +129,3 @@ def _open_report(
     say(header(job, exchange, config.model.model, config.optimizer.opt))
     state = found.resumed.state if found else None
     return Report(directory, job, exchange, config.run.keep_checkpoints, state)
-

@@ -17,7 +17,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.audit import AuditRecord, GradientAudit, NoAudit
+from hvdtrain.audit import Auditor, AuditRecord, NoAudit
 from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
@@ -257,7 +257,7 @@ def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
     for fault in (None, flip_bit, drop_last_rank, stale):
         job = distributed(make_job(dataset), exchange)
         records: list[AuditRecord] = []
-        audit = FaultyExchangeAudit(GradientAudit(job.model, ring, 1, records.append), job, fault)
+        audit = FaultyExchangeAudit(Auditor(job.model, ring, 1, records.append), job, fault)
         local = audit.local_weight_gradients(exchange)
 
         def step(job: Job = job, audit: FaultyExchangeAudit = audit) -> None:
@@ -277,7 +277,7 @@ class FaultyExchangeAudit:
     """An audit that does mischief to the reduced gradients before it hands over to the real one."""
 
     def __init__(
-        self, audit: GradientAudit, job: Job, fault: Callable[[torch.Tensor], None] | None
+        self, audit: Auditor, job: Job, fault: Callable[[torch.Tensor], None] | None
     ) -> None:
         self._audit = audit
         self._job = job

@@ -17,7 +17,7 @@ LAUNCHER = "hvdtrain.launcher"
 
 # A name covers the modules below it too, except for the package itself.
 LAYERS = {
-    "hvdtrain": 0,
+    "hvdtrain": 6,  # the public names
     **dict.fromkeys(("hvdtrain.errors", "hvdtrain.config", "hvdtrain.topology", "hvdtrain.log"), 0),
     **dict.fromkeys(("hvdtrain.ring", "hvdtrain.schedule"), 1),
     **dict.fromkeys(
@@ -40,11 +40,12 @@ LAYERS = {
         ),
         2,
     ),
-    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm"), 3),
+    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm", "hvdtrain.peers"), 3),
     LAUNCHER: 5,
     "hvdtrain.bench": 5,
     "hvdtrain.cli": 6,
 }
+VERSION = "hvdtrain.__version__"  # a plain constant
 TORCH_STARTS_AT = 2
 ONLY_IMPORTERS = {"horovod": "hvdtrain.comm", "mpi4py": "hvdtrain.ring.transports.mpi"}
 
@@ -64,6 +65,8 @@ MODULES = source_files()
 def layer_of(module: str) -> int | None:
     """The layer of a module, or of a name in one; None where the table does not hold it."""
     name = module
+    if name == VERSION:
+        return 0
     while name not in LAYERS and "." in name:
         name = name.rpartition(".")[0]
     if name == "hvdtrain" and module in MODULES and module != name:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdtrain.errors import UsageError
+from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.ring.transports import Transport
 
 Result = TypeVar("Result")
