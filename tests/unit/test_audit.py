@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hvdtrain.audit import Auditor, AuditRecord
-from hvdtrain.errors import AuditMismatch
-from hvdtrain.ring import Transport
+from hvdtrain.audit.bound import BoundCheck
+from hvdtrain.audit.exact import ExactCheck
+from hvdtrain.errors import AuditMismatch, UsageError
+from hvdtrain.ring import Transport, split_evenly
+from hvdtrain.ring.orders import OPEN_MPI_RING
 from hvdtrain.ring.transports.in_process import run_in_process
 
 SHAPES = {"weight": (4, 5), "bias": (4,), "scale": (), "unused": (3,)}
@@ -34,7 +41,14 @@ class Model(torch.nn.Module):
 
 
 def audited_steps(
-    size: int, fault: Fault, steps: int = 3, every: int = 1, empty_rank: int | None = None
+    size: int,
+    fault: Fault,
+    steps: int = 3,
+    every: int = 1,
+    empty_rank: int | None = None,
+    exact: bool = False,
+    compression: str = "none",
+    **options: Any,
 ) -> list[tuple[list[AuditRecord], str]]:
     """Each rank's records and the text of its mismatch, after steps of backward and averaging."""
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
@@ -43,7 +57,10 @@ def audited_steps(
     def work(transport: Transport) -> tuple[list[AuditRecord], str]:
         model = Model()
         records: list[AuditRecord] = []
-        audit = Auditor(model, transport, every, records.append)
+        check: Any = BoundCheck(transport, compression)
+        if exact:
+            check = ExactCheck(transport, OPEN_MPI_RING, compression)
+        audit = Auditor(model, transport, every, records.append, check, **options)
         for step in range(1, steps + 1):
             model.zero_grad()
             audit.begin(step)
@@ -57,7 +74,7 @@ def audited_steps(
             }
             barrier.wait()
             averages = {
-                name: sum(own[name] for own in gradients) * torch.tensor(1 / size)
+                name: average([own[name] for own in gradients], compression)
                 for name in gradients[0]
             }
             barrier.wait()
@@ -72,6 +89,23 @@ def audited_steps(
         return records, ""
 
     return run_in_process(size, work)
+
+
+def average(terms: list[torch.Tensor], compression: str) -> torch.Tensor:
+    """As Open MPI's ring and Horovod form it: segment k is added from rank k on; times 1/N."""
+    size, dtype = len(terms), terms[0].dtype
+    if compression == "fp16":
+        terms = [term.half() for term in terms]
+    total = torch.empty_like(terms[0]).reshape(-1)
+    flat = [term.reshape(-1) for term in terms]
+    if len(total) < size:  # a tree of pairs; up to three ranks it is ((0 + 1) + 2)
+        total = functools.reduce(torch.add, flat)
+    else:
+        for k, part in enumerate(split_evenly(len(total), size)):
+            order = [flat[(k + step) % size][part] for step in range(size)]
+            total[part] = functools.reduce(torch.add, order)
+    scaled = (total.float() if compression == "fp16" else total) * torch.tensor(1 / size)
+    return scaled.to(total.dtype).to(dtype).reshape(terms[0].shape)
 
 
 def nothing(rank: int, averages: dict[str, torch.Tensor]) -> None:
@@ -161,3 +195,155 @@ def test_accumulated_gradients_are_captured_whole() -> None:
         return records[0].ok
 
     assert run_in_process(1, work) == [True]
+
+
+WRONG_COPY = ["Rank 1: the copy there differs from that of ranks 0, 2, which is right"]
+WRONG_SUM = ["All ranks hold the same wrong values: the reduction is at fault"]
+
+
+def lowest_bit_on_rank_1(rank: int, averages: dict[str, torch.Tensor]) -> None:
+    if rank == 1:
+        averages["weight"].numpy().view(np.int32)[3, 1] ^= 1
+
+
+def lowest_bit_everywhere(rank: int, averages: dict[str, torch.Tensor]) -> None:
+    averages["weight"].numpy().view(np.int32)[3, 1] ^= 1
+
+
+def lost_rank(rank: int, averages: dict[str, torch.Tensor]) -> None:
+    for gradient in averages.values():
+        gradient *= 0.99
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (flip_lowest_exponent_bit, ["are wrong", *WRONG_COPY]),
+        (lost_rank, ["are wrong", *WRONG_SUM]),
+        (swapped, ["are wrong", *WRONG_SUM]),
+        (
+            lowest_bit_on_rank_1,
+            ["ranks hold different reduced gradients", "rank 1: parameter weight, index [3, 1]"]
+            + ["on ranks 0, 2 (both within the rounding bound)", *WRONG_COPY],
+        ),
+    ],
+)
+def test_the_verdict_tells_reduction_from_delivery(fault, expected, parts: int) -> None:
+    """Fails if the wrong side is blamed, or a copy that has drifted within the bound passes.
+
+    With three parts one of the three audits of a cycle comes to where the fault is.
+    """
+    for steps in range(parts + 1, 2 * parts + 1):
+        outcomes = audited_steps(3, fault, steps=steps, parts=parts)
+        if outcomes[0][1]:
+            break
+    for records, text in outcomes:
+        assert not records[-1].ok and text == outcomes[0][1]
+        assert all(part in text for part in expected), text
+
+
+def test_two_ranks_that_differ_within_the_bound() -> None:
+    """Fails if nobody notices, where no majority can tell which of the two is right."""
+    outcomes = audited_steps(2, lowest_bit_on_rank_1)
+    assert all("index [3, 1]: reduced" in text for _, text in outcomes)
+    assert all(records[-1].worst_parameter == "weight" for records, _ in outcomes)
+
+
+def damaged_and_lost(rank: int, averages: dict[str, torch.Tensor]) -> None:
+    sum_for_mean(rank, averages)
+    flip_lowest_exponent_bit(rank, averages)
+
+
+def test_the_majority_may_be_wrong_too() -> None:
+    """Fails if ranks that agree on a wrong value are called right."""
+    for _, text in audited_steps(3, damaged_and_lost):
+        assert "Rank 1 and ranks 0, 2 hold different values, and neither are right" in text
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_cover_everything(parts: int) -> None:
+    """Fails if sampled audits leave elements out, or their numbers are not what was looked at."""
+    for records, text in audited_steps(3, nothing, steps=2 * parts, parts=parts):
+        assert text == ""
+        assert sum(record.elements for record in records) == 2 * 28
+        assert max(record.parameters for record in records) <= 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_exact_audits_let_the_known_order_pass(size: int, compression: str, parts: int) -> None:
+    """Fails if the order is reproduced with one rounding too many, or a parameter is cut."""
+    outcomes = audited_steps(
+        size, nothing, steps=4, exact=True, compression=compression, parts=parts
+    )
+    for records, text in outcomes:
+        assert text == ""
+        assert [record.worst_error_over_bound for record in records] == [0.0] * 4
+
+
+@pytest.mark.parametrize("fault", [lowest_bit_everywhere, lowest_bit_on_rank_1])
+def test_exact_audits_find_one_lowest_bit(fault: Fault) -> None:
+    """Fails if a bit within the bound passes, though the order of summation is known."""
+    for records, text in audited_steps(3, fault, exact=True):
+        assert "rank 1: parameter weight, index [3, 1]: reduced" in text
+        assert "and not a bit may differ" in text
+        assert any(line in text for line in (*WRONG_COPY, *WRONG_SUM))
+        assert records[-1].worst_parameter == "weight"
+
+
+def test_evidence_is_left(tmp_path: Path) -> None:
+    """Fails if the gradients of a mismatch are lost, or are not what was compared."""
+    outcomes = audited_steps(3, flip_lowest_exponent_bit, evidence=tmp_path / "audit")
+    folder = tmp_path / "audit" / "step-00000003"
+    assert all(f"gradients of that parameter are in {folder}" in text for _, text in outcomes)
+    kept = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(3)]
+    locals_ = [tensors["local_from_0"] for tensors in kept]
+    reduced = [tensors["reduced"] for tensors in kept]
+    right = average(locals_, "none").reshape(-1)
+    assert torch.equal(reduced[0], right) and torch.equal(reduced[2], right)
+    assert (reduced[1] != right).nonzero().tolist() == [[2 * 5 + 3]]
+    assert not torch.equal(locals_[0], locals_[1])
+
+
+def test_a_mismatch_is_told_though_the_disk_fails(tmp_path: Path) -> None:
+    """Fails if an error of the disk takes the place of the mismatch."""
+    (tmp_path / "audit").write_text("not a folder")
+    for _, text in audited_steps(2, sum_for_mean, evidence=tmp_path / "audit"):
+        assert "audit: reduced gradients are wrong at step 3" in text
+        assert "could not be saved" in text
+
+
+def test_other_types_are_refused() -> None:
+    """Fails if a type without a bound is audited by another one's."""
+
+    def work(transport: Transport) -> None:
+        model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+        with pytest.raises(UsageError, match=r"2 parameters, such as weight \(torch.bfloat16\)"):
+            Auditor(model, transport, 1)
+
+    run_in_process(1, work)
+
+
+def test_sparse_and_strided_gradients() -> None:
+    """Fails if elements are compared in the order of memory instead of that of their indices."""
+
+    def work(transport: Transport) -> list[AuditRecord]:
+        model = torch.nn.ModuleDict(
+            {
+                "words": torch.nn.Embedding(7, 3, sparse=True),
+                "image": torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last),
+            }
+        )
+        records: list[AuditRecord] = []
+        audit = Auditor(model, transport, 1, records.append)
+        audit.begin(1)
+        images = torch.arange(32.0).reshape(1, 2, 4, 4).to(memory_format=torch.channels_last)
+        model["image"](images).square().sum().backward()
+        model["words"](torch.tensor([1, 5, 5])).square().sum().backward()
+        audit.end(1)
+        return records
+
+    ((record,),) = run_in_process(1, work)
+    assert record.ok and record.elements == 21 + 24 + 3
