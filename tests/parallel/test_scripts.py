@@ -1,0 +1,66 @@
+"""The audit in training loops that are not ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launching import BIN, CHECKOUT, CONTROLLERS, horovodrun, run
+
+PYTHON = str(BIN / "python")
+STEPS = 2 * 15  # 899 samples a rank in batches of 64, two epochs
+WRONG = "audit: reduced gradients are wrong at step 10"
+
+
+def added_lines(script: str) -> int:
+    path = CHECKOUT / "tests" / "parallel" / "scripts" / f"{script}.py"
+    return path.read_text().count("# added")
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("flags", [[], ["--clip"]], ids=["plain", "clipping"])
+def test_a_loop_in_the_style_of_horovod(flags: list[str], controller: str, tmp_path: Path) -> None:
+    """Fails on a false alarm, a step that is not audited, or more than four lines to add."""
+    command = [PYTHON, "-m", "tests.parallel.scripts.horovod_loop", *flags]
+    finished = horovodrun(2, controller, command, cwd=tmp_path)
+    assert finished.exit_code == 0, finished.output
+    for rank in (0, 1):
+        assert f"rank {rank}: {STEPS // 2} checked, worst 0." in finished.output, finished.output
+    assert added_lines("horovod_loop") <= 4
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_fault_in_a_loop_of_horovod(controller: str, tmp_path: Path) -> None:
+    """Fails if a wrong element in somebody else's loop is not found at its step, and named."""
+    command = [PYTHON, "-m", "tests.parallel.scripts.horovod_loop", "--fault"]
+    finished = horovodrun(2, controller, command, cwd=tmp_path)
+    assert finished.exit_code != 0
+    assert WRONG in finished.output, finished.output
+    assert "rank 1: parameter 2.weight, index [3, 4]: reduced" in finished.output
+    assert "Rank 1: the copy there differs from that of rank 0" in finished.output
+
+
+@pytest.mark.parametrize("flags", [[], ["--accumulate"]], ids=["plain", "accumulation"])
+def test_a_loop_in_the_style_of_ddp(flags: list[str], tmp_path: Path) -> None:
+    """Fails on a false alarm in torch's own data parallelism (which divides before it adds)."""
+    finished = torchrun(3, tmp_path, flags)
+    assert finished.exit_code == 0, finished.output
+    checked = re.findall(r"rank \d: (\d+) checked, worst 0\.\d+", finished.output)
+    assert checked == ["10"] * 3, finished.output  # 600 samples a rank
+    assert added_lines("ddp_loop") <= 4
+
+
+def test_a_fault_in_a_loop_of_ddp(tmp_path: Path) -> None:
+    """Fails if all ranks agree on a wrong value and nobody is told."""
+    finished = torchrun(2, tmp_path, ["--fault"])
+    assert finished.exit_code != 0
+    assert WRONG in finished.output, finished.output
+    assert "All ranks hold the same wrong values" in finished.output
+    assert len(list((tmp_path / "audit" / "step-00000010").iterdir())) == 2
+
+
+def torchrun(size: int, folder: Path, flags: list[str]):
+    launcher = [PYTHON, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone"]
+    return run([*launcher, "-m", "tests.parallel.scripts.ddp_loop", *flags], cwd=folder)
