@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -24,7 +24,7 @@ pixels, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
 sampler = DistributedSampler(data)
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-ddp_model = DDP(model)
+ddp_model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp_model.parameters(), lr=0.001)
 audit = GradientAudit(ddp_model, every=2)  # added
 
