@@ -28,7 +28,10 @@ def rank_data(rank: int, length: int, dtype: Any) -> np.ndarray:
     if np.issubdtype(dtype, np.integer):
         return rank * 1_000_003 + np.arange(length, dtype=dtype) * (rank + 1)
     generator = np.random.default_rng([rank, length])
-    values = generator.standard_normal(length) * 10.0 ** generator.integers(-6, 6, length)
+    decades = 3 if np.dtype(dtype) == np.float16 else 6  # it ends at 65504
+    values = generator.standard_normal(length) * 10.0 ** generator.integers(
+        -decades, decades, length
+    )
     return (values + rank).astype(dtype)
 
 

@@ -58,7 +58,7 @@ def reduce_scatter_exchanges(
         target = result[part]
         incoming = arriving[: target.size]
         yield Exchange(outgoing, incoming)
-        reduce(source[part], incoming, target)
+        reduce(source[part], incoming, out=target)
         outgoing = target
 
 
@@ -95,7 +95,7 @@ def _chunk_of(segment: slice, offset: int, chunk: int) -> slice:
 
 
 def _later(reduce: Reduce, own: Array, arrived: Array, target: Array) -> Callable[[], object]:
-    return lambda: reduce(own, arrived, target)
+    return lambda: reduce(own, arrived, out=target)
 
 
 def all_gather_exchanges(result: Array, segments: Sequence[slice], position: int) -> Exchanges:

@@ -89,12 +89,12 @@ def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
     return tuple(blocks[(1 - position) % size] for position in range(size))
 
 
-def gloo_half_sum(own: Array, arrived: Array, target: Array) -> None:
+def gloo_half_sum(own: Array, arrived: Array, /, *, out: Array) -> None:
     """float16 sums with Gloo's slip: see the module's head. All three float16, of one length."""
     total = own + arrived
     spelled = own.view(np.uint16).astype(np.float32).astype(np.float16)
     lost = total.view(np.uint16) == spelled.view(np.uint16)
-    np.copyto(target, np.where(lost, own, total))
+    np.copyto(out, np.where(lost, own, total))
 
 
 def recursive_doubling(terms: Sequence[Array]) -> Array:

@@ -1,6 +1,7 @@
 """Run by horovodrun on every rank: Horovod's own sums and averages, reproduced bit for bit.
 
-Rank 0 prints one JSON line a case: what was reduced, and how many elements differ in any bit.
+Rank 0 prints one JSON line a case: what was reduced, and how many elements differ in any bit. The
+wrong order is tried too, on values where it must show.
 """
 
 from __future__ import annotations
@@ -8,18 +9,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvdtrain.comm import HorovodExchange
-from hvdtrain.ring.orders import KnownOrder, differing_bits, known_order, reproduce
+from hvdtrain.ring.orders import (
+    GLOO_RING,
+    OPEN_MPI_RING,
+    KnownOrder,
+    differing_bits,
+    known_order,
+    reproduce,
+)
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
 from tests.rings import rank_data, special_data
 
 MIB = 1 << 20
+Make = Callable[[int, int, np.dtype], np.ndarray]
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 
 
@@ -44,24 +54,37 @@ def check(
     return max(exchange.all_gather_object(own, f"{name}.differing"))
 
 
+def cases(dtype: str, size: int) -> list[tuple[int, Make, str, bool]]:
+    """(length, maker of values, op, with the wrong order) of every case of one type."""
+    floating = dtype.startswith("float")
+    found = []
+    for length in lengths(size, np.dtype(dtype).itemsize):
+        ops = ("average", "sum") if length < 2000 else ("average",)
+        found += [(length, rank_data, op, False) for op in ops]
+    if floating:
+        found += [(20_011, special_data, op, False) for op in ("average", "sum")]
+        found += [(1009, rank_data, "average", True)]
+    if dtype == "float32":
+        found += [(3_000_001, rank_data, "average", False)]
+    return found
+
+
 def main() -> int:
     torch.set_num_threads(1)
     exchange = HorovodExchange()
     library = library_version() if exchange.controller == "mpi" else ""
     order = known_order(exchange.controller, exchange.size, os.environ, library)
+    wrong = OPEN_MPI_RING if order is GLOO_RING else GLOO_RING
     ring = exchange.ring()
     for dtype in DTYPES:
-        cases = [(length, rank_data) for length in lengths(exchange.size, np.dtype(dtype).itemsize)]
-        cases += [(3_000_001, rank_data)] if dtype == "float32" else []
-        cases += [(20_011, special_data)] if dtype.startswith("float") else []
-        for length, make in cases:
+        for length, make, op, is_wrong in cases(dtype, exchange.size):
             values = make(exchange.rank, length, np.dtype(dtype))
-            for op in ("average", "sum") if length < 100_000 else ("average",):
-                differing = check(values, exchange, ring, order, op)
-                line = {"dtype": dtype, "length": length, "op": op, "differing": differing}
-                if exchange.rank == 0:
-                    sys.stdout.write(json.dumps({"order": order.name} | line) + "\n")
-                    sys.stdout.flush()
+            differing = check(values, exchange, ring, wrong if is_wrong else order, op)
+            line = {"order": order.name, "dtype": dtype, "length": length, "op": op}
+            line |= {"wrong_order": is_wrong, "differing": differing}
+            if exchange.rank == 0:
+                sys.stdout.write(json.dumps(line) + "\n")
+                sys.stdout.flush()
     ring.close()
     exchange.close()
     return 0
