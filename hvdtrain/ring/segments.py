@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
     """Cut `length` elements into `parts` neighbouring slices whose lengths differ by at most one.
@@ -19,3 +21,8 @@ def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
         slices.append(slice(start, stop))
         start = stop
     return tuple(slices)
+
+
+def longest_of(segments: Sequence[slice]) -> int:
+    """The number of elements of the longest segment."""
+    return max((part.stop - part.start for part in segments), default=0)

@@ -130,9 +130,9 @@ def test_bytes_on_the_wire_are_the_rings() -> None:
         def __init__(self, inner: Transport) -> None:
             self.inner, self.rank, self.size = inner, inner.rank, inner.size
 
-        def sendrecv(self, outgoing: np.ndarray, incoming: np.ndarray) -> None:
+        def sendrecv(self, outgoing: np.ndarray, incoming: np.ndarray, **options: object) -> None:
             sent[self.rank].append(outgoing.nbytes)
-            self.inner.sendrecv(outgoing, incoming)
+            self.inner.sendrecv(outgoing, incoming, **options)
 
         def close(self) -> None:
             self.inner.close()

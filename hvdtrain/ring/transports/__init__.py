@@ -7,6 +7,7 @@ tcp          sockets, authenticated, for the gloo controller, where mpi4py sees 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -23,12 +24,21 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sendrecv(self, outgoing: NDArray[Any], incoming: NDArray[Any]) -> None:
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
         """Send `outgoing` to the right neighbour while filling `incoming` from the left one.
 
-        Both are contiguous; their lengths may differ and may be zero. The left neighbour must
-        send exactly as many bytes as `incoming` holds. Raises TransportError, naming the
-        neighbour, when that does not happen.
+        Both are contiguous; their lengths may differ, and an empty one is no message at all. The
+        left neighbour must send exactly as many bytes as `incoming` holds. `backwards`: to the
+        left and from the right. `meanwhile` is called once, while the messages are on their way;
+        it must touch neither array. Raises TransportError, naming the neighbour, when a message
+        does not come or is of the wrong length.
         """
 
     def close(self) -> None:

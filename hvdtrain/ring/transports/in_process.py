@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,26 +21,42 @@ class InProcessTransport:
     """One rank of a ring made by `in_process_ring`."""
 
     def __init__(
-        self, rank: int, size: int, left: Channel, right: Channel, timeout_s: float
+        self, rank: int, size: int, mailboxes: Mapping[tuple[int, int], Channel], timeout_s: float
     ) -> None:
+        """`mailboxes`: one for each rank and each direction (+1, -1) from which letters come."""
         self.rank = rank
         self.size = size
-        self._left = left
-        self._right = right
+        self._mailboxes = mailboxes
         self._timeout_s = timeout_s
 
-    def sendrecv(self, outgoing: NDArray[Any], incoming: NDArray[Any]) -> None:
-        self._right.put(outgoing.view(np.uint8).copy())
-        left_rank = (self.rank - 1) % self.size
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        direction = -1 if backwards else 1
+        if outgoing.size:
+            receiver = (self.rank + direction) % self.size
+            self._mailboxes[receiver, direction].put(outgoing.view(np.uint8).copy())
+        if meanwhile:
+            meanwhile()
+        if incoming.size:
+            self._receive(incoming, direction)
+
+    def _receive(self, incoming: NDArray[Any], direction: int) -> None:
+        sender = (self.rank - direction) % self.size
         try:
-            message = self._left.get(timeout=self._timeout_s)
+            message = self._mailboxes[self.rank, direction].get(timeout=self._timeout_s)
         except queue.Empty:
             raise TransportError(
-                f"rank {self.rank}: nothing from rank {left_rank} for {self._timeout_s:g} s"
+                f"rank {self.rank}: nothing from rank {sender} for {self._timeout_s:g} s"
             ) from None
         if message.size != incoming.nbytes:
             raise TransportError(
-                f"rank {self.rank}: rank {left_rank} sent {message.size} bytes "
+                f"rank {self.rank}: rank {sender} sent {message.size} bytes "
                 f"where {incoming.nbytes} were expected"
             )
         incoming.view(np.uint8)[:] = message
@@ -51,11 +67,10 @@ class InProcessTransport:
 
 def in_process_ring(size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[InProcessTransport]:
     """The transports of a ring of `size` ranks, each for a thread of its own."""
-    channels: list[Channel] = [queue.SimpleQueue() for _ in range(size)]
-    return [
-        InProcessTransport(rank, size, channels[rank], channels[(rank + 1) % size], timeout_s)
-        for rank in range(size)
-    ]
+    mailboxes: dict[tuple[int, int], Channel] = {
+        (rank, direction): queue.SimpleQueue() for rank in range(size) for direction in (1, -1)
+    }
+    return [InProcessTransport(rank, size, mailboxes, timeout_s) for rank in range(size)]
 
 
 def run_in_process(size: int, work: Callable[[Transport], Result]) -> list[Result]:

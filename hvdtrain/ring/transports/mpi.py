@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from numpy.typing import NDArray
 from hvdtrain.errors import TransportError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Datatype, Intracomm
+
+# With two ranks both neighbours are the same: the direction tells their messages apart.
+TAG, TAG_BACKWARDS = 0, 1
 
 
 class MpiTransport:
-    """A rank of a ring over mpi4py's `Sendrecv` (buffers, no pickling)."""
+    """A rank of a ring over mpi4py's `Isend` and `Irecv` (buffers, no pickling)."""
 
     def __init__(self, communicator: Intracomm | None = None) -> None:
         """Collective: every rank of `communicator` (default: the whole MPI world) makes one.
@@ -40,25 +44,39 @@ class MpiTransport:
         self.rank = self._communicator.Get_rank()
         self.size = self._communicator.Get_size()
 
-    def sendrecv(self, outgoing: NDArray[Any], incoming: NDArray[Any]) -> None:
-        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        ahead = -1 if backwards else 1
+        receiver, sender = (self.rank + ahead) % self.size, (self.rank - ahead) % self.size
+        tag = TAG_BACKWARDS if backwards else TAG
         status = self._mpi.Status()
         try:
-            self._communicator.Sendrecv(
-                sendbuf=[outgoing.view(np.uint8), self._mpi.BYTE],
-                dest=right,
-                recvbuf=[incoming.view(np.uint8), self._mpi.BYTE],
-                source=left,
-                status=status,
-            )
+            arriving = leaving = self._mpi.REQUEST_NULL
+            if incoming.size:
+                arriving = self._communicator.Irecv(self._bytes_of(incoming), sender, tag)
+            if outgoing.size:
+                leaving = self._communicator.Isend(self._bytes_of(outgoing), receiver, tag)
+            if meanwhile:
+                meanwhile()
+            arriving.Wait(status)
+            leaving.Wait()
         except self._mpi.Exception as error:
             raise TransportError(f"ring: rank {self.rank}: {error}") from error
-        received = status.Get_count(self._mpi.BYTE)
+        received = status.Get_count(self._mpi.BYTE) if incoming.size else 0
         if received != incoming.nbytes:
             raise TransportError(
-                f"ring: rank {left} sent {received} bytes where {incoming.nbytes} were expected "
+                f"ring: rank {sender} sent {received} bytes where {incoming.nbytes} were expected "
                 f"(seen by rank {self.rank})"
             )
+
+    def _bytes_of(self, array: NDArray[Any]) -> tuple[NDArray[np.uint8], Datatype]:
+        return array.view(np.uint8), self._mpi.BYTE
 
     def close(self) -> None:
         """Collective: frees the communicator (MPI asks all ranks to take part)."""

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,36 +75,58 @@ class TcpTransport:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.setblocking(False)
 
-    def sendrecv(self, outgoing: NDArray[Any], incoming: NDArray[Any]) -> None:
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        ends = [(self._left, self._left_rank), (self._right, self._right_rank)]
+        (source, sender), (target, receiver) = reversed(ends) if backwards else ends
         to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
+        if meanwhile:
+            if to_send:  # what the system's buffers take travels while we compute
+                to_send = self._send(target, receiver, to_send)
+            meanwhile()
         while to_send or to_fill:
-            readable, writable = self._wait(bool(to_fill), bool(to_send))
-            if readable:
-                with self._losing(self._left_rank):
-                    received = self._left.recv_into(to_fill)
-                    if received == 0:
-                        raise self._failure(self._left_rank, "closed its connection")
-                    to_fill = to_fill[received:]
-            if writable:
-                with self._losing(self._right_rank):
-                    to_send = to_send[self._right.send(to_send) :]
+            waiting = [(source, select.POLLIN)] if to_fill else []
+            waiting += [(target, select.POLLOUT)] if to_send else []
+            ready = self._wait(waiting, sender if to_fill else receiver)
+            if to_fill and ready.get(source.fileno(), 0) & ~select.POLLOUT:
+                to_fill = self._fill(source, sender, to_fill)
+            if to_send and ready.get(target.fileno(), 0) & ~select.POLLIN:
+                to_send = self._send(target, receiver, to_send)
+
+    def _send(self, link: socket.socket, neighbour: int, to_send: memoryview) -> memoryview:
+        """Send what can be sent at once; returns what is left."""
+        with self._losing(neighbour):
+            to_send = to_send[link.send(to_send) :]
+        return to_send
+
+    def _fill(self, link: socket.socket, neighbour: int, to_fill: memoryview) -> memoryview:
+        """Take what has arrived; returns what is left to fill."""
+        with self._losing(neighbour):
+            received = link.recv_into(to_fill)
+            if received == 0:
+                raise self._failure(neighbour, "closed its connection")
+            to_fill = to_fill[received:]
+        return to_fill
 
     def close(self) -> None:
         for link in (self._right, self._left):
             link.close()
 
-    def _wait(self, want_read: bool, want_write: bool) -> tuple[bool, bool]:
+    def _wait(self, waiting: Sequence[tuple[socket.socket, int]], neighbour: int) -> dict[int, int]:
+        """File descriptor -> events. Raises TransportError, naming `neighbour`, after the limit."""
         poll = select.poll()
-        if want_read:
-            poll.register(self._left, select.POLLIN)
-        if want_write:
-            poll.register(self._right, select.POLLOUT)
-        ready = {descriptor for descriptor, _ in poll.poll(self._timeout_s * 1000)}
+        for link, event in waiting:
+            poll.register(link, event)
+        ready = dict(poll.poll(self._timeout_s * 1000))
         if not ready:
-            silent = self._left_rank if want_read else self._right_rank
-            raise self._failure(silent, f"was silent for {self._timeout_s:g} s")
-        readable = want_read and self._left.fileno() in ready
-        return readable, want_write and self._right.fileno() in ready
+            raise self._failure(neighbour, f"was silent for {self._timeout_s:g} s")
+        return ready
 
     @contextmanager
     def _losing(self, neighbour: int) -> Iterator[None]:
