@@ -40,7 +40,7 @@ LAYERS = {
         ),
         2,
     ),
-    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm"), 3),
+    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm", "hvdtrain.faults", "hvdtrain.verify"), 3),
     LAUNCHER: 5,
     "hvdtrain.bench": 5,
     "hvdtrain.cli": 6,
