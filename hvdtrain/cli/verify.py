@@ -37,15 +37,16 @@ def run(options: VerifyOptions, topology: Topology) -> int:
     exchange = connect_workers()
     try:
         with exchange.peer_failures():
-            _run(options, exchange)
+            results = _run(options, exchange)
             exchange.close()
+        _judge(options, exchange, results)
     except Exception as error:
         leave_at_once(tell(error, topology))
     return EXIT_OK
 
 
-def _run(options: VerifyOptions, exchange: HorovodExchange) -> None:
-    """Collective: run all cases; rank 0 prints the table. Raises what the outcome calls for."""
+def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
+    """Collective: run all cases; rank 0 prints the table and writes the JSON."""
     first = exchange.rank == 0
     agree(exchange, "json", lambda: _check_file(options.json) if first else None)
     transport = exchange.ring()
@@ -55,7 +56,7 @@ def _run(options: VerifyOptions, exchange: HorovodExchange) -> None:
     transport.close()
     if first and options.json:
         _write(Path(options.json), options, exchange, results)
-    _judge(options, exchange, results)
+    return results
 
 
 def _results(
@@ -93,7 +94,7 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
     spoiled = [result for result in results if result.spoiled]
     found = [result for result in wrong if result.spoiled]
     honest = [result for result in wrong if not result.spoiled]
-    if honest:
+    if honest:  # a fault of the installation's own
         raise VerifyMismatch(explain(honest[0], len(honest) - 1))
     if not spoiled:
         raise HvdtrainError(

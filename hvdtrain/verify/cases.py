@@ -84,9 +84,7 @@ def plan_cases(
     ]
 
 
-def _cases_of(
-    operation: Operation, dtype: str, sizes: Sequence[int], ranks: int
-) -> Iterator[Case]:
+def _cases_of(operation: Operation, dtype: str, sizes: Sequence[int], ranks: int) -> Iterator[Case]:
     itemsize = np.dtype(dtype).itemsize
     lengths = sorted({-(-size // itemsize) for size in sizes} | {ranks - 1, ranks + 1})
     for length in lengths:
@@ -124,7 +122,8 @@ def _ordinary_values(dtype: str, length: int, ranks: int, seed: list[int]) -> Ar
         return generator.integers(-limit, limit, length, kind, endpoint=True)
     exponents = generator.integers(-6, 7, length, np.int8)
     drawn = generator.standard_normal(length, np.float64 if dtype == "float64" else np.float32)
-    return np.ldexp(drawn, exponents).astype(kind)
+    values: Array = np.ldexp(drawn, exponents).astype(kind)
+    return values
 
 
 def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:

@@ -81,7 +81,9 @@ def _kind_of_fault(result: Result) -> str:
     if not result.wrong and result.bit_equal is not False:
         return "the order of summation is not the same in every run, though it should be"
     if result.bit_equal:
-        return f"all {size} ranks agree on the wrong value: suspect the reduction"
+        carried = result.case.operation.reduction == "none"
+        suspect = "what was sent" if carried else "the reduction"
+        return f"all {size} ranks agree on the wrong value: suspect {suspect}"
     if result.bit_equal is None:
         whose = "every rank's share is" if len(result.wrong) == size else "the share of "
         whose += "" if len(result.wrong) == size else f"{name_ranks(result.wrong)} is"
