@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,7 +30,9 @@ from hvdtrain.ring.transports.tcp import TcpTransport, listen
 ABANDON_TIMEOUT_S = 2.0
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
+REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+Tensors = list[torch.Tensor]
 Trainable = tuple[frozenset[int], frozenset[int]]
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
@@ -111,6 +113,48 @@ class HorovodExchange:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
         return lambda: hvd.synchronize(handle)
 
+    def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
+        """Collective: each tensor's sum, average, min or max over ranks.
+
+        `submission`: alone or together: each by itself, all begun before the first is awaited;
+        grouped: as one group, which Horovod fuses up to HOROVOD_FUSION_THRESHOLD, and only then.
+        """
+        if submission == "grouped":
+            reduced = hvd.grouped_allreduce(tensors, op=REDUCTIONS[op], name=name)
+            return list(reduced)
+        return _finish(
+            hvd.allreduce_async(tensor, op=REDUCTIONS[op], name=f"{name}.{number}")
+            for number, tensor in enumerate(tensors)
+        )
+
+    def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
+        """Collective: this rank's share of each tensor's sum or average; see `all_reduce`.
+
+        Shares are of rows; the first ranks' are longer by one where N does not divide them.
+        """
+        if submission == "grouped":
+            return list(hvd.grouped_reducescatter(tensors, op=REDUCTIONS[op], name=name))
+        return _finish(
+            hvd.reducescatter_async(tensor, op=REDUCTIONS[op], name=f"{name}.{number}")
+            for number, tensor in enumerate(tensors)
+        )
+
+    def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
+        """Collective: every rank's tensors, joined in rank order; see `all_reduce`."""
+        if submission == "grouped":
+            return list(hvd.grouped_allgather(tensors, name=name))
+        return _finish(
+            hvd.allgather_async(tensor, name=f"{name}.{number}")
+            for number, tensor in enumerate(tensors)
+        )
+
+    def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
+        """Collective: rank `root`'s tensors; Horovod has no groups for them, and fuses none."""
+        return _finish(
+            hvd.broadcast_async(tensor, root, name=f"{name}.{number}")
+            for number, tensor in enumerate(tensors)
+        )
+
     def broadcast_object(self, value: Any, name: str) -> Any:
         return hvd.broadcast_object(value, 0, name=name)
 
@@ -180,6 +224,11 @@ class HorovodExchange:
             f"{' and '.join(changes)}. Horovod averages only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
+
+
+def _finish(handles: Iterable[int]) -> Tensors:
+    """Collective: await what has been begun; all of it is begun first."""
+    return [hvd.synchronize(handle) for handle in list(handles)]
 
 
 def interface_address(interface: str) -> str:

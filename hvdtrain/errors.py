@@ -7,6 +7,7 @@ HvdtrainError             1   the run failed
 ├── PeerFailure           1   another rank failed first; this one has nothing of its own to report
 ├── TransportError        1   a ring neighbour fell silent, vanished or sent what it should not
 ├── AuditMismatch        17   reduced gradients are further from the reference than rounding allows
+├── VerifyMismatch       17   a collective's result is not what the ring reference says
 ├── Stopped           128+n   signal n arrived
 └── AgreedFailure         *   what one or more ranks met, raised alike on all; their highest code
 """
@@ -59,6 +60,12 @@ class TransportError(HvdtrainError):
 
 class AuditMismatch(HvdtrainError):
     """A reduced gradient differs from the ring reference by more than the rounding bound."""
+
+    exit_code = EXIT_MISMATCH
+
+
+class VerifyMismatch(HvdtrainError):
+    """A collective of this installation gave a result that the ring reference does not explain."""
 
     exit_code = EXIT_MISMATCH
 

@@ -16,11 +16,12 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.metering import Meter
 from hvdtrain.models import build_model
-from hvdtrain.training import Job, train_step
+from hvdtrain.training import Audit, Job, train_step
 from hvdtrain.update import Update
 
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
+NO_AUDIT = NoAudit()
 
 
 def describe(options: Options) -> str:
@@ -73,12 +74,11 @@ def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
     return step
 
 
-def our_step(job: Job, exchange: Exchange) -> Callable[[], None]:
+def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDIT) -> Callable[[], None]:
     """The product's step: weighted loss, sums over ranks, schedule, clock."""
     batches = endless_batches(job.sampler)
     meter = Meter(exchange, job.sampler.samples)
     numbers = itertools.count(1)
-    audit = NoAudit()
 
     def step() -> None:
         number = next(numbers)

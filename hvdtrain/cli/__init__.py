@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
+from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_verify_options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-BENCH_LENGTHS = {"step": (9, 50), "checkpoint": (9, 50), "ring": (15, 3)}  # rounds, steps
+BENCH_LENGTHS = {
+    "step": (60, 10),
+    "checkpoint": (9, 50),
+    "ring": (15, 3),
+    "audit": (30, 10),
+}  # rounds, steps
 
 
 def main() -> int:
@@ -50,6 +57,15 @@ def _parser() -> Parser:
     )
     add_train_flags(train)
     train.set_defaults(run=_train)
+    installation = commands.add_parser(
+        "verify",
+        help="prove this installation's collectives, under horovodrun -np N",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_verify_flags(installation)
+    installation.set_defaults(run=_verify)
     verify = commands.add_parser(
         "verify-resume",
         help="prove that a configuration resumes exactly: -- train ...",
@@ -84,6 +100,13 @@ def _parser() -> Parser:
     bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _verify(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    options = read_verify_options(arguments, unknown, topology)
+    from hvdtrain.cli.verify import run
+
+    return run(options, topology)
 
 
 def _verify_resume(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

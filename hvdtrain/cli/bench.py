@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.bench.audit import bench_audit
 from hvdtrain.bench.checkpoint import bench_checkpoint
 from hvdtrain.bench.ring import bench_ring
 from hvdtrain.bench.rounds import Measured, Options
@@ -19,7 +20,12 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-BENCHES = {"step": bench_step, "checkpoint": bench_checkpoint, "ring": bench_ring}
+BENCHES = {
+    "step": bench_step,
+    "checkpoint": bench_checkpoint,
+    "ring": bench_ring,
+    "audit": bench_audit,
+}
 
 
 def run(arguments: dict[str, Any], topology: Topology) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.auditing import make_audit, refuse_unknown_order
 from hvdtrain.cli.console import header, verdict
@@ -24,6 +24,9 @@ from hvdtrain.metering import Meter
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, Position, train
+
+if TYPE_CHECKING:
+    from hvdtrain.comm import HorovodExchange
 
 
 def run(config: TrainConfig, topology: Topology) -> int:
@@ -100,8 +103,11 @@ def _train(
 
 def connect(topology: Topology) -> Exchange:
     """Collective: join the other workers, if a launcher started this process as one of several."""
-    if not topology.launched:
-        return SingleProcess()
+    return connect_workers() if topology.launched else SingleProcess()
+
+
+def connect_workers() -> HorovodExchange:
+    """Collective: join the other workers. Raises PreflightError where Horovod does not work."""
     try:
         from hvdtrain.comm import HorovodExchange
     except ImportError as error:

@@ -40,7 +40,10 @@ LAYERS = {
         ),
         2,
     ),
-    **dict.fromkeys(("hvdtrain.audit", "hvdtrain.comm", "hvdtrain.peers"), 3),
+    **dict.fromkeys(
+        ("hvdtrain.audit", "hvdtrain.comm", "hvdtrain.faults", "hvdtrain.peers", "hvdtrain.verify"),
+        3,
+    ),
     LAUNCHER: 5,
     "hvdtrain.bench": 5,
     "hvdtrain.cli": 6,

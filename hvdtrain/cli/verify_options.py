@@ -1,0 +1,134 @@
+"""The flags of `hvdtrain verify`, checked before anything starts. Light: `--help` reads it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.topology import Topology
+
+# The same names as in hvdtrain.verify and hvdtrain.faults, which are slow to import (a test).
+OPERATIONS = (
+    "allreduce-sum",
+    "allreduce-average",
+    "allreduce-min",
+    "allreduce-max",
+    "reducescatter-sum",
+    "reducescatter-average",
+    "allgather",
+    "broadcast",
+)
+DTYPES = ("float16", "float32", "float64", "int32", "int64")
+FAULTS = (
+    "bitflip",
+    "drop-rank",
+    "sum-for-mean",
+    "swap-results",
+    "stale",
+    "nan",
+    "half-precision",
+)
+SIZES = "0,4,1K,4100,64K,65540,4M"
+FULL_SIZES = SIZES + ",1048580,16M,64M"
+MOST_BYTES = 1 << 30
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+DESCRIPTION = """\
+Prove this installation's collectives: every operation, dtype, size and way of submission against a
+ring all-reduce in plain Python, which shares no code with Horovod.
+
+A result must lie within the proven rounding bound (integers, min, max, and what is only carried:
+be equal), hold the same bits on every rank, and, where nothing lets the order of summation change,
+hold them again in every run. Values differ by rank and position; special ones are subnormal,
+infinite, not a number, cancelling or overflowing.
+
+busbw is that of nccl-tests, for the largest size: the buffer's bytes by the slowest rank's time
+(median of 3), by 2(N-1)/N for allreduce, (N-1)/N for allgather and reducescatter, 1 for broadcast.
+
+Exit code 17: a result is wrong. With --inject: the fault was found, as it must be; 1: it was not.
+"""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What is to be verified."""
+
+    operations: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes
+    fault: str | None
+    json: str | None
+    seed: int
+
+
+def add_verify_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--full", action="store_true", help=f"sizes up to 64 MiB: --sizes {FULL_SIZES}"
+    )
+    parser.add_argument(
+        "--ops", metavar="A,B", help=f"some of {', '.join(OPERATIONS)}; or allreduce for all four"
+    )
+    parser.add_argument("--dtypes", metavar="A,B", help=f"some of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--sizes", metavar="A,B", help=f"bytes, with K, M or G for powers of 1024 ({SIZES})"
+    )
+    parser.add_argument(
+        "--inject", metavar="FAULT", help=f"spoil results, to see it found: {', '.join(FAULTS)}"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every case's outcome")
+    parser.add_argument("--seed", type=int, default=0, help="of values and faults (default: 0)")
+
+
+def read_verify_options(
+    arguments: dict[str, Any], unknown: list[str], topology: Topology
+) -> VerifyOptions:
+    """Raises UsageError with every problem of the flags, or of a start without workers."""
+    problems = [f"{text}: no such flag" for text in unknown]
+    if topology.size < 2:
+        problems.append(
+            "verify compares workers: start two or more, as in "
+            "`horovodrun -np 2 --gloo hvdtrain verify`"
+        )
+    if arguments["full"] and arguments["sizes"]:
+        problems.append("--full and --sizes: give one of them")
+    if arguments["seed"] < 0:
+        problems.append(f"--seed={arguments['seed']}: must be at least 0")
+    fault = arguments["inject"]
+    if fault is not None and fault not in FAULTS:
+        problems.append(f"--inject={fault}: unknown; choose from {', '.join(FAULTS)}")
+    operations = _choose("--ops", arguments["ops"], OPERATIONS, problems)
+    dtypes = _choose("--dtypes", arguments["dtypes"], DTYPES, problems)
+    sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
+    if problems:
+        raise UsageError(*problems)
+    return VerifyOptions(operations, dtypes, sizes, fault, arguments["json"], arguments["seed"])
+
+
+def _choose(
+    flag: str, text: str | None, known: Sequence[str], problems: list[str]
+) -> tuple[str, ...]:
+    """The known names that `text` lists, in their own order; a name also stands for its kinds."""
+    if text is None:
+        return tuple(known)
+    chosen = set()
+    for part in text.split(","):
+        matches = {name for name in known if name == part or name.startswith(f"{part}-")}
+        if not matches:
+            problems.append(f"{flag}={part}: unknown; choose from {', '.join(known)}")
+        chosen |= matches
+    return tuple(name for name in known if name in chosen)
+
+
+def _sizes(text: str, problems: list[str]) -> tuple[int, ...]:
+    sizes = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,12})([KMG]?)", part.upper())
+        size = int(match[1]) * UNITS[match[2]] if match else -1
+        if not 0 <= size <= MOST_BYTES:
+            problems.append(f"--sizes={part}: bytes from 0 to 1G were expected, such as 4100 or 4M")
+        sizes.add(size)
+    return tuple(sorted(sizes))
