@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.audit.findings import NOTHING, Block, Finding
 from hvdtrain.ring import Transport, all_gather, average_error_bound, reduce_scatter, split_evenly
-from hvdtrain.ring.bound import may_overflow
+from hvdtrain.ring.bound import error_over_bound, may_overflow
 
 Floats = NDArray[np.float64]
 
@@ -86,22 +86,3 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
         np.abs(ratios, out=ratios)
         np.divide(ratios, bound, out=ratios)  # the bound's underflow term is above zero
         return ratios if math.isfinite(ratios.sum()) else None
-
-
-def error_over_bound(
-    reduced: Floats, reference: Floats, bound: Floats, overflow_allowed: NDArray[np.bool_]
-) -> Floats:
-    """|reduced - reference| / bound, element by element; infinite where no bound could hold.
-
-    Not-finite values must be of the same kind in the same place, except where the sum may have
-    passed the largest number on its way (`overflow_allowed`).
-    """
-    ratios = np.zeros_like(reference)
-    finite = np.isfinite(reduced) & np.isfinite(reference)
-    error = np.abs(reduced[finite] - reference[finite])
-    limit = bound[finite]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios[finite] = np.where(error == 0, 0.0, error / limit)
-    same_kind = (np.isnan(reduced) & np.isnan(reference)) | (reduced == reference)
-    ratios[~finite & ~same_kind & ~overflow_allowed] = math.inf
-    return ratios

@@ -14,12 +14,12 @@ from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-BENCH_LENGTHS = {
+BENCH_LENGTHS = {  # rounds, steps
     "step": (60, 10),
     "checkpoint": (9, 50),
     "ring": (15, 3),
     "audit": (30, 10),
-}  # rounds, steps
+}
 
 
 def main() -> int:
@@ -83,7 +83,8 @@ def _parser() -> Parser:
         help=f"measure on this machine: {', '.join(BENCH_LENGTHS)}",
         description="Measure, in rounds in turns. Alone, or under `horovodrun -np N`. "
         "step: our step over loops written by hand; checkpoint: steps with over without saving; "
-        "ring: our ring beside the all-reduces of MPI or torch.distributed, and of Horovod.",
+        "ring: our ring beside the all-reduces of MPI or torch.distributed, and of Horovod; "
+        "audit: steps with over without audits.",
         allow_abbrev=False,
     )
     bench.add_argument("bench", choices=tuple(BENCH_LENGTHS))

@@ -11,10 +11,13 @@ for the constant 1/N and one for the product with it, and one for each further s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+Floats = NDArray[np.float64]
 
 REFERENCE_DTYPE = np.dtype(np.float64)
 AVERAGE_ROUNDINGS = 2  # the constant 1/N, and the product with it
@@ -66,3 +69,22 @@ def may_overflow(sum_of_magnitudes: NDArray[np.float64], dtype: DTypeLike) -> ND
     finite = np.isfinite(sum_of_magnitudes)
     overflowing: NDArray[Any] = finite & (sum_of_magnitudes >= float(np.finfo(dtype).max))
     return overflowing
+
+
+def error_over_bound(
+    reduced: Floats, reference: Floats, bound: Floats, overflow_allowed: NDArray[np.bool_]
+) -> Floats:
+    """|reduced - reference| / bound, element by element; infinite where no bound could hold.
+
+    Not-finite values must be of the same kind in the same place, except where the sum may have
+    passed the largest number on its way (`overflow_allowed`).
+    """
+    ratios = np.zeros_like(reference)
+    finite = np.isfinite(reduced) & np.isfinite(reference)
+    error = np.abs(reduced[finite] - reference[finite])
+    limit = bound[finite]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios[finite] = np.where(error == 0, 0.0, error / limit)
+    same_kind = (np.isnan(reduced) & np.isnan(reference)) | (reduced == reference)
+    ratios[~finite & ~same_kind & ~overflow_allowed] = math.inf
+    return ratios

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.audit import error_over_bound
 from hvdtrain.ring import (
     Transport,
     all_reduce,
@@ -24,7 +23,7 @@ from hvdtrain.ring import (
     gamma,
     split_evenly,
 )
-from hvdtrain.ring.bound import REFERENCE_DTYPE, may_overflow
+from hvdtrain.ring.bound import REFERENCE_DTYPE, error_over_bound, may_overflow
 from hvdtrain.verify.cases import Array, Case
 
 CHUNK = 1 << 18  # elements that are compared at a time, to need little memory

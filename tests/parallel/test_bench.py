@@ -1,4 +1,4 @@
-"""`hvdtrain bench ring` on real workers: it runs, and measures what it says."""
+"""`hvdtrain bench` on real workers: it runs, and measures what it says."""
 
 from __future__ import annotations
 
@@ -26,6 +26,25 @@ def test_bench_ring(controller: str, tmp_path: Path) -> None:
     assert result["megabytes"] == 0.1
     assert "MB/s" in finished.output
     assert "middle half" in finished.output
+
+
+RATIOS = {
+    "step": {"bare Horovod loop", "bare single-device loop"},
+    "checkpoint": {"in the background", "waited for"},
+    "audit": {"1/100 at every step", "all at every step", "all at every 100th step"},
+}
+
+
+@pytest.mark.parametrize(("bench", "controller"), zip(RATIOS, ("gloo", "mpi", "gloo"), strict=True))
+def test_bench_of_steps(bench: str, controller: str, tmp_path: Path) -> None:
+    """Fails if a bench breaks off, or leaves out what it is to compare."""
+    target = tmp_path / "bench.json"
+    flags = ["--batch-size=8", "--rounds=2", "--steps=2", f"--json={target}"]
+    finished = horovodrun(2, controller, hvdtrain("bench", bench, *flags))
+    assert finished.exit_code == 0, finished.output
+    result = json.loads(target.read_text())
+    assert set(result["ratios"]) == RATIOS[bench]
+    assert all(value["median"] > 0 for value in result["ratios"].values())
 
 
 def test_a_ring_of_one_is_refused() -> None:

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from hvdtrain.audit import error_over_bound
-from hvdtrain.ring.bound import average_error_bound, gamma, may_overflow, unit_roundoff
+from hvdtrain.ring.bound import (
+    average_error_bound,
+    error_over_bound,
+    gamma,
+    may_overflow,
+    unit_roundoff,
+)
 
 DTYPES = [np.float32, np.float64]
 

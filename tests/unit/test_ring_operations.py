@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from hvdtrain.audit import error_over_bound
 from hvdtrain.ring import Transport, all_gather, all_reduce, broadcast, reduce_scatter
 from hvdtrain.ring import algorithm as ring_algorithm
-from hvdtrain.ring.bound import average_error_bound, gamma, may_overflow
+from hvdtrain.ring.bound import average_error_bound, error_over_bound, gamma, may_overflow
 from hvdtrain.ring.operations import DTYPES, OPERATIONS
 from hvdtrain.ring.segments import split_evenly
 from hvdtrain.ring.simulation import simulate_all_reduce
