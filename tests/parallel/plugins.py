@@ -63,6 +63,24 @@ def grows(shape, classes) -> torch.nn.Module:
 
 def wrong_exchange(shape, classes) -> torch.nn.Module:
     """From the fourth step on one rank gets one wrong element from the exchange."""
+
+    def damage(gradient: torch.Tensor, rank: int) -> None:
+        if rank == FAULTY_RANK:
+            gradient[3, 0, 1, 2] += 1e-3
+
+    return _damaging(damage, shape, classes)
+
+
+def flips_a_bit(shape, classes) -> torch.nn.Module:
+    """From the fourth step on the lowest bit of one element is wrong, on all ranks alike."""
+
+    def damage(gradient: torch.Tensor, rank: int) -> None:
+        gradient.view(torch.int32)[3, 0, 1, 2] ^= 1
+
+    return _damaging(damage, shape, classes)
+
+
+def _damaging(damage, shape, classes) -> torch.nn.Module:
     from hvdtrain.comm import HorovodExchange
 
     honest = HorovodExchange.reduce_gradients
@@ -72,8 +90,8 @@ def wrong_exchange(shape, classes) -> torch.nn.Module:
         nonlocal calls
         honest(self, optimizer)
         calls += 1
-        if calls >= FAULTY_CALL and self.rank == FAULTY_RANK:
-            optimizer.param_groups[0]["params"][0].grad[3, 0, 1, 2] += 1e-3
+        if calls >= FAULTY_CALL:
+            damage(optimizer.param_groups[0]["params"][0].grad, self.rank)
 
     HorovodExchange.reduce_gradients = faulty
     return FailingLeNet(shape[0], classes, lambda: None)
@@ -107,3 +125,21 @@ def small_resnet(shape, classes) -> torch.nn.Module:
     model.conv1 = torch.nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
     model.maxpool = torch.nn.Identity()
     return model
+
+
+class RowTransformer(torch.nn.Module):
+    """An encoder over an image's rows, with a mean over them."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(shape[0] * shape[2], 16)
+        self.encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(16, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.transpose(1, 2).flatten(2)
+        return self.head(self.encoder(self.embed(rows)).mean(dim=1))
+
+
+def small_transformer(shape, classes) -> torch.nn.Module:
+    return RowTransformer(shape, classes)
