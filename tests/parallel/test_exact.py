@@ -29,7 +29,7 @@ def test_horovods_sums_and_averages_in_every_bit(size: int, controller: str) -> 
     wrong = [line for line in lines if line["wrong_order"]]
     assert [line for line in right if line["differing"]] == []
     assert {line["dtype"] for line in right} == set(DTYPES)
-    assert max(line["length"] for line in right) == 3_000_001
+    assert 3_000_001 in {line["length"] for line in right}
     assert len(right) > 80
     if size > 2:
         assert wrong
