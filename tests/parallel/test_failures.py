@@ -44,10 +44,10 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize(("flags", "expected"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input(flags: list, expected: list, controller: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "controller"), zip(BAD_INPUT, 3 * CONTROLLERS, strict=True))
+def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     """Fails on a traceback, a repeated or missing message, a wrong code, or a folder made."""
+    flags, expected = BAD_INPUT[name]
     finished = train(controller, *flags, output=tmp_path / "runs")
     check_exit(finished, controller, 2)
     for text in expected:
