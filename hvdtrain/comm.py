@@ -187,7 +187,7 @@ class HorovodExchange:
         """
         if self.controller == "mpi":
             return MpiTransport()
-        listener = listen(_interface_address(os.environ["HOROVOD_GLOO_IFACE"]))
+        listener = listen(interface_address(os.environ["HOROVOD_GLOO_IFACE"]))
         addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
         token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
@@ -223,7 +223,7 @@ def _finish(handles: Iterable[int]) -> Tensors:
     return [hvd.synchronize(handle) for handle in list(handles)]
 
 
-def _interface_address(interface: str) -> str:
+def interface_address(interface: str) -> str:
     """The IPv4 address of the interface that horovodrun has chosen."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])

@@ -28,8 +28,29 @@ def rank_data(rank: int, length: int, dtype: Any) -> np.ndarray:
     if np.issubdtype(dtype, np.integer):
         return rank * 1_000_003 + np.arange(length, dtype=dtype) * (rank + 1)
     generator = np.random.default_rng([rank, length])
-    values = generator.standard_normal(length) * 10.0 ** generator.integers(-6, 6, length)
+    decades = 3 if np.dtype(dtype) == np.float16 else 6  # it ends at 65504
+    values = generator.standard_normal(length) * 10.0 ** generator.integers(
+        -decades, decades, length
+    )
     return (values + rank).astype(dtype)
+
+
+def special_data(rank: int, length: int, dtype: Any) -> np.ndarray:
+    """Any bits at all, and every pair of special values: zeros of both signs, subnormals, the
+    largest, infinities, NaN, terms that cancel, and where Gloo's float16 loses a term.
+    """
+    dtype = np.dtype(dtype)
+    numbers = np.finfo(dtype)
+    few = [0.0, -0.0, 1.0, -1.0, numbers.smallest_subnormal, -numbers.smallest_subnormal]
+    few += [numbers.tiny, numbers.max, numbers.min, np.inf, -np.inf, np.nan, 15360.0, 32768.0]
+    generator = np.random.default_rng([rank, length])
+    count = length * dtype.itemsize
+    values = np.frombuffer(generator.bytes(count), dtype).copy()
+    special = np.array(few, dtype)
+    # Rank r steps through the values len(few)^r times slower: all combinations for two ranks.
+    places = np.arange(length // 2)
+    values[: length // 2] = special[places // len(few) ** (rank % 3) % len(few)]
+    return values
 
 
 def run_tcp_ring(size: int, work: Callable[[Transport], Any], token: bytes = TOKEN) -> list[Any]:

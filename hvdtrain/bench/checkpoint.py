@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.bench.jobs import make_job, our_step
-from hvdtrain.bench.rounds import Ratio, ratio, run_rounds
+from hvdtrain.bench.jobs import describe, make_job, our_step
+from hvdtrain.bench.rounds import Measured, Options, ratio, run_rounds
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.exchange import Exchange
 from hvdtrain.loop_state import capture
@@ -20,11 +20,10 @@ NEVER, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
 KEEP = 2
 
 
-def bench_checkpoint(
-    model: str, batch_size: int, rounds: int, steps: int, exchange: Exchange
-) -> tuple[dict[str, list[float]], dict[str, Ratio]]:
-    """Collective: seconds a step with one checkpoint in every `steps` steps, and the ratios."""
-    job = make_job(model, batch_size, exchange)
+def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
+    """Collective: seconds a step with one checkpoint in every round of steps, and the ratios."""
+    steps = options.steps
+    job = make_job(options.model, options.batch_size, exchange)
     job = replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
     step = our_step(job, exchange)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
@@ -34,9 +33,10 @@ def bench_checkpoint(
             BACKGROUND: _saving(step, job, exchange, checkpoints, steps, wait=False),
             WAITED: _saving(step, job, exchange, checkpoints, steps, wait=True),
         }
-        seconds = run_rounds(contestants, rounds, steps, exchange)
+        seconds = run_rounds(contestants, options.rounds, steps, exchange)
         checkpoints.wait()
-    return seconds, {name: ratio(seconds, name, NEVER) for name in (BACKGROUND, WAITED)}
+    ratios = {name: ratio(seconds, name, NEVER) for name in (BACKGROUND, WAITED)}
+    return Measured(describe(options), seconds, ratios)
 
 
 def _saving(

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from hvdtrain.audit import NoAudit
+from hvdtrain.bench.rounds import Options
 from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
 from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
@@ -20,6 +21,11 @@ from hvdtrain.update import Update
 
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
+
+
+def describe(options: Options) -> str:
+    """One step of such a job, in words."""
+    return f"{options.model}, {options.batch_size} samples a worker"
 
 
 def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:

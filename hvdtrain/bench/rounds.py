@@ -18,7 +18,30 @@ class Ratio:
 
     median: float
     lowest: float
+    lower_quartile: float
+    upper_quartile: float
     highest: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a bench is asked for; each uses those that concern it."""
+
+    rounds: int
+    steps: int  # per round
+    model: str
+    batch_size: int  # per worker
+    megabytes: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a bench has found."""
+
+    what: str  # one step, in words
+    seconds: dict[str, list[float]]  # a step, by contestant and round
+    ratios: dict[str, Ratio]
+    megabytes: float | None = None  # a step, where its speed is one of moving bytes
 
 
 def run_rounds(
@@ -48,4 +71,5 @@ def run_rounds(
 def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> Ratio:
     """How many times as long `name` took as `to`."""
     ratios = [a / b for a, b in zip(seconds[name], seconds[to], strict=True)]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+    lower, _, upper = statistics.quantiles(ratios, method="inclusive") if ratios[1:] else ratios * 3
+    return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdtrain.bench.jobs import bare_step, make_job, our_step
-from hvdtrain.bench.rounds import Ratio, ratio, run_rounds
+from hvdtrain.bench.jobs import bare_step, describe, make_job, our_step
+from hvdtrain.bench.rounds import Measured, Options, ratio, run_rounds
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.training import Job
 
 OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
 
 
-def bench_step(
-    model: str, batch_size: int, rounds: int, steps: int, exchange: Exchange
-) -> tuple[dict[str, list[float]], dict[str, Ratio]]:
+def bench_step(options: Options, exchange: Exchange) -> Measured:
     """Collective: seconds a step by loop and round, and our ratios to the other loops.
 
     The single-device loop runs on every worker at the same time, without exchange: what this
@@ -22,14 +20,17 @@ def bench_step(
     """
     contestants = {}
     if exchange.size > 1:
-        bare = _distributed(make_job(model, batch_size, exchange), exchange)
+        bare = _distributed(make_job(options.model, options.batch_size, exchange), exchange)
         contestants[BARE] = bare_step(bare, exchange)
-    contestants[ALONE] = bare_step(make_job(model, batch_size, SingleProcess()), SingleProcess())
+    contestants[ALONE] = bare_step(
+        make_job(options.model, options.batch_size, SingleProcess()), SingleProcess()
+    )
     # Ours last: the exchange watches the parameters of the optimizer that it distributed last.
-    ours = _distributed(make_job(model, batch_size, exchange), exchange)
+    ours = _distributed(make_job(options.model, options.batch_size, exchange), exchange)
     contestants[OURS] = our_step(ours, exchange)
-    seconds = run_rounds(contestants, rounds, steps, exchange)
-    return seconds, {name: ratio(seconds, OURS, name) for name in contestants if name != OURS}
+    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    ratios = {name: ratio(seconds, OURS, name) for name in contestants if name != OURS}
+    return Measured(describe(options), seconds, ratios)
 
 
 def _distributed(job: Job, exchange: Exchange) -> Job:

@@ -14,6 +14,8 @@ from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
+BENCH_LENGTHS = {"step": (9, 50), "checkpoint": (9, 50), "ring": (15, 3)}  # rounds, steps
+
 
 def main() -> int:
     """Run `sys.argv`; returns the exit code."""
@@ -73,16 +75,23 @@ def _parser() -> Parser:
     verify.set_defaults(run=_verify_resume)
     bench = commands.add_parser(
         "bench",
-        help="measure on this machine: step, checkpoint",
+        help=f"measure on this machine: {', '.join(BENCH_LENGTHS)}",
         description="Measure, in rounds in turns. Alone, or under `horovodrun -np N`. "
-        "step: our step over loops written by hand; checkpoint: steps with over without saving.",
+        "step: our step over loops written by hand; checkpoint: steps with over without saving; "
+        "ring: our ring beside the all-reduces of MPI or torch.distributed, and of Horovod.",
         allow_abbrev=False,
     )
-    bench.add_argument("bench", choices=("step", "checkpoint"))
+    bench.add_argument("bench", choices=tuple(BENCH_LENGTHS))
     bench.add_argument("--model", default="lenet", choices=("lenet", "mlp"))
     bench.add_argument("--batch-size", type=int, default=128, metavar="B", help="per worker")
-    bench.add_argument("--rounds", type=int, default=9, help="(default: 9)")
-    bench.add_argument("--steps", type=int, default=50, help="per round (default: 50)")
+    bench.add_argument(
+        "--megabytes", type=float, default=40, metavar="M", help="that ring sums (default: 40)"
+    )
+    lengths = "; ".join(
+        f"{name} {rounds}, {steps}" for name, (rounds, steps) in BENCH_LENGTHS.items()
+    )
+    bench.add_argument("--rounds", type=int, help=f"and steps, by default: {lengths}")
+    bench.add_argument("--steps", type=int, help="per round")
     bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
     bench.set_defaults(run=_bench)
     return parser
@@ -121,7 +130,11 @@ def _verify_resume(arguments: dict[str, Any], unknown: list[str], topology: Topo
 def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
     if unknown:
         raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain bench --help)")
-    too_small = [name for name in ("batch_size", "rounds", "steps") if arguments[name] < 1]
+    for name, length in zip(("rounds", "steps"), BENCH_LENGTHS[arguments["bench"]], strict=True):
+        if arguments[name] is None:
+            arguments[name] = length
+    above_0 = ("batch_size", "megabytes", "rounds", "steps")
+    too_small = [name for name in above_0 if not arguments[name] > 0]
     if too_small:
         raise UsageError(*(f"--{name.replace('_', '-')}: must be above 0" for name in too_small))
     from hvdtrain.cli.bench import run

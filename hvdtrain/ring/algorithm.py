@@ -58,7 +58,7 @@ def reduce_scatter_exchanges(
         target = result[part]
         incoming = arriving[: target.size]
         yield Exchange(outgoing, incoming)
-        reduce(source[part], incoming, target)
+        reduce(source[part], incoming, out=target)
         outgoing = target
 
 
@@ -95,7 +95,7 @@ def _chunk_of(segment: slice, offset: int, chunk: int) -> slice:
 
 
 def _later(reduce: Reduce, own: Array, arrived: Array, target: Array) -> Callable[[], object]:
-    return lambda: reduce(own, arrived, target)
+    return lambda: reduce(own, arrived, out=target)
 
 
 def all_gather_exchanges(result: Array, segments: Sequence[slice], position: int) -> Exchanges:
@@ -139,9 +139,13 @@ def broadcast_exchanges(buffer: Array, position: int, size: int) -> Exchanges:
 
 
 def run_exchanges(exchanges: Exchanges, transport: Transport, backwards: bool = False) -> None:
-    """Collective: make this rank's exchanges over a transport, one after the other."""
-    for outgoing, incoming, meanwhile in exchanges:
-        transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
+    """Collective: make this rank's exchanges over a transport, one after the other.
+
+    Overflow and NaN are results like others here, and no reason to warn.
+    """
+    with np.errstate(all="ignore"):
+        for outgoing, incoming, meanwhile in exchanges:
+            transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
 
 
 def position_of(rank: int, size: int, backwards: bool) -> int:

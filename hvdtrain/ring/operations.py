@@ -19,14 +19,19 @@ equality. Of zeros that differ in sign either may come out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
-Reduce = Callable[[Array, Array, Array], object]  # (own, arrived, where the result goes)
+
+
+class Reduce(Protocol):
+    """What is made of two values that meet: this rank's own, and what has arrived."""
+
+    def __call__(self, own: Array, arrived: Array, /, *, out: Array) -> object: ...
+
 
 OPERATIONS: dict[str, Reduce] = {
     "sum": np.add,
@@ -57,4 +62,5 @@ def finish(op: str, total: Array, size: int) -> None:
         np.floor_divide(total, size, out=total)
         total += up
     else:
-        np.divide(total, size, out=total)
+        with np.errstate(all="ignore"):
+            np.divide(total, size, out=total)

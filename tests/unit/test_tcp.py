@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import threading
 import time
@@ -18,11 +19,13 @@ from hvdtrain.ring.transports.tcp import HELLO, MAGIC, TcpTransport, listen
 from tests.rings import TOKEN, rank_data
 
 
-def connect(size: int, tokens: list[bytes], timeout_s: float, meanwhile: Callable) -> list:
-    """Connect a ring whose ranks know `tokens`, while `meanwhile` does mischief to rank 0."""
+def connect(
+    size: int, tokens: list[bytes], timeout_s: float, meanwhile: Callable, victim: int = 0
+) -> list:
+    """Connect a ring whose ranks know `tokens`, while `meanwhile` does mischief to `victim`."""
     listeners = [listen("127.0.0.1") for _ in range(size)]
     addresses = [listener.getsockname() for listener in listeners]
-    meanwhile(addresses[0])
+    meanwhile(addresses[victim])
 
     def run(rank: int) -> TcpTransport | TransportError:
         try:
@@ -74,6 +77,75 @@ def test_a_stranger_is_shut_out_and_the_ring_goes_on(payload: bytes) -> None:
     for transport, result in zip(transports, results, strict=True):
         np.testing.assert_array_equal(result, np.sum(data, axis=0))
         transport.close()
+
+
+def impostor(token: bytes) -> Callable[[tuple[str, int]], None]:
+    """Someone who speaks the protocol as rank 2 would, up to the end, with a token of theirs."""
+
+    def act(address: tuple[str, int]) -> None:
+        def speak() -> None:
+            link = socket.create_connection(address, timeout=5)
+            strangers.append(link)
+            hello = HELLO.pack(MAGIC, 2, 0, bytes(range(32)))
+            link.sendall(hello)
+            nonce = link.recv(64, socket.MSG_WAITALL)[:32]
+            link.sendall(hmac.digest(token, b"connect" + hello + nonce, "sha256"))
+            proven = time.monotonic()
+            answers.append(link.recv(1))
+            endured.append(time.monotonic() - proven)
+
+        impostors.append(threading.Thread(target=speak))
+        impostors[-1].start()
+
+    return act
+
+
+answers: list[bytes] = []
+endured: list[float] = []  # seconds until the door was shut on an impostor
+impostors: list[threading.Thread] = []
+
+
+def test_a_wrong_token_of_a_third_party_is_shut_out_and_the_ring_goes_on() -> None:
+    """Fails if a fluent stranger without the token gets in, or ends the run."""
+    answers.clear()
+    transports = connect(3, [TOKEN] * 3, 20, impostor(bytes(32)))
+    results = reduce_over(transports)
+    for thread in impostors:
+        thread.join()
+    assert answers == [b""]  # the connection was closed on them
+    assert results == [sum(range(1, 4))] * 3
+
+
+def test_the_right_token_lets_the_same_impostor_in() -> None:
+    """Fails if the impostor of the test before is shut out for another reason than its token."""
+    endured.clear()
+    listener = listen("127.0.0.1")
+    impostor(TOKEN)(listener.getsockname())
+    with listen("127.0.0.1") as silent, contextlib.suppress(TransportError):
+        addresses = [listener.getsockname(), silent.getsockname(), silent.getsockname()]
+        TcpTransport(0, listener, addresses, TOKEN, timeout_s=1.5)
+    impostors[-1].join()
+    assert endured[0] > 1  # it was kept until the ring gave up waiting for the right neighbour
+
+
+def reduce_over(transports: list[TcpTransport]) -> list[int]:
+    with ThreadPoolExecutor(len(transports)) as pool:
+        results = pool.map(lambda t: all_reduce(np.array([t.rank + 1]), t)[0], transports)
+        totals = [int(result) for result in results]
+    for transport in transports:
+        transport.close()
+    return totals
+
+
+def replay(said: list[bytes]) -> Callable[[tuple[str, int]], None]:
+    """Someone who repeats, word for word, a handshake that has been overheard."""
+
+    def act(address: tuple[str, int]) -> None:
+        link = socket.create_connection(address, timeout=5)
+        strangers.append(link)
+        link.sendall(said[0] + said[1])
+
+    return act
 
 
 def relay(door: tuple[str, int], said: list[bytes]) -> tuple[str, int]:
@@ -141,6 +213,8 @@ def test_a_recorded_handshake_is_of_no_use() -> None:
     assert not is_let_in((said[0], said[1]), rank=1)
     for transport in transports:
         transport.close()
+    # Nor does it disturb the next ring of the same token.
+    assert reduce_over(connect(3, [TOKEN] * 3, 20, replay(said), victim=1)) == [6] * 3
 
 
 def test_the_acceptors_proof_is_not_the_connectors() -> None:
@@ -190,6 +264,39 @@ def test_a_silent_neighbour_is_named_in_time() -> None:
     transports = connect(3, [TOKEN] * 3, 1, lambda address: None)
     with pytest.raises(TransportError, match=r"rank 0 was silent for 1 s \(seen by rank 1\)"):
         transports[1].sendrecv(np.zeros(1), np.zeros(1))
+    for transport in transports:
+        transport.close()
+
+
+def test_a_neighbour_that_takes_nothing_is_named_in_time() -> None:
+    """Fails if a rank waits for ever for a neighbour that has stopped receiving."""
+    transports = connect(3, [TOKEN] * 3, 1, lambda address: None)
+    with pytest.raises(TransportError, match=r"rank 2 was silent for 1 s \(seen by rank 1\)"):
+        transports[1].sendrecv(np.zeros(4_000_000), np.zeros(0))
+    for transport in transports:
+        transport.close()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_directions_and_work_meanwhile(backwards: bool) -> None:
+    """Fails if a message goes the other way, or the work given is not done exactly once."""
+    transports = connect(3, [TOKEN] * 3, 20, lambda address: None)
+    done: list[int] = []
+
+    def exchange(transport: TcpTransport) -> int:
+        incoming = np.zeros(1, np.int64)
+        transport.sendrecv(
+            np.array([transport.rank]),
+            incoming,
+            backwards=backwards,
+            meanwhile=lambda: done.append(transport.rank),
+        )
+        return int(incoming[0])
+
+    with ThreadPoolExecutor(3) as pool:
+        received = list(pool.map(exchange, transports))
+    assert received == ([1, 2, 0] if backwards else [2, 0, 1])
+    assert sorted(done) == [0, 1, 2]
     for transport in transports:
         transport.close()
 

@@ -78,8 +78,24 @@ class MpiTransport:
     def _bytes_of(self, array: NDArray[Any]) -> tuple[NDArray[np.uint8], Datatype]:
         return array.view(np.uint8), self._mpi.BYTE
 
+    def library_sum(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Collective: the sum as MPI itself forms it, in place: not our ring, but its peer."""
+        self._communicator.Allreduce(self._mpi.IN_PLACE, values)
+        return values
+
     def close(self) -> None:
         """Collective: frees the communicator (MPI asks all ranks to take part)."""
         if self._open:
             self._open = False
             self._communicator.Free()
+
+
+def library_version() -> str:
+    """What this MPI calls itself, such as "Open MPI v4.1.8, ...". It need not be initialised."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI.Get_library_version()

@@ -68,7 +68,11 @@ class TcpTransport:
         door = _Door(listener, self._left_rank, rank, token, deadline)
         try:
             self._right = self._connect(addresses[self._right_rank], token, deadline)
-            self._left = door.wait()
+            try:
+                self._left = door.wait()
+            except TransportError:
+                self._right.close()
+                raise
         finally:
             door.close()
         for link in (self._right, self._left):
@@ -101,18 +105,19 @@ class TcpTransport:
 
     def _send(self, link: socket.socket, neighbour: int, to_send: memoryview) -> memoryview:
         """Send what can be sent at once; returns what is left."""
+        sent = 0
         with self._losing(neighbour):
-            to_send = to_send[link.send(to_send) :]
-        return to_send
+            sent = link.send(to_send)
+        return to_send[sent:]
 
     def _fill(self, link: socket.socket, neighbour: int, to_fill: memoryview) -> memoryview:
         """Take what has arrived; returns what is left to fill."""
+        received = 0
         with self._losing(neighbour):
             received = link.recv_into(to_fill)
             if received == 0:
                 raise self._failure(neighbour, "closed its connection")
-            to_fill = to_fill[received:]
-        return to_fill
+        return to_fill[received:]
 
     def close(self) -> None:
         for link in (self._right, self._left):
@@ -186,14 +191,20 @@ class _Door:
         threading.Thread(target=self._accept, name="ring-accept", daemon=True).start()
 
     def wait(self) -> socket.socket:
+        """The link to the neighbour, which is then the caller's to close."""
         if not self._arrived.wait(_left_of(self._deadline)) or self._link is None:
             raise TransportError(
                 f"ring: rank {self._expected} did not connect in time (seen by rank {self._rank})"
             )
-        return self._link
+        link, self._link = self._link, None
+        return link
 
     def close(self) -> None:
-        self._arrived.set()
+        """Let nobody in any more, and hang up on a neighbour that was not waited for."""
+        with self._lock:
+            self._arrived.set()
+            if self._link:
+                self._link.close()
 
     def _accept(self) -> None:
         with self._listener:

@@ -1,0 +1,238 @@
+"""In which order Horovod 0.28.1 adds, where that is known: its sums and averages bit for bit.
+
+Rounding depends on the order of addition and on nothing else. With fusion off each tensor travels
+alone, and then two paths of Horovod are rings of a fixed order, which the ring of this package can
+follow: it is given their segments, their direction and where each segment's sum begins.
+
+**Gloo** (third_party/gloo/gloo/allreduce.cc, `ring`). Messages go from rank r to r - 1. With
+E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, rounded up to a multiple
+of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E; block j is S / N neighbouring
+pieces (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
+
+**Open MPI** with its ring pinned (ompi/mca/coll/base/coll_base_allreduce.c, algorithm 4 `ring` or 5
+`segmented_ring`, which cuts blocks further but keeps their order). It is the ring of this package:
+`split_evenly`, block k summed from rank k rightwards. Tensors of fewer elements than ranks are
+summed by recursive doubling instead. Left to itself Open MPI chooses by size and number of ranks:
+no order is known then, except that of two ranks, as a + b = b + a.
+
+**Scaling** (horovod/common/ops/collective_operations.h). An average is the sum times 1/N, after
+the reduction: 1/N is computed in float64, and rounded to float32 for float32 and float16 (where
+the product is formed in float32 and rounded to float16). Integers are multiplied in float64, and
+the fraction is cut off.
+
+**float16 under Gloo** (third_party/gloo/gloo/types.h). `float16::operator=` skips the assignment
+where it takes the values to be equal, but compares the new bits with the old bits *read as an
+integer and converted to float16*. So where a sum's value happens to be the number that the bits of
+this rank's term spell, the term of the other ranks is lost: 2^-24 + 1 is 2^-24 there, and 1 + 15360
+is 1. `gloo_half_sum` does the same; without it this module would not be bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.ring.algorithm import (
+    all_gather_exchanges,
+    all_reduce_exchanges,
+    position_of,
+    run_exchanges,
+)
+from hvdtrain.ring.operations import Array, Reduce, reduction
+from hvdtrain.ring.segments import split_evenly
+from hvdtrain.ring.transports import Transport
+
+GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize
+ORDERED_OPS = ("sum", "average")
+ON = ("1", "true", "yes", "on", "enabled")
+# Other components could take the reduction over from `tuned`, or change what it does.
+FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename")
+FOREIGN_PRIORITIES = tuple(
+    f"OMPI_MCA_coll_{name}_priority" for name in ("adapt", "han", "sm", "hcoll", "ucc", "tuned")
+)
+
+
+class UnknownOrder(ValueError):
+    """Nobody has said in which order the sum is formed: it can be bounded, not reproduced."""
+
+
+@dataclass(frozen=True)
+class KnownOrder:
+    """How a ring goes: enough to form its sums again, bit for bit.
+
+    `segments`: (length, bytes an element, ranks) to one slice a rank; the sum of segments[p] begins
+    at position p. `backwards`: messages go from rank r to r - 1, and rank r is at position -r.
+    `half_sum`: how float16 values are added. `few`: how the ranks' values, in rank order, are
+    summed when there are fewer elements than ranks, unless in the ring as well.
+    """
+
+    name: str
+    segments: Callable[[int, int, int], tuple[slice, ...]]
+    backwards: bool = False
+    half_sum: Reduce = np.add
+    few: Callable[[Sequence[Array]], Array] | None = None
+
+
+def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
+    """Gloo's blocks, in the order of the positions where their sums begin (going backwards)."""
+    total = length * itemsize
+    pieces = _round_up(max(_divide_up(total, GLOO_LARGEST_PIECE_BYTES), 2 * size), size)
+    piece = _round_up(_divide_up(total, pieces), itemsize) // itemsize
+    block = piece * (pieces // size)
+    blocks = [
+        slice(min(number * block, length), min((number + 1) * block, length))
+        for number in range(size)
+    ]
+    # Block j begins at rank j - 1, which stands at position 1 - j.
+    return tuple(blocks[(1 - position) % size] for position in range(size))
+
+
+def gloo_half_sum(own: Array, arrived: Array, /, *, out: Array) -> None:
+    """float16 sums with Gloo's slip: see the module's head. All three float16, of one length."""
+    total = own + arrived
+    spelled = own.view(np.uint16).astype(np.float32).astype(np.float16)
+    lost = total.view(np.uint16) == spelled.view(np.uint16)
+    np.copyto(out, np.where(lost, own, total))
+
+
+def recursive_doubling(terms: Sequence[Array]) -> Array:
+    """Open MPI's sum for few elements: neighbours, then neighbouring pairs, and so on.
+
+    Of N ranks as many as N exceeds a power of two first hand theirs to the next rank.
+    """
+    size = len(terms)
+    extra = size - (1 << (size.bit_length() - 1))
+    sums = [terms[2 * pair] + terms[2 * pair + 1] for pair in range(extra)]
+    sums += terms[2 * extra :]
+    while len(sums) > 1:
+        sums = [sums[place] + sums[place + 1] for place in range(0, len(sums), 2)]
+    return sums[0]
+
+
+def _even_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
+    return split_evenly(length, size)
+
+
+GLOO_RING = KnownOrder("Gloo's ring", gloo_segments, backwards=True, half_sum=gloo_half_sum)
+OPEN_MPI_RING = KnownOrder("Open MPI's ring", _even_segments, few=recursive_doubling)
+
+
+def known_order(
+    controller: str, size: int, environment: Mapping[str, str], mpi_library: str = ""
+) -> KnownOrder:
+    """The order in which Horovod sums over `size` ranks.
+
+    `controller`: gloo or mpi. `environment`: as it was when Horovod was initialised.
+    `mpi_library`: what MPI calls itself (`library_version` of the MPI transport); only Open MPI's
+    order is known. Raises UnknownOrder, saying what to set, where the order is not known.
+    """
+    operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
+    if controller not in ("gloo", "mpi") or operations != controller:
+        raise UnknownOrder(f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known")
+    if environment.get("HOROVOD_FUSION_THRESHOLD") != "0":
+        raise UnknownOrder("with fusion the order of summation changes: HOROVOD_FUSION_THRESHOLD=0")
+    if environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON:
+        raise UnknownOrder("autotuning turns fusion on: unset HOROVOD_AUTOTUNE")
+    if controller == "gloo":
+        return GLOO_RING
+    if size > 2:
+        _require_pinned_ring(environment, mpi_library)
+    return OPEN_MPI_RING
+
+
+def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> None:
+    rules = environment.get("OMPI_MCA_coll_tuned_use_dynamic_rules", "0").lower()
+    algorithm = environment.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "")
+    if rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring"):
+        raise UnknownOrder(
+            "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
+            "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)"
+        )
+    foreign = [name for name in FOREIGN_COMPONENTS + FOREIGN_PRIORITIES if name in environment]
+    if foreign:
+        raise UnknownOrder(f"{', '.join(foreign)}: what Open MPI then sums with is not known")
+    if not mpi_library.startswith("Open MPI"):
+        name = mpi_library.partition("\n")[0] or "an unnamed MPI"
+        raise UnknownOrder(f"the order of summation of {name} is not known, only that of Open MPI")
+
+
+def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = "average") -> Array:
+    """Collective: what Horovod makes of the ranks' `values`, as a new array, on every rank.
+
+    `values`: this rank's, of any shape; the same shape and dtype on every rank. Each rank sends as
+    much as in an all-reduce. A NaN is one in Horovod's result too, but may have other bits there
+    (see `differing_bits`). Raises ValueError for an op other than sum and average.
+    """
+    if op not in ORDERED_OPS:
+        raise ValueError(f"op={op!r}: an order is known for {' and '.join(ORDERED_OPS)}")
+    size = transport.size
+    source = np.ascontiguousarray(values).reshape(-1)
+    result = np.empty_like(source)
+
+    def scale(total: Array) -> None:
+        if op == "average":
+            scale_as_horovod(total, size)
+
+    with np.errstate(all="ignore"):
+        if order.few and source.size < size:
+            result[:] = order.few(_gather_all(source, transport))
+            scale(result)
+        else:
+            half = source.dtype == np.float16
+            exchanges = all_reduce_exchanges(
+                source,
+                result,
+                order.segments(source.size, source.itemsize, size),
+                position_of(transport.rank, size, order.backwards),
+                order.half_sum if half else reduction(op, source.dtype),
+                scale,
+            )
+            run_exchanges(exchanges, transport, order.backwards)
+    return result.reshape(values.shape)
+
+
+def scale_as_horovod(total: Array, size: int) -> None:
+    """Turn a sum over `size` ranks into Horovod's average, in place."""
+    factor = 1.0 / size
+    if size == 1:
+        return
+    if total.dtype in (np.float16, np.float32):
+        np.multiply(total, np.float32(factor), out=total, casting="same_kind")
+    elif total.dtype == np.float64:
+        np.multiply(total, factor, out=total)
+    else:
+        total[:] = (total * factor).astype(total.dtype)  # cut off, towards zero
+
+
+def differing_bits(actual: Array, expected: Array) -> Array:
+    """Where two arrays of one shape and dtype differ in any bit; NaNs count as equal.
+
+    (Which payload and sign a NaN has is up to the processor and to the order of operands.)
+    """
+    unsigned = np.dtype(f"u{expected.itemsize}")
+    differ = np.atleast_1d(actual).view(unsigned) != np.atleast_1d(expected).view(unsigned)
+    if np.issubdtype(expected.dtype, np.floating):
+        differ &= ~np.atleast_1d(np.isnan(actual) & np.isnan(expected))
+    return np.asarray(differ).reshape(expected.shape)
+
+
+def _gather_all(source: Array, transport: Transport) -> list[Array]:
+    """Collective: every rank's values, in rank order."""
+    size, length = transport.size, source.size
+    table = np.empty((size, length), source.dtype)
+    table[transport.rank] = source
+    # An all-gather begins with position p holding segment p + 1.
+    rows = [(position - 1) % size for position in range(size)]
+    segments = [slice(row * length, (row + 1) * length) for row in rows]
+    run_exchanges(all_gather_exchanges(table.reshape(-1), segments, transport.rank), transport)
+    return list(table)
+
+
+def _divide_up(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _divide_up(value, multiple) * multiple

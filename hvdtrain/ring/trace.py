@@ -1,0 +1,117 @@
+"""Who sent which segment to whom: watched in a real run of the algorithm, then drawn.
+
+`python -m hvdtrain.ring.trace 3` prints what docs/ring.md shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.ring.algorithm import Exchange
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.simulation import simulate_all_reduce
+
+MOST_RANKS = 62  # a rank is a bit of an int64
+PHASES = ("reduce-scatter", "all-gather")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One segment on its way: at `step` (from 1), holding the sum over `ranks`."""
+
+    step: int
+    sender: int
+    receiver: int
+    segment: int
+    ranks: frozenset[int]
+
+
+def trace_all_reduce(size: int) -> list[Message]:
+    """Every message of one all-reduce over `size` ranks, by step and sender.
+
+    Nothing is computed from a formula: segments are told by where in memory the message lies, and
+    the ranks that are summed in it by its value, as rank r contributes 2^r.
+    Raises ValueError outside 1 to 62 ranks.
+    """
+    if not 1 <= size <= MOST_RANKS:
+        raise ValueError(f"{size} ranks: a trace has 1 to {MOST_RANKS}")
+    messages: list[Message] = []
+
+    def watch(exchanges: Sequence[Exchange]) -> None:
+        step = len(messages) // size + 1
+        for sender, exchange in enumerate(exchanges):
+            (value,) = exchange.outgoing.tolist()  # one element a segment
+            ranks = frozenset(rank for rank in range(size) if value >> rank & 1)
+            segment = _place_of(exchange.outgoing)
+            messages.append(Message(step, sender, (sender + 1) % size, segment, ranks))
+
+    simulate_all_reduce([np.full(size, 1 << rank, np.int64) for rank in range(size)], watch=watch)
+    return messages
+
+
+def _place_of(view: Array) -> int:
+    """The index of the view's first element in the array that it is part of."""
+    whole = view.base
+    assert isinstance(whole, np.ndarray)
+    return int(view.ctypes.data - whole.ctypes.data) // view.itemsize
+
+
+def draw_table(messages: Sequence[Message]) -> str:
+    """A row for each step, in Markdown."""
+    size = 1 + max(message.sender for message in messages)
+    lines = ["| step | phase | " + " | ".join(f"rank {r} sends" for r in range(size)) + " |"]
+    lines.append("|---" * (size + 2) + "|")
+    for step in range(1, 1 + max(message.step for message in messages)):
+        row = [message for message in messages if message.step == step]
+        phase = PHASES[all(len(message.ranks) == size for message in row)]
+        sent = [f"segment {m.segment} to rank {m.receiver}" for m in row]
+        lines.append(f"| {step} | {phase} | " + " | ".join(sent) + " |")
+    return "\n".join(lines)
+
+
+def draw_picture(messages: Sequence[Message]) -> str:
+    """After each step, the ranks that are summed in each segment of each rank.
+
+    A segment that has just arrived is marked by `>`.
+    """
+    size = 1 + max(message.sender for message in messages)
+    held = [[frozenset({rank})] * size for rank in range(size)]
+    lines = [_draw_row("start", held, set())]
+    for step in range(1, 1 + max(message.step for message in messages)):
+        arrived = set()
+        for message in (m for m in messages if m.step == step):
+            held[message.receiver][message.segment] |= message.ranks
+            arrived.add((message.receiver, message.segment))
+        lines.append(_draw_row(f"step {step}", held, arrived))
+    width = len(lines[0].split("  [")[1]) + 3
+    heads = [f"rank {rank}".ljust(width) for rank in range(size)]
+    return "\n".join([(" " * 9 + "".join(heads)).rstrip(), *lines])
+
+
+def _draw_row(
+    name: str, held: Sequence[Sequence[frozenset[int]]], arrived: set[tuple[int, int]]
+) -> str:
+    cells = []
+    for rank, segments in enumerate(held):
+        texts = [
+            (">" if (rank, segment) in arrived else " ")
+            + "+".join(map(str, sorted(ranks))).ljust(2 * len(held) - 1)
+            for segment, ranks in enumerate(segments)
+        ]
+        cells.append("[" + " |".join(texts) + "]")
+    return name.ljust(7) + "  " + "  ".join(cells)
+
+
+def main() -> int:
+    """Print picture and table for the number of ranks in `sys.argv`."""
+    messages = trace_all_reduce(int(sys.argv[1]))
+    sys.stdout.write(f"```\n{draw_picture(messages)}\n```\n\n{draw_table(messages)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""`hvdtrain bench ring` on real workers: it runs, and measures what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launching import CONTROLLERS, horovodrun, hvdtrain, run
+
+PEERS = {"gloo": "torch.distributed", "mpi": "mpi4py Allreduce"}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_bench_ring(controller: str, tmp_path: Path) -> None:
+    """Fails if the bench breaks off, leaves out a contestant, or writes no JSON."""
+    target = tmp_path / "ring.json"
+    flags = ["--megabytes", "0.1", "--rounds", "2", "--steps", "2", "--json", str(target)]
+    finished = horovodrun(2, controller, hvdtrain("bench", "ring", *flags))
+    assert finished.exit_code == 0, finished.output
+    result = json.loads(target.read_text())
+    assert set(result["seconds_per_step"]) == {"our ring", PEERS[controller], "Horovod"}
+    assert all(len(times) == 2 for times in result["seconds_per_step"].values())
+    assert set(result["ratios"]) == {f"our speed / {PEERS[controller]}", "our speed / Horovod"}
+    assert result["megabytes"] == 0.1
+    assert "MB/s" in finished.output
+    assert "middle half" in finished.output
+
+
+def test_a_ring_of_one_is_refused() -> None:
+    """Fails if one process is measured against itself."""
+    finished = run(hvdtrain("bench", "ring"))
+    assert finished.exit_code == 2
+    assert "2 ranks or more" in finished.output

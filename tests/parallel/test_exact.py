@@ -1,0 +1,36 @@
+"""Horovod's results against their reproduction, bit for bit, on real workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.parallel.exact_checks import DTYPES
+from tests.parallel.launching import CONTROLLERS, horovodrun
+
+PINNED = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_horovods_sums_and_averages_in_every_bit(size: int, controller: str) -> None:
+    """Fails if any element of any case differs in a bit, or a wrong order passes for the right."""
+    command = [sys.executable, "-m", "tests.parallel.exact_checks"]
+    finished = horovodrun(size, controller, command, timeout_s=250, variables=PINNED)
+    assert finished.exit_code == 0, finished.output
+    lines = [json.loads(line) for line in re.findall(r'\{"order": .*\}', finished.output)]
+    right = [line for line in lines if not line["wrong_order"]]
+    wrong = [line for line in lines if line["wrong_order"]]
+    assert [line for line in right if line["differing"]] == []
+    assert {line["dtype"] for line in right} == set(DTYPES)
+    assert max(line["length"] for line in right) == 3_000_001
+    assert len(right) > 80
+    if size > 2:
+        assert wrong
+        assert all(line["differing"] for line in wrong)

@@ -1,0 +1,199 @@
+"""Known orders of summation, against sums written out by hand from the description of each.
+
+That Horovod really adds so is shown by tests/parallel/exact_checks.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hvdtrain.ring.orders import (
+    GLOO_RING,
+    OPEN_MPI_RING,
+    KnownOrder,
+    UnknownOrder,
+    differing_bits,
+    gloo_half_sum,
+    gloo_segments,
+    known_order,
+    recursive_doubling,
+    reproduce,
+    scale_as_horovod,
+)
+from hvdtrain.ring.transports.in_process import run_in_process
+from tests.rings import rank_data
+
+MIB = 1 << 20
+NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}
+PINNED = NO_FUSION | {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+}
+
+
+def reproduced(rows: list[np.ndarray], order: KnownOrder, op: str) -> list[np.ndarray]:
+    return run_in_process(len(rows), lambda t: reproduce(rows[t.rank], t, order, op))
+
+
+def gloo_block_of(index: int, length: int, itemsize: int, size: int) -> int:
+    """Written after allreduce.cc: which rank's block an element belongs to."""
+    total = length * itemsize
+    pieces = max(math.ceil(total / MIB), 2 * size)
+    pieces = math.ceil(pieces / size) * size
+    piece = math.ceil(math.ceil(total / pieces) / itemsize) * itemsize
+    return index * itemsize // piece // (pieces // size)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_gloos_order_element_by_element(size: int, dtype: type) -> None:
+    """Fails if a block, its direction or where its sum begins is another than Gloo's."""
+    itemsize = np.dtype(dtype).itemsize
+    for length in (0, 1, size, 2 * size + 1, 1009, 2 * size * MIB // itemsize + 1):
+        rows = [rank_data(rank, length, dtype) for rank in range(size)]
+        (result, *others) = reproduced(rows, GLOO_RING, "sum")
+        assert all(not differing_bits(other, result).any() for other in others)
+        for index in {*range(0, length, max(length // 97, 1)), length - 1} - {-1}:
+            block = gloo_block_of(index, length, itemsize, size)
+            value = rows[(block - 1) % size][index]
+            for step in range(2, size + 1):
+                value = value + rows[(block - step) % size][index]
+            assert result[index] == value, (length, index)
+
+
+def test_gloos_blocks_are_rounded_to_the_size_of_an_element() -> None:
+    """Fails if pieces are rounded up to 4 bytes for every type: 2 and 8 differ."""
+    lengths = {
+        itemsize: [part.stop - part.start for part in gloo_segments(13, itemsize, 3)]
+        for itemsize in (2, 4, 8)
+    }
+    # 13 elements in 6 pieces: 3 elements each for every size; not 4 for float16's 26 bytes.
+    assert all(sorted(parts) == [1, 6, 6] for parts in lengths.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 7])
+def test_open_mpis_order_element_by_element(size: int) -> None:
+    """Fails if block k is not summed from rank k rightwards, or the average is not a product."""
+    for length in (size, 4 * size + 3):
+        rows = [rank_data(rank, length, np.float32) for rank in range(size)]
+        result = reproduced(rows, OPEN_MPI_RING, "average")[0]
+        long_blocks, short = length % size, length // size
+        for index in range(length):
+            inside = index < long_blocks * (short + 1)
+            block = index // (short + 1) if inside else (index - long_blocks) // short
+            value = rows[block][index]
+            for step in range(1, size):
+                value = value + rows[(block + step) % size][index]
+            assert result[index] == value * np.float32(1 / size)
+
+
+def test_few_elements_are_doubled_recursively() -> None:
+    """Fails if the tree is another: 0+1, then 2 alone; or for 5, (0+1)+2 and 3+4."""
+    rows = [rank_data(rank, 2, np.float32) for rank in range(5)]
+    a, b, c, d, e = rows
+    assert not differing_bits(recursive_doubling(rows[:3]), (a + b) + c).any()
+    assert not differing_bits(recursive_doubling(rows[:4]), (a + b) + (c + d)).any()
+    expected = ((a + b) + c) + (d + e)
+    assert not differing_bits(recursive_doubling(rows), expected).any()
+    for result in reproduced(rows, OPEN_MPI_RING, "sum"):
+        assert not differing_bits(result, expected).any()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_orders_differ_where_three_terms_meet(size: int) -> None:
+    """Fails if the two orders give the same bits everywhere, so that neither is shown."""
+    rows = [rank_data(rank, 1009, np.float32) for rank in range(size)]
+    one, other = (reproduced(rows, order, "sum")[0] for order in (GLOO_RING, OPEN_MPI_RING))
+    assert differing_bits(one, other).sum() > 100
+
+
+@pytest.mark.parametrize(
+    ("own", "arrived", "total"),
+    [(1, 15360, 1), (15360, 1, 15360), (2**-24, 1, 2**-24), (-0.0, 32768, -0.0), (1, 2, 3)],
+)
+def test_gloos_float16_loses_terms(own: float, arrived: float, total: float) -> None:
+    """Fails if the reproduction adds better than Gloo does, or loses more."""
+    result = np.empty(1, np.float16)
+    gloo_half_sum(np.array([own], np.float16), np.array([arrived], np.float16), out=result)
+    assert not differing_bits(result, np.array([total], np.float16)).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64"])
+def test_averages_are_products_with_a_rounded_reciprocal(dtype: str) -> None:
+    """Fails if the average is divided, or 1/N has another type than Horovod's."""
+    for size in range(1, 60):
+        totals = np.arange(-300, 300).astype(dtype)
+        actual = totals.copy()
+        scale_as_horovod(actual, size)
+        for total, result in zip(totals.tolist(), actual.tolist(), strict=True):
+            if dtype == "float64":
+                expected = total * (1 / size)
+            elif dtype.startswith("float"):
+                product = np.float32(total) * np.float32(1 / size)
+                expected = float(np.dtype(dtype).type(product))
+            else:
+                expected = int(total * (1 / size))
+            assert result == expected, (size, total)
+    lost = np.array([49])
+    scale_as_horovod(lost, 49)
+    assert lost[0] == 0  # as the documentation says
+
+
+@pytest.mark.parametrize(
+    ("controller", "size", "environment", "library", "order"),
+    [
+        ("gloo", 4, NO_FUSION, "", GLOO_RING),
+        ("gloo", 4, NO_FUSION | {"HOROVOD_CPU_OPERATIONS": "GLOO"}, "", GLOO_RING),
+        ("mpi", 2, NO_FUSION, "whatever", OPEN_MPI_RING),
+        ("mpi", 3, PINNED, "Open MPI v4.1.8", OPEN_MPI_RING),
+    ],
+)
+def test_known_orders(
+    controller: str, size: int, environment: dict, library: str, order: KnownOrder
+) -> None:
+    """Fails if an order that is known is refused, or taken for another."""
+    assert known_order(controller, size, environment, library) is order
+
+
+@pytest.mark.parametrize(
+    ("controller", "environment", "library", "text"),
+    [
+        ("gloo", {}, "", "HOROVOD_FUSION_THRESHOLD=0"),
+        ("gloo", NO_FUSION | {"HOROVOD_AUTOTUNE": "1"}, "", "HOROVOD_AUTOTUNE"),
+        ("gloo", NO_FUSION | {"HOROVOD_CPU_OPERATIONS": "ccl"}, "", "ccl"),
+        ("none", NO_FUSION, "", "none"),
+        ("mpi", NO_FUSION, "Open MPI v4.1.8", "algorithm=4"),
+        ("mpi", PINNED | {"OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}, "Open MPI", "=4"),
+        ("mpi", PINNED | {"OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, "Open MPI", "rules=1"),
+        ("mpi", PINNED | {"OMPI_MCA_coll_han_priority": "90"}, "Open MPI", "han_priority"),
+        ("mpi", PINNED, "MPICH Version: 4.2", "MPICH Version: 4.2 is not known"),
+    ],
+)
+def test_unknown_orders_are_refused(
+    controller: str, environment: dict, library: str, text: str
+) -> None:
+    """Fails if an order is claimed that nobody knows, or the remedy is not named."""
+    with pytest.raises(UnknownOrder, match=text):
+        known_order(controller, 3, environment, library)
+
+
+def test_only_sums_have_an_order() -> None:
+    """Fails if a maximum is reproduced: its NaNs depend on more than the order."""
+    with pytest.raises(ValueError, match="sum and average"):
+        run_in_process(2, lambda t: reproduce(np.ones(3), t, GLOO_RING, "max"))
+
+
+def test_bits_are_compared_not_values() -> None:
+    """Fails if zeros of different sign pass, or NaNs of different bits do not."""
+    actual = np.array([0.0, np.nan, 1.0, 1.0], np.float32)
+    expected = np.array([-0.0, -np.nan, 1.0, np.nextafter(np.float32(1), np.float32(2))])
+    assert differing_bits(actual, expected.astype(np.float32)).tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert differing_bits(np.array(1), np.array(1)).shape == ()
