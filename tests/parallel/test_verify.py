@@ -13,7 +13,7 @@ SMALL = ("--sizes", "0,4,4100")
 
 
 def verify(size: int, controller: str, *flags: str) -> Finished:
-    return horovodrun(size, controller, hvdtrain("verify", *flags))
+    return horovodrun(size, controller, hvdtrain("verify", *flags), timeout_s=240)
 
 
 def check_exit(finished: Finished, controller: str, exit_code: int) -> None:
@@ -58,7 +58,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("number", "fault"), enumerate(FAULTS), ids=FAULTS)
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS)), ids=FAULTS)
 def test_every_fault_is_noticed(number: int, fault: str) -> None:
     """Fails if a spoiled result passes, ends with another code, or is explained wrongly."""
     controller = CONTROLLERS[number % 2]
