@@ -172,6 +172,9 @@ class HorovodExchange:
             ) from error
 
     def close(self) -> None:
+        # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none
+        # may while another still uses it (to free the ring's communicator, say).
+        hvd.allreduce(torch.zeros(1), name="hvdtrain.close")
         hvd.shutdown()
 
     def abandon(self) -> None:

@@ -1,0 +1,111 @@
+"""`hvdtrain verify` on real workers: this installation is right, and every fault is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launching import CONTROLLERS, Finished, horovodrun, hvdtrain, run
+
+SMALL = ("--sizes", "0,4,4100")
+
+
+def verify(size: int, controller: str, *flags: str) -> Finished:
+    return horovodrun(size, controller, hvdtrain("verify", *flags), timeout_s=240)
+
+
+def check_exit(finished: Finished, controller: str, exit_code: int) -> None:
+    """MPI passes the workers' exit code on; under Gloo horovodrun gives 1, and prints theirs."""
+    assert finished.exit_code == (exit_code if controller == "mpi" else 1), finished.output
+    assert f"Exit code: {exit_code}" in finished.output.replace("Exit code:    ", "Exit code: ")
+    assert "cli/verify.py" not in finished.output  # no traceback through our code
+
+
+@pytest.mark.parametrize("flags", [SMALL, ()], ids=["small", "default"])
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_the_installation_is_right(controller: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Fails if a collective of this Horovod is wrong, or a row, case or the verdict is missing.
+
+    All sizes on 3 workers, small ones on 2: three terms do not commute.
+    """
+    size = 2 if flags else 3
+    finished = verify(size, controller, *flags, "--json", str(tmp_path / "verify.json"))
+    assert finished.exit_code == 0, finished.output
+    content = json.loads((tmp_path / "verify.json").read_text())
+    assert (content["workers"], content["controller"]) == (size, controller)
+    cases = content["cases"]
+    assert f"verify: {len(cases)} cases on {size} workers ({controller}): all right" in (
+        finished.output
+    )
+    assert len({(case["operation"], case["dtype"]) for case in cases}) == 40
+    assert finished.output.count("  right") == 40
+    assert all(case["ok"] and case["explanation"] is None for case in cases)
+    assert {case["submission"] for case in cases} == {"alone", "together", "grouped"}
+    largest = max(case["bytes"] for case in cases if case["submission"] == "alone")
+    assert largest == (4100 + 4 if flags else 4 << 20)
+
+
+FAULTS = {
+    "bitflip": "rank {} differs from the others: suspect delivery",
+    "drop-rank": "all 3 ranks agree on the wrong value: suspect the reduction",
+    "sum-for-mean": "all 3 ranks agree on the wrong value: suspect the reduction",
+    "swap-results": "all 3 ranks agree on the wrong value: suspect the reduction",
+    "stale": "all 3 ranks agree on the wrong value: suspect the reduction",
+    "nan": "all 3 ranks agree on the wrong value: suspect the reduction",
+    "half-precision": "all 3 ranks agree on the wrong value: suspect the reduction",
+}
+
+
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS)), ids=FAULTS)
+def test_every_fault_is_noticed(number: int, fault: str) -> None:
+    """Fails if a spoiled result passes, ends with another code, or is explained wrongly."""
+    controller = CONTROLLERS[number % 2]
+    flags = ["--ops", "allreduce-average", "--dtypes", "float32", *SMALL]
+    finished = verify(3, controller, *flags, "--inject", fault)
+    check_exit(finished, controller, 17)
+    assert finished.output.count("verify: wrong result: allreduce-average float32, ") == 1
+    assert any(FAULTS[fault].format(rank) in finished.output for rank in range(3)), finished.output
+    assert f"{fault} was injected in " in finished.output
+
+
+def test_a_fault_that_changes_nothing() -> None:
+    """Fails if an injection that never happened counts as found, or as an installation in order."""
+    finished = verify(2, "mpi", "--ops", "broadcast", *SMALL, "--inject", "sum-for-mean")
+    check_exit(finished, "mpi", 1)
+    assert finished.output.count("sum-for-mean was not injected: it changes nothing") == 1
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_bad_input(controller: str, tmp_path: Path) -> None:
+    """Fails if not every problem is told at once, before any work, by rank 0 alone."""
+    flags = ["--ops=sum", "--dtypes=bfloat16", "--sizes=4X", "--inject=fire", "--seed=-1", "--ful"]
+    finished = verify(2, controller, *flags)
+    check_exit(finished, controller, 2)
+    for text in (
+        "--ful: no such flag",
+        "--ops=sum: unknown; choose from allreduce-sum, ",
+        "--dtypes=bfloat16: unknown; choose from float16, ",
+        "--sizes=4X: bytes from 0 to 1G were expected",
+        "--inject=fire: unknown; choose from bitflip, ",
+        "--seed=-1: must be at least 0",
+    ):
+        assert finished.output.count(text) == 1, finished.output
+    assert finished.output.count("hvdtrain: error") == 1, finished.output
+
+
+def test_a_json_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Fails if that is noticed only after the work."""
+    finished = verify(2, "mpi", "--json", str(tmp_path / "nowhere" / "x.json"))
+    check_exit(finished, "mpi", 2)
+    assert "x.json: cannot be written" in finished.output
+    assert "allreduce-sum" not in finished.output
+
+
+def test_alone() -> None:
+    """Fails if a single process does anything but say how to start several."""
+    finished = run(hvdtrain("verify"))
+    assert finished.exit_code == 2
+    assert "start two or more, as in `horovodrun -np 2 --gloo hvdtrain verify`" in finished.output
+    assert len(finished.output.splitlines()) == 1
