@@ -23,8 +23,9 @@ def check_exit(finished: Finished, controller: str, exit_code: int) -> None:
     assert "cli/verify.py" not in finished.output  # no traceback through our code
 
 
-@pytest.mark.parametrize("flags", [SMALL, ()], ids=["small", "default"])
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize(
+    ("flags", "controller"), [(SMALL, "mpi"), ((), "gloo")], ids=["small", "default"]
+)
 def test_the_installation_is_right(controller: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Fails if a collective of this Horovod is wrong, or a row, case or the verdict is missing.
 
@@ -77,9 +78,9 @@ def test_a_fault_that_changes_nothing() -> None:
     assert finished.output.count("sum-for-mean was not injected: it changes nothing") == 1
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_bad_input(controller: str, tmp_path: Path) -> None:
+def test_bad_input() -> None:
     """Fails if not every problem is told at once, before any work, by rank 0 alone."""
+    controller = "mpi"
     flags = ["--ops=sum", "--dtypes=bfloat16", "--sizes=4X", "--inject=fire", "--seed=-1", "--ful"]
     finished = verify(2, controller, *flags)
     check_exit(finished, controller, 2)
