@@ -38,13 +38,14 @@ MOST_BYTES = 1 << 30
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 DESCRIPTION = """\
-Prove this installation's collectives: every operation, dtype, size and way of submission against a
-ring all-reduce in plain Python, which shares no code with Horovod.
+Prove this installation's collectives: operations by dtypes, sizes and ways of submission, against
+a ring in plain Python, which shares no code with Horovod.
 
-A result must lie within the proven rounding bound (integers, min, max, and what is only carried:
-be equal), hold the same bits on every rank, and, where nothing lets the order of summation change,
-hold them again in every run. Values differ by rank and position; special ones are subnormal,
-infinite, not a number, cancelling or overflowing.
+A result must lie within the proven rounding bound (an average of integers: within one, as its
+fraction is cut off; other integers, min, max, and what is only carried: be equal), hold the same
+bits on every rank, and, where nothing lets the order of summation change, hold them again in every
+run. Values differ by rank and position; special ones are subnormal, infinite, not a number,
+cancelling or overflowing.
 
 busbw is that of nccl-tests, for the largest size: the buffer's bytes by the slowest rank's time
 (median of 3), by 2(N-1)/N for allreduce, (N-1)/N for allgather and reducescatter, 1 for broadcast.
