@@ -35,7 +35,9 @@ RATIOS = {
 }
 
 
-@pytest.mark.parametrize(("bench", "controller"), zip(RATIOS, ("gloo", "mpi", "gloo"), strict=True))
+@pytest.mark.parametrize(
+    ("bench", "controller"), list(zip(RATIOS, ("gloo", "mpi", "gloo"), strict=True))
+)
 def test_bench_of_steps(bench: str, controller: str, tmp_path: Path) -> None:
     """Fails if a bench breaks off, or leaves out what it is to compare."""
     target = tmp_path / "bench.json"

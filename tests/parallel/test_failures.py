@@ -44,7 +44,7 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize(("name", "controller"), zip(BAD_INPUT, 3 * CONTROLLERS, strict=True))
+@pytest.mark.parametrize(("name", "controller"), list(zip(BAD_INPUT, 3 * CONTROLLERS, strict=True)))
 def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     """Fails on a traceback, a repeated or missing message, a wrong code, or a folder made."""
     flags, expected = BAD_INPUT[name]
