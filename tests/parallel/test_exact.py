@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.parallel.exact_checks import DTYPES
-from tests.parallel.launching import CONTROLLERS, horovodrun
+from tests.parallel.launching import horovodrun
 
 PINNED = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
@@ -17,8 +17,7 @@ PINNED = {
 }
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "controller"), [(2, "mpi"), (3, "gloo"), (4, "gloo"), (4, "mpi")])
 def test_horovods_sums_and_averages_in_every_bit(size: int, controller: str) -> None:
     """Fails if any element of any case differs in a bit, or a wrong order passes for the right."""
     command = [sys.executable, "-m", "tests.parallel.exact_checks"]
