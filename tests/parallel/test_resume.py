@@ -30,10 +30,14 @@ def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
     assert finished.output.count("cut: SIG") >= cuts, finished.output
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize(
-    ("number", "before", "after"),
-    [(signal.SIGTERM, 3, 2), (signal.SIGUSR1, 2, 3), (signal.SIGINT, 2, 2)],
+    ("number", "before", "after", "controller"),
+    [
+        (signal.SIGTERM, 3, 2, "gloo"),
+        (signal.SIGTERM, 2, 2, "mpi"),
+        (signal.SIGUSR1, 2, 3, "mpi"),
+        (signal.SIGINT, 2, 2, "gloo"),
+    ],
 )
 def test_stopped_and_resumed_at_another_n(
     number: signal.Signals, before: int, after: int, controller: str, tmp_path: Path

@@ -56,10 +56,10 @@ def test_n_workers_learn_what_one_does(size: int, controller: str, alone, tmp_pa
 @pytest.mark.parametrize(
     ("case", "size", "controller"),
     [
-        ("mlp batch 100 accumulation 3", 3, "mpi"),
+        ("lenet batch 100 accumulation 3", 3, "mpi"),
         ("lenet rank weights, one of them 0", 4, "gloo"),
         ("lenet adamw, clipping, average of weights", 2, "mpi"),
-        ("resnet sync-bn", 3, "gloo"),
+        ("resnet sync-bn", 2, "gloo"),
         ("lenet float32, 10 steps", 4, "mpi"),
     ],
 )

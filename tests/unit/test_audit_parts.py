@@ -13,7 +13,7 @@ LENGTHS = {
     "none": [],
     "empty": [0, 0],
     "one": [1],
-    "long": [3 * BLOCK_ELEMENTS + 5, 7],
+    "long": [BLOCK_ELEMENTS + 5, 7],
 }
 
 
