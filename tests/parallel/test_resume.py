@@ -18,7 +18,7 @@ SHORT = [LOGGING, "--epochs=2", "--global-batch-size=100", "--lr=0.1", "--resume
 
 
 @pytest.mark.parametrize(
-    ("size", "controller", "cuts"), [(1, "gloo", 2), (2, "gloo", 3), (3, "mpi", 2)]
+    ("size", "controller", "cuts"), [(1, "gloo", 2), (2, "gloo", 2), (3, "mpi", 2)]
 )
 def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
     """Fails if a run that workers were killed or stopped in ends with other parameters."""

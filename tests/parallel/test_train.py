@@ -57,16 +57,16 @@ def test_n_workers_learn_what_one_does(size: int, controller: str, alone, tmp_pa
     ("case", "size", "controller"),
     [
         ("lenet batch 100 accumulation 3", 3, "mpi"),
-        ("lenet rank weights, one of them 0", 4, "gloo"),
+        ("lenet rank weights, one of them 0", 3, "gloo"),
         ("lenet adamw, clipping, average of weights", 2, "mpi"),
-        ("resnet sync-bn", 2, "gloo"),
         ("lenet float32, 10 steps", 4, "mpi"),
     ],
 )
 def test_features_do_not_depend_on_n(case: str, size: int, controller: str, tmp_path: Path) -> None:
-    """Fails if accumulation, weights, clipping, averages or batch norm make N matter.
+    """Fails if accumulation, weights, clipping or averages make N matter.
 
-    A few of the campaign's cases; `python -m tests.campaigns.agreement` runs them all.
+    A few of the campaign's cases; `python -m tests.campaigns.agreement` runs them all. (Batch norm
+    over ranks is in `checks.py`.)
     """
     assert differences(case, size, controller, tmp_path) <= CASES[case][1]
 
