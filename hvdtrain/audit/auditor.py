@@ -53,8 +53,8 @@ class Check(Protocol):
     """How a block of reduced gradients is judged."""
 
     @property
-    def working_dtype(self) -> torch.dtype | None:
-        """Of the local gradients that it is given; None: the block's own."""
+    def whole_parameters(self) -> bool:
+        """Whether a block must be one parameter, and all of it."""
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
@@ -89,10 +89,9 @@ class Auditor:
         self._every = every
         self._on_record = on_record
         self._check = check or BoundCheck(transport)
-        whole_parameters = self._check.working_dtype is None
         lengths = [parameter.numel() for parameter in self._parameters]
-        self._parts = Parts(lengths, parts, seed, whole_parameters)
-        self._block_elements = 0 if whole_parameters else BLOCK_ELEMENTS
+        self._parts = Parts(lengths, parts, seed, self._check.whole_parameters)
+        self._block_elements = 0 if self._check.whole_parameters else BLOCK_ELEMENTS
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
         self._blocks: list[Block] = []
@@ -119,7 +118,7 @@ class Auditor:
         for block in self._blocks:
             reduced = reduced_values(block, self._parameters)
             digests.append(digest(reduced))
-            found = self._check.worst(block, self._local_of(block), reduced, whole=False)
+            found = self._check.worst(block, local_values(block, self._local), reduced, whole=False)
             own = max(own, found, key=lambda finding: finding.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
         # twice a step averages what is averaged already: there is nothing to compare it with.
@@ -144,13 +143,10 @@ class Auditor:
         self._local.end()
         self._transport.close()
 
-    def _local_of(self, block: Block) -> torch.Tensor:
-        return local_values(block, self._local, self._check.working_dtype or block.dtype)
-
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
         """Collective: look at one block as a whole, on every rank, and raise AuditMismatch."""
         reduced = reduced_values(block, self._parameters)
-        own = self._check.worst(block, self._local_of(block), reduced, whole=True)
+        own = self._check.worst(block, local_values(block, self._local), reduced, whole=True)
         findings, _ = tell_all(own, [], self._transport)
         groups = group(digests, findings)
         differences = first_differences(reduced, groups, self._transport)

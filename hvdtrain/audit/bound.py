@@ -6,13 +6,10 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvdtrain.audit.findings import NOTHING, Block, Finding
 from hvdtrain.ring import Transport, all_gather, average_error_bound, reduce_scatter, split_evenly
-from hvdtrain.ring.bound import error_over_bound, may_overflow
-
-Floats = NDArray[np.float64]
+from hvdtrain.ring.bound import Floats, error_over_bound, may_overflow
 
 
 class BoundCheck:
@@ -23,7 +20,7 @@ class BoundCheck:
     that is every element once.
     """
 
-    working_dtype = torch.float64
+    whole_parameters = False
 
     def __init__(self, transport: Transport, compression: str = "none") -> None:
         """`compression`: none or fp16, the type in which gradients travel."""
@@ -35,9 +32,9 @@ class BoundCheck:
     ) -> Finding:
         """Collective: the element of this rank's segment, or of the `whole` block, furthest out.
 
-        `local`: float64; `reduced`: in the block's dtype; both of shape (block.length,).
+        `local`, `reduced`: in the block's dtype, of shape (block.length,).
         """
-        own, sums, magnitudes = self._summed(local.numpy(), whole)
+        own, sums, magnitudes = self._summed(local.double().numpy(), whole)
         if own.start == own.stop:
             return NOTHING
         size = self._transport.size

@@ -15,7 +15,7 @@ from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 class ExactCheck:
     """Forms each average again in the exchange's own order, so that no bit may differ."""
 
-    working_dtype = None  # the block's own
+    whole_parameters = True  # the order of summation depends on where one begins and ends
 
     def __init__(self, transport: Transport, order: KnownOrder, compression: str = "none") -> None:
         """`compression`: none or fp16, the type in which gradients travel."""
@@ -28,7 +28,7 @@ class ExactCheck:
     ) -> Finding:
         """Collective: the differing element with the largest error, on this rank.
 
-        `local`, `reduced`: one parameter, as the order depends on where it begins and ends.
+        `local`, `reduced`: of one parameter, in its dtype.
         """
         terms = local.to(torch.float16) if self._compressed else local
         averages = reproduce(terms.numpy(), self._transport, self._order)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.audit.capture import LocalGradients, flattened
 from hvdtrain.audit.parts import Piece
-from hvdtrain.ring import Transport, all_reduce
+from hvdtrain.ring import Transport, gather
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def make_blocks(
     ]
 
 
-def local_values(block: Block, local: LocalGradients, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's own gradients of a block, on the CPU; zero where it had none."""
-    values = torch.zeros(block.length, dtype=dtype)
+def local_values(block: Block, local: LocalGradients) -> torch.Tensor:
+    """This rank's own gradients of a block, in their dtype, on the CPU; zero where it had none."""
+    values = torch.zeros(block.length, dtype=block.dtype)
     start = 0
     for piece in block.pieces:
         stop = start + piece.stop - piece.start
@@ -117,13 +117,9 @@ def tell_all(
 ) -> tuple[list[Finding], NDArray[np.float64]]:
     """Collective: every rank's finding, and its `further` numbers, shape (ranks, numbers).
 
-    It goes over the ring itself: adding zeros changes no value, so the sum of the ranks' tables is
-    the whole table. A CRC-32 is exact in float64.
+    It goes over the ring itself. A CRC-32 is exact in float64.
     """
-    fields = [*astuple(own), *further]
-    table = np.zeros((transport.size, len(fields)))
-    table[transport.rank] = fields
-    table = all_reduce(table, transport, out=table)
+    table = gather(np.array([*astuple(own), *further], np.float64), transport)
     width = len(astuple(NOTHING))
     findings = [
         Finding(row[0], int(row[1]), int(row[2]), int(row[3]), *row[4:])

@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.audit.findings import Finding, bits
 from hvdtrain.errors import name_ranks
-from hvdtrain.ring import Transport, all_reduce, broadcast
+from hvdtrain.ring import Transport, broadcast, gather
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -44,15 +44,15 @@ def first_differences(
     own = bits(reduced)
     theirs = own.copy()
     broadcast(theirs.reshape(-1), transport, groups.trusted[0])
-    table = np.zeros((transport.size, 4))
+    found = np.zeros(4)
     wrong = np.flatnonzero((own != theirs).any(axis=1))
     if wrong.size:
         place = int(wrong[0])
         trusted_values = torch.from_numpy(theirs.reshape(-1)).view(reduced.dtype)
         values = [float(v[place].double()) for v in (reduced, trusted_values)]
-        table[transport.rank] = [1, place, *values]
-    table = all_reduce(table, transport, out=table)
-    return [(int(row[1]), row[2], row[3]) if row[0] else None for row in table.tolist()]
+        found[:] = [1, place, *values]
+    rows = gather(found, transport).tolist()
+    return [(int(row[1]), row[2], row[3]) if row[0] else None for row in rows]
 
 
 def headline(step: int, findings: Sequence[Finding]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from hvdtrain.audit import Auditor
 from hvdtrain.bench.jobs import describe, make_job, our_step
@@ -38,15 +38,4 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
 
 def _spread_out(every_step: Ratio) -> Ratio:
     """The ratio if only one step in RARELY bears the cost: better known so than measured."""
-    return Ratio(
-        *(
-            1 + (value - 1) / RARELY
-            for value in (
-                every_step.median,
-                every_step.lowest,
-                every_step.lower_quartile,
-                every_step.upper_quartile,
-                every_step.highest,
-            )
-        )
-    )
+    return Ratio(*(1 + (value - 1) / RARELY for value in astuple(every_step)))

@@ -43,6 +43,7 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
         torch.from_numpy(values), "hvdtrain.bench.sum"
     )().numpy()
     length = max(int(options.megabytes * 1e6) // np.dtype(DTYPE).itemsize, 1)
+    megabytes = length * np.dtype(DTYPE).itemsize / 1e6
     for name, sum_over_ranks in sums.items():
         _check(name, sum_over_ranks, length, exchange)
     contestants = {name: _repeated(sum_over_ranks, length) for name, sum_over_ranks in sums.items()}
@@ -51,10 +52,10 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     if peer == GLOO:
         distributed.destroy_process_group()
     return Measured(
-        what=f"sum of {length * np.dtype(DTYPE).itemsize / 1e6:g} MB of float32",
+        what=f"sum of {megabytes:g} MB of float32",
         seconds=seconds,
         ratios={f"our speed / {name}": ratio(seconds, name, OURS) for name in sums if name != OURS},
-        megabytes=length * np.dtype(DTYPE).itemsize / 1e6,
+        megabytes=megabytes,
     )
 
 

@@ -11,37 +11,47 @@ from hvdtrain.cli.report import NoReport, Report
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.training import Job
 
 
-def refuse_unknown_order(config: TrainConfig, job: Job, exchange: Exchange) -> None:
-    """Raises UsageError when bits are to be equal that nobody can foretell."""
-    if config.check.audit != "exact" or config.check.audit_every == 0 or exchange.size == 1:
-        return
+def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
+    """The order of summation that an exact audit needs; None where no audit is to be exact.
+
+    Raises UsageError when bits are to be equal that nobody can foretell.
+    """
+    if config.check.audit != "exact" or not _has_audits(config, exchange):
+        return None
     if job.device.type != "cpu":
         raise UsageError(
             f"--audit=exact: the order of summation on {job.device} is not known: use --audit bound"
         )
-    exchange.summation_order()
+    return exchange.summation_order()
 
 
 def make_audit(
-    config: TrainConfig, job: Job, exchange: Exchange, report: Report | NoReport
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    order: KnownOrder | None,
+    report: Report | NoReport,
 ) -> Auditor | NoAudit:
-    """Collective: connect the ring, where there is something to audit."""
-    settings, compression = config.check, config.precision.compression
-    if settings.audit_every == 0 or exchange.size == 1:
+    """Collective: connect the ring, where there is something to audit; exactly, with an `order`."""
+    if not _has_audits(config, exchange):
         return NoAudit()
+    settings, compression = config.check, config.precision.compression
     ring = exchange.ring()
     return Auditor(
         job.model,
         ring,
         settings.audit_every,
         report.audited,
-        ExactCheck(ring, exchange.summation_order(), compression)
-        if settings.audit == "exact"
-        else BoundCheck(ring, compression),
+        ExactCheck(ring, order, compression) if order else BoundCheck(ring, compression),
         settings.audit_parts,
         config.run.seed,
         evidence=Path(config.run.output) / config.experiment / "audit",
     )
+
+
+def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
+    return config.check.audit_every > 0 and exchange.size > 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.auditing import make_audit, refuse_unknown_order
+from hvdtrain.cli.auditing import find_order, make_audit
 from hvdtrain.cli.console import header, verdict
 from hvdtrain.cli.failure import leave_at_once, tell
 from hvdtrain.cli.keeper import RunKeeper
@@ -21,6 +21,7 @@ from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.log import say
 from hvdtrain.loop_state import restore
 from hvdtrain.metering import Meter
+from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, Position, train
@@ -59,11 +60,12 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
     job = agree(exchange, "prepare", lambda: prepare(config, batch_size, exchange, topology))
-    agree(exchange, "audit", lambda: refuse_unknown_order(config, job, exchange))
+    order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found))
     try:
         with exchange.peer_failures():
-            _train(config, job, resumed.state if resumed else None, exchange, report, signals)
+            state = resumed.state if resumed else None
+            _train(config, job, state, exchange, order, report, signals)
     except BaseException as error:
         signals.ignore()  # the summary is being written
         report.fail(error)
@@ -77,6 +79,7 @@ def _train(
     job: Job,
     state: dict[str, Any] | None,
     exchange: Exchange,
+    order: KnownOrder | None,
     report: Report | NoReport,
     signals: StopSignals,
 ) -> None:
@@ -88,7 +91,7 @@ def _train(
     position, meter = Position(), Meter(exchange, job.sampler.samples)
     if state:
         restore(state, job, position, meter, exchange)
-    audit = make_audit(config, job, exchange, report)
+    audit = make_audit(config, job, exchange, order, report)
 
     def give_up(error: Stopped) -> None:
         report.fail(error)

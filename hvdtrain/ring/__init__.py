@@ -33,7 +33,7 @@ workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124.
 This package knows NumPy only; neither torch nor Horovod: that independence is its worth.
 """
 
-from hvdtrain.ring.algorithm import all_gather, all_reduce, broadcast, reduce_scatter
+from hvdtrain.ring.algorithm import all_gather, all_reduce, broadcast, gather, reduce_scatter
 from hvdtrain.ring.bound import average_error_bound, gamma
 from hvdtrain.ring.segments import split_evenly
 from hvdtrain.ring.transports import Transport
@@ -45,6 +45,7 @@ __all__ = [
     "average_error_bound",
     "broadcast",
     "gamma",
+    "gather",
     "reduce_scatter",
     "split_evenly",
 ]

@@ -190,6 +190,22 @@ def all_gather(
     run_exchanges(all_gather_exchanges(buffer, segments, position), transport, backwards)
 
 
+def gather(values: Array, transport: Transport) -> Array:
+    """Collective: every rank's `values` in rank order, shape (ranks, elements), on every rank.
+
+    `values`: one-dimensional, of the same length and any one dtype on every rank; not changed, and
+    no bit of it is.
+    """
+    size, length = transport.size, values.size
+    table = np.empty((size, length), values.dtype)
+    table[transport.rank] = values
+    # An all-gather begins with position p holding segment p + 1.
+    rows = [(position - 1) % size for position in range(size)]
+    segments = [slice(row * length, (row + 1) * length) for row in rows]
+    all_gather(table.reshape(-1), segments, transport)
+    return table
+
+
 def broadcast(buffer: Array, transport: Transport, root: int = 0) -> None:
     """Collective: every rank's `buffer` becomes that of rank `root`, in place.
 

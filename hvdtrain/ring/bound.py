@@ -50,13 +50,31 @@ def average_error_bound(
     is an absolute term for underflow: each operation may flush a subnormal result to zero (in
     float16, which is computed by way of float32, it only loses what is below the smallest one).
     """
-    additions = ranks - 1
-    path = gamma(additions + AVERAGE_ROUNDINGS + further_scalings, dtype)
+    scalings = 1 + further_scalings
+    roundings = ranks - 1 + AVERAGE_ROUNDINGS + further_scalings
+    return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, scalings, divisor=ranks)
+
+
+def sum_error_bound(
+    sum_of_magnitudes: NDArray[np.float64], ranks: int, dtype: DTypeLike
+) -> NDArray[np.float64]:
+    """As `average_error_bound`, for a sum: N - 1 additions, and no scaling."""
+    return _error_bound(sum_of_magnitudes, ranks, dtype, ranks - 1, scalings=0, divisor=1)
+
+
+def _error_bound(
+    sum_of_magnitudes: NDArray[np.float64],
+    ranks: int,
+    dtype: DTypeLike,
+    roundings: int,
+    scalings: int,
+    divisor: int,
+) -> NDArray[np.float64]:
+    """`roundings`: that a term can meet on its path; `divisor`: of sum and magnitudes."""
     # The reference adds N terms and divides once; its magnitudes are themselves rounded sums.
-    reference = gamma(2 * ranks, REFERENCE_DTYPE)
-    operations = additions + 1 + further_scalings
-    underflow = operations * _largest_underflow(np.finfo(dtype))
-    bound: NDArray[np.float64] = sum_of_magnitudes * ((path + reference) / ranks) + underflow
+    relative = gamma(roundings, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
+    underflow = (ranks - 1 + scalings) * _largest_underflow(np.finfo(dtype))
+    bound: NDArray[np.float64] = sum_of_magnitudes * (relative / divisor) + underflow
     return bound
 
 

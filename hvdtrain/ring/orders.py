@@ -35,8 +35,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.ring.algorithm import (
-    all_gather_exchanges,
     all_reduce_exchanges,
+    gather,
     position_of,
     run_exchanges,
 )
@@ -177,7 +177,7 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
 
     with np.errstate(all="ignore"):
         if order.few and source.size < size:
-            result[:] = order.few(_gather_all(source, transport))
+            result[:] = order.few(list(gather(source, transport)))
             scale(result)
         else:
             half = source.dtype == np.float16
@@ -216,18 +216,6 @@ def differing_bits(actual: Array, expected: Array) -> Array:
     if np.issubdtype(expected.dtype, np.floating):
         differ &= ~np.atleast_1d(np.isnan(actual) & np.isnan(expected))
     return np.asarray(differ).reshape(expected.shape)
-
-
-def _gather_all(source: Array, transport: Transport) -> list[Array]:
-    """Collective: every rank's values, in rank order."""
-    size, length = transport.size, source.size
-    table = np.empty((size, length), source.dtype)
-    table[transport.rank] = source
-    # An all-gather begins with position p holding segment p + 1.
-    rows = [(position - 1) % size for position in range(size)]
-    segments = [slice(row * length, (row + 1) * length) for row in rows]
-    run_exchanges(all_gather_exchanges(table.reshape(-1), segments, transport.rank), transport)
-    return list(table)
 
 
 def _divide_up(value: int, by: int) -> int:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from hvdtrain.ring.operations import Array
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 SMALL_BYTES = 1 << 17  # what is submitted together is no longer than this

@@ -23,8 +23,14 @@ from hvdtrain.ring import (
     gamma,
     split_evenly,
 )
-from hvdtrain.ring.bound import REFERENCE_DTYPE, error_over_bound, may_overflow
-from hvdtrain.verify.cases import Array, Case
+from hvdtrain.ring.bound import (
+    REFERENCE_DTYPE,
+    error_over_bound,
+    may_overflow,
+    sum_error_bound,
+)
+from hvdtrain.ring.operations import Array
+from hvdtrain.verify.cases import Case
 
 CHUNK = 1 << 18  # elements that are compared at a time, to need little memory
 BITS = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -120,21 +126,6 @@ def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expect
         bound = average_error_bound(magnitudes, size, own.dtype)
         return Expected(start, total / size, bound, overflow)
     return Expected(start, total, sum_error_bound(magnitudes, size, own.dtype), overflow)
-
-
-def sum_error_bound(
-    magnitudes: NDArray[np.float64], ranks: int, dtype: np.dtype[Any]
-) -> NDArray[np.float64]:
-    """As `average_error_bound`, for a sum: N - 1 additions, and no scaling.
-
-    An addition cannot underflow but by flushing a subnormal result to zero.
-    """
-    numbers = np.finfo(dtype)
-    additions = ranks - 1
-    flushed = numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny
-    relative = gamma(additions, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
-    bound: NDArray[np.float64] = magnitudes * relative + additions * float(flushed)
-    return bound
 
 
 def _within(expected: Expected, share: slice) -> Expected:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.ring import Transport, all_reduce, broadcast
-from hvdtrain.verify.cases import Array, Case, make_values
+from hvdtrain.ring import Transport, all_reduce, broadcast, gather
+from hvdtrain.ring.operations import Array
+from hvdtrain.verify.cases import Case, make_values
 from hvdtrain.verify.collectives import Runner
 from hvdtrain.verify.reference import CHUNK, Finding, worst_of
 
@@ -189,18 +190,12 @@ def _gather(told: Told, transport: Transport) -> list[Told]:
 
 
 def _gather_texts(text: str, transport: Transport) -> list[str]:
-    """Collective: adding zeros changes nothing, so a sum of rows makes the whole table."""
-    encoded = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    lengths = np.zeros(transport.size, np.int64)
-    lengths[transport.rank] = len(encoded)
-    lengths = all_reduce(lengths, transport)
-    table = np.zeros((transport.size, int(lengths.max())), np.int32)
-    table[transport.rank, : len(encoded)] = encoded
-    table = all_reduce(table, transport)
-    return [
-        row[:length].astype(np.uint8).tobytes().decode()
-        for row, length in zip(table, lengths, strict=True)
-    ]
+    """Collective: every rank's text, in rank order."""
+    encoded = text.encode()
+    lengths = gather(np.array([len(encoded)]), transport)[:, 0]
+    padded = np.frombuffer(encoded.ljust(int(lengths.max()), b"\0"), np.uint8)
+    rows = gather(padded, transport)
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _read(text: str) -> Told:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from hvdtrain.ring import Transport, all_gather, all_reduce, broadcast, reduce_scatter
+from hvdtrain.ring import Transport, all_gather, all_reduce, broadcast, gather, reduce_scatter
 from hvdtrain.ring import algorithm as ring_algorithm
 from hvdtrain.ring.bound import average_error_bound, error_over_bound, gamma, may_overflow
 from hvdtrain.ring.operations import DTYPES, OPERATIONS
@@ -299,3 +299,17 @@ def test_memory_beyond_the_input_is_a_segment_and_a_chunk(megabytes: int, in_pla
     tracemalloc.stop()
     segment = values.nbytes // Mirror.size
     assert segment // 2 < peak - before <= segment + ring_algorithm.CHUNK_BYTES + 20_000
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_gather_hands_over_every_bit(size: int, length: int) -> None:
+    """Fails if ranks are in another order, or a NaN's payload or a zero's sign is lost."""
+    bits = np.array([0x7FF8_0000_0000_0001, 1 << 63, 3, 0x7FF0_0000_0000_0000], np.uint64)
+
+    def work(transport: Transport) -> np.ndarray:
+        return gather((bits[:length] + np.uint64(transport.rank)).view(np.float64), transport)
+
+    expected = [(bits[:length] + np.uint64(rank)).tolist() for rank in range(size)]
+    for table in run_in_process(size, work):
+        assert table.view(np.uint64).tolist() == expected
