@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import numpy as np
 from mpi4py import MPI
 
+from hvdtrain.errors import TransportError
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.ring.transports.mpi import MpiTransport
 from tests.rings import lengths_for, rank_data
@@ -28,6 +30,28 @@ def check(transport: MpiTransport) -> None:
             assert (np.abs(result - wide.sum(axis=0)) <= allowed).all(), (size, length, dtype)
 
 
+def check_silence(world: MPI.Intracomm) -> None:
+    """Rank 1 keeps silent: rank 0 says so in time, and its memory is left alone afterwards."""
+    part = world.Split(color=0 if world.rank < 2 else 1, key=world.rank)
+    if world.rank < 2:
+        transport = MpiTransport(part, timeout_s=0.5)
+        incoming = np.zeros(10)
+        if world.rank == 0:
+            started = time.monotonic()
+            try:
+                transport.sendrecv(np.ones(10), incoming)
+                raise AssertionError("nobody has sent anything")
+            except TransportError as error:
+                assert "rank 1 was silent for 0.5 s" in str(error), error
+            assert time.monotonic() - started < 10
+        part.Barrier()
+        if world.rank == 1:
+            transport.sendrecv(np.ones(10), np.empty(10))
+        part.Barrier()
+        assert not incoming.any()
+    part.Free()
+
+
 def main() -> int:
     world = MPI.COMM_WORLD
     for size in range(1, world.size + 1):
@@ -41,6 +65,7 @@ def main() -> int:
         world.Barrier()
         if world.rank == 0:
             sys.stdout.write(f"ring of {size} over MPI is right\n")
+    check_silence(world)
     return 0
 
 
