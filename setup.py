@@ -22,7 +22,10 @@ setup(
     install_requires=[
         "torch>=2.13,<2.14",
         "torchvision>=0.28,<0.29",
+        "matplotlib>=3.9,<4",
         "numpy>=1.26,<3",
+        "pillow>=11,<14",
+        "jinja2>=3.1,<4",
         "pyyaml>=6,<7",
         "safetensors>=0.5,<1",
         "scikit-learn>=1.5,<2",
