@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,17 @@ class Checkpoints:
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def save(self, snapshot: Snapshot, is_best: bool) -> None:
+    def save(
+        self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
+    ) -> None:
         """Write in the background; waits only for the write before to end.
 
-        Raises TrainingError when that one failed.
+        `takeaway`: plain values for those who use the weights later. Raises TrainingError when
+        the write before failed.
         """
         self.wait()
         self._writing = threading.Thread(
-            target=self._write, args=(snapshot, is_best), name="checkpoint"
+            target=self._write, args=(snapshot, is_best, takeaway or {}), name="checkpoint"
         )
         self._writing.start()
 
@@ -83,10 +87,10 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
-    def _write(self, snapshot: Snapshot, is_best: bool) -> None:
+    def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
             self._remove_leftovers()  # of a save that was killed
-            final = _write_checkpoint(self.folder, snapshot)
+            final = _write_checkpoint(self.folder, snapshot, takeaway)
             _point(self.folder / "last", final.name)
             if is_best:
                 _point(self.folder / "best", final.name)
@@ -141,7 +145,21 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return result
 
 
-def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights of one checkpoint, verified, and what it tells those who use them.
+
+    Raises DamagedCheckpoint. The training state is not looked at, and may be gone.
+    """
+    manifest = _read_manifest(path)
+    if manifest["files"][MODEL_FILE] != _describe_or_nothing(path / MODEL_FILE):
+        raise DamagedCheckpoint(f"{path / MODEL_FILE} is not what was written (size or SHA-256)")
+    try:
+        return load_file(path / MODEL_FILE), manifest.get("takeaway", {})
+    except Exception as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, Any]) -> Path:
     final = folder / f"step-{snapshot.step:08d}"
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
@@ -151,6 +169,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     manifest: dict[str, Any] = {
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
+        "takeaway": dict(takeaway),
         "files": {name: _describe_or_nothing(partial / name) for name in (MODEL_FILE, STATE_FILE)},
     }
     manifest["manifest_sha256"] = _digest_of(manifest)

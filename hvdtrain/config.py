@@ -16,12 +16,16 @@ DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
 
 
-def flag(default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True) -> Any:
+def flag(
+    default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True, short: str = ""
+) -> Any:
     """A field that is also a command-line flag; `text` is its help.
 
-    `learns`: it decides what is learned, so a resumed run must have it as it was.
+    `learns`: it decides what is learned, so a resumed run must have it as it was. `short`: another
+    spelling of the flag.
     """
-    return field(default=default, metadata={"help": text, "choices": choices, "learns": learns})
+    metadata = {"help": text, "choices": choices, "learns": learns, "short": short}
+    return field(default=default, metadata=metadata)
 
 
 def _require(*checks: tuple[bool, str]) -> None:
@@ -64,7 +68,11 @@ def _is_file_name(text: str) -> bool:
 class ModelConfig:
     """Which network, in which floating-point type."""
 
+    task: str | None = flag(
+        None, "package.module:Class, derived from hvdtrain.Task, for anything but classification"
+    )
     model: str = flag("lenet", "lenet, mlp, or package.module:callable(input_shape, classes)")
+    num_classes: int | None = flag(None, "outputs of the model, if more than the data's classes")
     dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
     device: str = flag(
         "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False
@@ -73,25 +81,69 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(
             (bool(self.model), "--model is empty"),
+            (self.task != "", "--task is empty"),
+            _positive("num_classes", self.num_classes),
             *(_one_of(self, name) for name in ("dtype", "device")),
         )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which samples."""
+    """Which samples, and how they are read."""
 
-    data: str = flag("digits", "digits, fashion-mnist, or synthetic:SHAPE (synthetic:1x28x28)")
-    data_dir: str = flag("data", "folder of data sets that are read from files", learns=False)
-    hflip: float = flag(0.0, "probability of mirroring a training image")
-    crop_padding: int = flag(
-        0, "pixels put around a training image before its own size is cut out at random"
+    data: str = flag(
+        "digits",
+        "digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, valid/CLASS/*.jpg), "
+        "synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
     )
+    data_dir: str = flag("data", "folder of data sets that are read from files", learns=False)
+    data_placement: str = flag(
+        "shared",
+        "per-host: each host reads its own part ({host} in a path is the number of the host)",
+        ("shared", "per-host"),
+    )
+    valid_split: float | None = flag(
+        None, "part of a folder without train/ and valid/ that is for validation"
+    )
+    image_size: int | None = flag(
+        None, "height and width that images of folders get (default: 224, or as the model needs)"
+    )
+    hflip: float | None = flag(
+        None, "probability of mirroring a training image (default: as usual for the data)"
+    )
+    crop_padding: int | None = flag(
+        None, "pixels put around a training image before its own size is cut out at random"
+    )
+    crop_scale: float | None = flag(
+        None, "smallest part of a folder's training image that is cut out at random (default: .08)"
+    )
+    workers: int | None = flag(
+        None,
+        "processes that read ahead for each worker (default: its cores, at most 8; 0: none)",
+        learns=False,
+        short="-j",
+    )
+    skip_bad_samples: bool = flag(False, "leave out, and count, images that cannot be read")
 
     def __post_init__(self) -> None:
         _require(
-            (0 <= self.hflip <= 1, f"--hflip={self.hflip}: must be from 0 to 1"),
+            (bool(self.data), "--data is empty"),
+            _one_of(self, "data_placement"),
+            (
+                self.valid_split is None or 0 < self.valid_split < 1,
+                f"--valid-split={self.valid_split}: must be above 0 and below 1",
+            ),
+            _positive("image_size", self.image_size),
+            (
+                self.hflip is None or 0 <= self.hflip <= 1,
+                f"--hflip={self.hflip}: must be from 0 to 1",
+            ),
             _positive("crop_padding", self.crop_padding, zero=True),
+            (
+                self.crop_scale is None or 0 < self.crop_scale <= 1,
+                f"--crop-scale={self.crop_scale}: must be above 0, and at most 1",
+            ),
+            _positive("workers", self.workers, zero=True),
         )
 
 
@@ -258,7 +310,9 @@ class RunConfig:
     """Where the run is written, and what is reported."""
 
     output: str = flag("runs", "folder of runs", learns=False)
-    experiment: str | None = flag(None, "name of this run (default: MODEL-DATA)", learns=False)
+    experiment: str | None = flag(
+        None, "name of this run (default: MODEL-DATA, or TASK)", learns=False
+    )
     seed: int = flag(0, "seed of initial parameters, sample order and dropout")
     log_interval: int = flag(10, "steps between progress lines", learns=False)
     eval_interval: int = flag(
@@ -305,5 +359,5 @@ class TrainConfig:
         """The name of the run's folder."""
         if self.run.experiment is not None:
             return self.run.experiment
-        readable = f"{self.model.model}-{self.data.data}"
+        readable = self.model.task or f"{self.model.model}-{self.data.data}"
         return "".join(char if char.isalnum() or char in "-_." else "_" for char in readable)

@@ -1,4 +1,4 @@
-"""Loss, right answers and speed over all ranks, without waiting for them at each step.
+"""Loss, metrics and speed over all ranks, without waiting for them at each step.
 
 Each rank's sums of a step are added over ranks while training goes on, and read one step late
 (at the end of an interval or an epoch, and before a checkpoint, at once). What one rank meets, a
@@ -9,37 +9,83 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.tasks import Sums
 
 WARM_UP_STEPS = 5  # left out of the steady-state samples per second
+
+
+PHASES = ("data", "compute", "exchange", "update")
+LOSS, COUNT, NOT_FINITE, STOP, BAD = range(5)
+METRICS_FROM = 5 + len(PHASES)
+
+
+class PhaseClock:
+    """Where the time of steps goes, on this rank, as the host sees it."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """What has passed since the last lap belongs to no phase."""
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """What has passed since the last lap belongs to `phase`."""
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._last
+        self._last = now
+
+    def take(self) -> list[float]:
+        """Seconds of each phase since this was last called."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return list(seconds.values())
 
 
 class StepSums:
     """One rank's sums of one step, on their way over all ranks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, metrics: Sequence[str] = ()) -> None:
         """All zero: of a rank whose share is empty."""
-        # Loss, right answers, samples, losses not finite, requests to stop.
-        self.own = torch.zeros(5, dtype=torch.float64, device=device)
-        self.total: Callable[[], torch.Tensor] = lambda: self.own
+        # Loss; what it counts (samples, as a rule); losses not finite; requests to stop; samples
+        # that could not be read; seconds of each phase; metrics.
+        self.own = torch.zeros(METRICS_FROM + len(metrics), dtype=torch.float64, device=device)
+        self.gradient_norm: torch.Tensor | None = None  # of the average, at steps that are logged
+        self._metrics = tuple(metrics)
+        self._total: Callable[[], torch.Tensor] = lambda: self.own
+        self._arrived: torch.Tensor | None = None
 
-    def add(self, loss_sum: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch: a scalar; (samples, classes); (samples,)."""
-        correct = (scores.argmax(dim=1) == labels).sum()
-        parts = (loss_sum, correct, correct.new_tensor(len(labels)), ~loss_sum.isfinite())
-        self.own[:4] += torch.stack([part.double() for part in parts])
+    def add(self, sums: Sums, bad: int = 0) -> None:
+        """Add a batch."""
+        loss = sums.loss.detach()
+        metrics = [sums.metrics[name].detach() for name in self._metrics]
+        self.own[[LOSS, NOT_FINITE]] += torch.stack([loss.double(), (~loss.isfinite()).double()])
+        self.own[COUNT] += sums.samples
+        self.own[BAD] += bad
+        if metrics:
+            self.own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
 
-    def start(self, exchange: Exchange, step: int, stop_requested: bool) -> None:
+    def start(
+        self, exchange: Exchange, step: int, stop_requested: bool, phases_s: Sequence[float]
+    ) -> None:
         """Collective: begin adding over ranks. Two steps may be under way, so two names."""
-        self.own[4] = stop_requested
-        self.total = exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}")
+        self.own[STOP] = stop_requested
+        self.own[BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
+        self._total = exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}")
+
+    def total(self) -> torch.Tensor:
+        """Collective: the sums over all ranks, once they have arrived."""
+        if self._arrived is None:
+            self._arrived = self._total()
+        return self._arrived
 
 
 @dataclass(frozen=True)
@@ -51,8 +97,11 @@ class Totals:
     samples_seen: int
     samples: int
     loss: float
-    accuracy: float
+    metrics: dict[str, float]
     samples_per_s: float
+    phases_s: dict[str, float] = field(default_factory=dict)  # a step, mean over ranks
+    gradient_norm: float | None = None  # of the last step
+    bad_samples: int = 0  # so far, that could not be read
 
 
 @dataclass
@@ -60,49 +109,69 @@ class _Window:
     """Sums since the last reading."""
 
     loss_sum: float = 0.0
-    correct: float = 0.0
-    samples: float = 0.0
+    count: float = 0.0
+    metrics: list[float] = field(default_factory=list)
+    samples: int = 0
     seconds: float = 0.0
+    steps: int = 0
+    phases_s: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
 
-    def add(self, loss_sum: float, correct: float, samples: float) -> None:
-        self.loss_sum += loss_sum
-        self.correct += correct
+    def add(self, sums: list[float], samples: int, ranks: int) -> None:
+        self.loss_sum += sums[LOSS]
+        self.count += sums[COUNT]
+        self.metrics = _added(self.metrics, sums[METRICS_FROM:])
         self.samples += samples
+        self.steps += 1
+        means = [seconds / ranks for seconds in sums[BAD + 1 : METRICS_FROM]]
+        self.phases_s = _added(self.phases_s, means)
 
     @property
     def samples_per_s(self) -> float:
         return self.samples / self.seconds if self.seconds else math.nan
 
 
+def _added(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)
+
+
 class Meter:
     """Collects the sums of steps in order."""
 
-    def __init__(self, exchange: Exchange, samples_per_epoch: int) -> None:
+    def __init__(
+        self, exchange: Exchange, samples_per_epoch: int, metrics: Sequence[str] = ()
+    ) -> None:
+        """`metrics`: the names of the task's."""
+        self.clock = PhaseClock()
         self._exchange = exchange
         self._samples_per_epoch = samples_per_epoch
+        self._metrics = tuple(metrics)
         self._step = 0
         self._samples_seen = 0
+        self._bad_samples = 0
+        self._gradient_norm: torch.Tensor | float | None = None
         self._interval = _Window()
         self._epoch = _Window()
         self._all = _Window()
         self._steady = _Window()
         self._steps_here = 0
         self._started_s = 0.0
-        self._waiting: tuple[int, StepSums] | None = None
+        self._waiting: tuple[int, StepSums, int] | None = None
         self.stop_agreed = False
         self.last_epoch: Totals | None = None
 
     def begin_step(self) -> None:
         """Start the clock of a step; what lies between steps is not counted."""
         self._started_s = time.perf_counter()
+        self.clock.restart()
 
-    def end_step(self, sums: StepSums, step: int) -> None:
+    def end_step(self, sums: StepSums, step: int, samples: int) -> None:
         """Take the sums of the step before, which have arrived by now, and stop the clock.
 
-        Raises TrainingError on all ranks, naming the ranks, when a loss was not finite.
+        `samples`: of the step's global batch. Raises TrainingError on all ranks, naming the
+        ranks, when a loss was not finite.
         """
         self.collect()
-        self._waiting = (step, sums)
+        self._waiting = (step, sums, samples)
         elapsed_s = time.perf_counter() - self._started_s
         self._steps_here += 1
         for window in self._windows():
@@ -112,16 +181,18 @@ class Meter:
         """Collective: wait for the sums of the step that ended last."""
         if self._waiting is None:
             return
-        step, sums = self._waiting
+        step, sums, samples = self._waiting
         self._waiting = None
-        loss_sum, correct, samples, not_finite, stop = sums.total().tolist()
-        if not_finite:
+        totals = sums.total().tolist()
+        if totals[NOT_FINITE]:
             self._raise_not_finite(step, sums.own)
         for window in self._windows():
-            window.add(loss_sum, correct, samples)
+            window.add(totals, samples, self._exchange.size)
         self._step = step
-        self._samples_seen += int(samples)
-        self.stop_agreed = self.stop_agreed or stop > 0
+        self._samples_seen += samples
+        self._bad_samples += int(totals[BAD])
+        self._gradient_norm = sums.gradient_norm
+        self.stop_agreed = self.stop_agreed or totals[STOP] > 0
 
     def read_interval(self) -> Totals:
         """Collective: what was summed since the last call, up to the step that just ended."""
@@ -156,6 +227,8 @@ class Meter:
         return {
             "step": self._step,
             "samples_seen": self._samples_seen,
+            "bad_samples": self._bad_samples,
+            "gradient_norm": self._last_norm,
             "interval": asdict(self._interval),
             "epoch": asdict(self._epoch),
             "last_epoch": asdict(self.last_epoch) if self.last_epoch else None,
@@ -164,28 +237,42 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self._step, self._samples_seen = state["step"], state["samples_seen"]
+        self._bad_samples = state["bad_samples"]
+        self._gradient_norm = state["gradient_norm"]
         self._interval = _Window(**state["interval"])
         self._epoch = _Window(**state["epoch"])
         self.last_epoch = Totals(**state["last_epoch"]) if state["last_epoch"] else None
 
     def _totals(self, window: _Window) -> Totals:
+        count = window.count or math.nan
+        metrics = window.metrics or [math.nan] * len(self._metrics)
         return Totals(
             step=self._step,
             epoch=-(-self._samples_seen // self._samples_per_epoch),
             samples_seen=self._samples_seen,
-            samples=int(window.samples),
-            loss=window.loss_sum / window.samples if window.samples else math.nan,
-            accuracy=window.correct / window.samples if window.samples else math.nan,
+            samples=window.samples,
+            loss=window.loss_sum / count,
+            metrics={n: v / count for n, v in zip(self._metrics, metrics, strict=True)},
             samples_per_s=window.samples_per_s,
+            phases_s={
+                name: seconds / max(window.steps, 1)
+                for name, seconds in zip(PHASES, window.phases_s, strict=True)
+            },
+            gradient_norm=self._last_norm,
+            bad_samples=self._bad_samples,
         )
+
+    @property
+    def _last_norm(self) -> float | None:
+        return None if self._gradient_norm is None else float(self._gradient_norm)
 
     def _windows(self) -> list[_Window]:
         windows = [self._interval, self._epoch, self._all]
         return windows if self._steps_here <= WARM_UP_STEPS else [*windows, self._steady]
 
     def _raise_not_finite(self, step: int, own: torch.Tensor) -> None:
-        own_loss, _, samples, own_not_finite, _ = own.tolist()
-        own_loss = own_loss / samples if own_not_finite else None
+        loss_sum, count, not_finite = own[[LOSS, COUNT, NOT_FINITE]].tolist()
+        own_loss = loss_sum / count if not_finite else None
         losses = self._exchange.all_gather_object(own_loss, "hvdtrain.not_finite")
         where = ", ".join(
             f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss is not None

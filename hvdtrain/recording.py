@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from hvdtrain.evaluate import Evaluation
+from hvdtrain.evaluate import Evaluation, class_accuracy
 from hvdtrain.metering import Totals
 from hvdtrain.run_directory import RunDirectory
 
@@ -18,49 +19,42 @@ AUDITS = "audit.jsonl"
 class Recorder:
     """An observer that writes into the run directory; there is one, on rank 0."""
 
-    def __init__(self, directory: RunDirectory, resumed_from: int = 0) -> None:
-        """`resumed_from`: the step that the run goes on from; later scalars are dropped."""
+    def __init__(
+        self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
+    ) -> None:
+        """`resumed_from`: the step that the run goes on from; later scalars are dropped.
+        `classes`: their names, where there are classes.
+        """
         self._directory = directory
+        self._classes = list(classes)
         folder = str(directory.path / "tensorboard")
         self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         """One line per logged step."""
-        record = {
-            "kind": "step",
-            "step": totals.step,
-            "epoch": totals.epoch,
-            "samples_seen": totals.samples_seen,
-            "train_loss": totals.loss,
-            "train_accuracy": totals.accuracy,
-            "samples_per_s": totals.samples_per_s,
-            "lr": lr,
-        }
-        self._directory.append(METRICS, record)
-        scalars = {"train/loss": totals.loss, "train/accuracy": totals.accuracy}
-        self._scalars(totals.step, scalars | {"samples_per_s": totals.samples_per_s, "lr": lr})
+        phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
+        record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
+        self._directory.append(METRICS, record | phases)
+        scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
+        scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
+        scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+        if totals.gradient_norm is not None:
+            scalars["gradient_norm"] = totals.gradient_norm
+        self._scalars(totals.step, scalars)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """One line per epoch; `evaluation` is None where there was none."""
-        record = {
-            "kind": "epoch",
-            "step": totals.step,
-            "epoch": totals.epoch,
-            "samples_seen": totals.samples_seen,
-            "samples": totals.samples,
-            "train_loss": totals.loss,
-            "train_accuracy": totals.accuracy,
-            "samples_per_s": totals.samples_per_s,
-            "lr": lr,
-        }
+        record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
         if evaluation:
-            evaluated = asdict(evaluation)
-            self._directory.write_evaluation({"step": totals.step, **evaluated})
-            del evaluated["confusion"]  # classes squared: too long for a line an epoch
-            record |= {f"valid_{name}": value for name, value in evaluated.items()}
-            record["valid_class_accuracy"] = evaluation.class_accuracy
-            scalars = {"valid/loss": evaluation.loss, "valid/accuracy": evaluation.accuracy}
-            self._scalars(totals.step, scalars)
+            figures = {"loss": evaluation.loss, **evaluation.metrics}
+            of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
+            tables = dict(evaluation.tables)
+            self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
+            record |= {f"valid_{name}": value for name, value in figures.items()}
+            record["valid_samples"] = evaluation.samples
+            if "confusion" in tables:  # itself too long for a line an epoch
+                record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
+            self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
         self._directory.append(METRICS, record)
 
     def audited(self, record: Any) -> None:
@@ -76,3 +70,15 @@ class Recorder:
     def _scalars(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self._tensorboard.add_scalar(name, value, step)
+
+
+def _trained(totals: Totals, lr: float) -> dict[str, Any]:
+    return {
+        "step": totals.step,
+        "epoch": totals.epoch,
+        "samples_seen": totals.samples_seen,
+        "train_loss": totals.loss,
+        **{f"train_{name}": value for name, value in totals.metrics.items()},
+        "samples_per_s": totals.samples_per_s,
+        "lr": lr,
+    }

@@ -4,7 +4,9 @@ A step's update uses the gradient of the mean loss over the *global* batch. Rank
 of its own samples' losses and weights it by N / B (N ranks, B samples in this global batch), so
 that the average over ranks is (1/N) sum_r (N/B) sum_i loss_i = (1/B) sum_i loss_i, also where
 ranks hold different numbers of samples, or none. With accumulation the global batch is cut into
-micro-batches first, and each of them is shared out: they too are the same for every N.
+micro-batches first, and each of them is shared out: they too are the same for every N. Where the
+loss counts something else (tokens), or samples were left out, the average over ranks is multiplied
+by B / (what was counted on all ranks) before it is used.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
-from torch.nn import functional
 
 from hvdtrain.batchnorm import averaged_statistics
-from hvdtrain.data import Dataset, GlobalBatchSampler, Shares
-from hvdtrain.data.sampler import Indices
+from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
+from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError
 from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import Exchange
-from hvdtrain.metering import Meter, StepSums, Totals
+from hvdtrain.metering import COUNT, Meter, PhaseClock, StepSums, Totals
 from hvdtrain.parameters import check_equal_on_all_ranks
-from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import Schedule
+from hvdtrain.tasks import Task, check_sums
 from hvdtrain.update import Update
 
 
@@ -69,11 +71,10 @@ class Job:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     update: Update
-    dataset: Dataset
-    sampler: GlobalBatchSampler
-    shares: Shares
-    grad_accum_steps: int
-    sync_bn: bool
+    task: Task
+    data: Splits
+    feed: Feed
+    valid_shares: SharesLike
     schedule: Schedule
     total_steps: int
     device: torch.device
@@ -81,6 +82,16 @@ class Job:
     eval_interval: int
     checkpoint_interval: int
     hash_every: int
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """The order of the samples."""
+        return self.feed.sampler
+
+    @property
+    def counts_vary(self) -> bool:
+        """Whether what the loss is a mean over is known only once it has been computed."""
+        return not self.task.counts_samples or may_skip(self.data.train)
 
     def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
         """Collective: the model to evaluate and to save, within the context.
@@ -95,7 +106,7 @@ class Job:
         self, model: torch.nn.Module, exchange: Exchange
     ) -> AbstractContextManager[torch.nn.Module]:
         """Collective: `model` with the running statistics of all ranks, within the context."""
-        own_samples = self.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
+        own_samples = self.feed.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
         return averaged_statistics(model, exchange, own_weight=float(own_samples))
 
 
@@ -137,12 +148,13 @@ def train(
         keeper.save(job, meter, evaluation)
         if meter.stop_agreed:
             keeper.stop()
-    for indices in _batches(job, position):
+    for data in _steps(job, position, exchange.rank):
         step = position.step + 1
         meter.begin_step()
-        sums = train_step(job, exchange, audit, step, indices, keeper.stop_requested())
-        meter.end_step(sums, step)
-        position.step, position.samples_seen = step, position.samples_seen + len(indices)
+        stop = keeper.stop_requested()
+        sums = train_step(job, exchange, audit, step, data, meter.clock, stop)
+        meter.end_step(sums, step, data.samples)
+        position.step, position.samples_seen = step, position.samples_seen + data.samples
         if step % job.log_interval == 0:
             observer.interval_end(meter.read_interval(), _lr_in_use(job))
         if job.hash_every and step % job.hash_every == 0:
@@ -185,7 +197,10 @@ def _end_epoch(
 def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
     """Collective: evaluate what would be saved; None when a rank was asked to stop meanwhile."""
     with job.evaluated_model(exchange) as model:
-        evaluation = evaluate(model, job.dataset, exchange, job.device, keeper.stop_requested)
+        evaluation = evaluate(
+            *(model, job.task, job.data.valid, job.valid_shares, exchange, job.device),
+            keeper.stop_requested,
+        )
     meter.stop_agreed = meter.stop_agreed or evaluation is None
     if evaluation and not math.isfinite(evaluation.loss):
         raise TrainingError(
@@ -199,13 +214,10 @@ def _lr_in_use(job: Job) -> float:
     return float(job.optimizer.param_groups[0]["lr"])
 
 
-def _batches(job: Job, position: Position) -> Iterator[Indices]:
-    """Every global batch from `position`, which the caller moves on, to the end of the run."""
+def _steps(job: Job, position: Position, rank: int) -> Iterator[StepData]:
+    """Every step's data from `position`, which the caller moves on, to the end of the run."""
     while position.step < job.total_steps:
-        for indices in job.sampler.global_batches(position.samples_seen):
-            yield indices
-            if position.step >= job.total_steps:
-                return
+        yield from job.feed.epoch(position.samples_seen, job.total_steps - position.step, rank)
 
 
 def train_step(
@@ -213,10 +225,11 @@ def train_step(
     exchange: Exchange,
     audit: Audit,
     step: int,
-    indices: Indices,
+    data: StepData,
+    clock: PhaseClock,
     stop_requested: bool = False,
 ) -> StepSums:
-    """Collective: one optimizer update from one global batch (the samples' numbers, all ranks').
+    """Collective: one optimizer update from one global batch, of which `data` is this rank's part.
 
     Returns the sums of this step over all ranks, still on their way.
     """
@@ -224,27 +237,30 @@ def train_step(
         group["lr"] = job.schedule(step - 1)
     job.optimizer.zero_grad()
     audit.begin(step)
-    sums = StepSums(job.device)
-    epoch = (step - 1) // job.sampler.steps_per_epoch
-    for micro_batch in split_evenly(len(indices), job.grad_accum_steps):
-        own = job.shares.of(indices[micro_batch], exchange.rank)
-        everyone = job.sync_bn and micro_batch.stop > micro_batch.start
-        if len(own) or everyone:  # synchronised layers need every rank
-            _backward(job, own, epoch, exchange.size / len(indices), sums)
-    sums.start(exchange, step, stop_requested)
+    sums = StepSums(job.device, job.task.metrics)
+    for loaded in data.batches:
+        clock.lap("data")
+        if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+            _backward(job, loaded, exchange.size / data.samples, sums)
+        clock.lap("compute")
+    sums.start(exchange, step, stop_requested, clock.take())
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
-    job.update.apply(exchange, job.optimizer)
+    if job.counts_vary:  # known only now: the mean is to be over what was really counted
+        counted = float(sums.total()[COUNT])
+        job.update.rescale(data.samples / counted if counted else 1.0)
+    clock.lap("exchange")
+    logged = step % job.log_interval == 0
+    sums.gradient_norm = job.update.apply(exchange, job.optimizer, measure=logged)
+    clock.lap("update")
     return sums
 
 
-def _backward(job: Job, own: Indices, epoch: int, weight: float, sums: StepSums) -> None:
+def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:
     """Add the weighted gradient of this rank's part of a micro-batch, and its sums."""
-    inputs, labels = job.dataset.train.batch(own, epoch)
-    labels = labels.to(job.device)
+    batch = to_device(loaded.batch, job.device)
     with job.update.autocast():
-        scores = job.model(inputs.to(job.device))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    loss_sum = functional.cross_entropy(scores, labels, reduction="sum")
-    job.update.scale(loss_sum * weight).backward()
-    sums.add(loss_sum.detach(), scores.detach(), labels)
+        found = job.task.loss(job.model, batch)
+    found = check_sums(found, job.task, loaded.samples, training=True)
+    job.update.scale(found.loss * weight).backward()
+    sums.add(found, loaded.bad)

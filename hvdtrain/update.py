@@ -47,16 +47,35 @@ class Update:
         """The loss to go backward from (fp16: times the loss scale)."""
         return self._scaler.scale(loss)
 
-    def apply(self, exchange: Exchange, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimizer with the gradients as they stand."""
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def apply(
+        self, exchange: Exchange, optimizer: torch.optim.Optimizer, measure: bool = False
+    ) -> torch.Tensor | None:
+        """One step of the optimizer with the gradients as they stand.
+
+        Returns their norm (before clipping) if it was needed, or is to be measured.
+        """
         self._scaler.unscale_(optimizer)
-        if self._clip_grad is not None:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad)
+        norm = None
+        if self._clip_grad is not None or measure:
+            norm = torch.nn.utils.get_total_norm(self._gradients())
+        if self._clip_grad is not None and norm is not None:
+            parameters = self._model.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         with exchange.already_reduced(optimizer):
             self._scaler.step(optimizer)
         self._scaler.update()
         if self.average is not None:
             self.average.update_parameters(self._model)
+        return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale and the average."""

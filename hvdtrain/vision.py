@@ -30,3 +30,9 @@ def import_torchvision() -> types.ModuleType:
     for schema in _SCHEMAS:
         _library.define(schema)
     return importlib.import_module("torchvision")
+
+
+def import_transforms() -> types.ModuleType:
+    """torchvision.transforms.v2."""
+    import_torchvision()
+    return importlib.import_module("torchvision.transforms.v2")

@@ -12,10 +12,13 @@ from torch.nn import functional
 from hvdtrain.audit import NoAudit
 from hvdtrain.bench.rounds import Options
 from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data.feeding import Feed, StepData
 from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.metering import Meter
 from hvdtrain.models import build_model
+from hvdtrain.tasks import Settings
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training import Audit, Job, train_step
 from hvdtrain.update import Update
 
@@ -35,15 +38,18 @@ def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
     torch.manual_seed(0)
     model = build_model(model_name, dataset.shape, dataset.classes, torch.float32)
     device = torch.device("cpu")
+    settings = Settings(model_name, DATA, Path(), 0, torch.float32)
+    task = Classification(settings, dataset, lambda: model)
+    sampler = GlobalBatchSampler(len(dataset.train), batch_size * exchange.size, 0)
+    shares = Shares(exchange.size)
     return Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
         update=Update(model, device),
-        dataset=dataset,
-        sampler=GlobalBatchSampler(len(dataset.train), batch_size * exchange.size, 0),
-        shares=Shares(exchange.size),
-        grad_accum_steps=1,
-        sync_bn=False,
+        task=task,
+        data=task.build_data(),
+        feed=Feed(dataset.train, sampler, shares, micro_batches=1, everyone=False),
+        valid_shares=shares,
         schedule=lambda step: LR,
         total_steps=2**62,
         device=device,
@@ -60,12 +66,19 @@ def endless_batches(sampler: GlobalBatchSampler) -> Iterator[Indices]:
         yield from sampler.global_batches(epoch * sampler.samples)
 
 
+def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
+    """The data of one step after the other."""
+    for epoch in itertools.count():
+        yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
+
+
 def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
     """The loop that one would write by hand, with the job's optimizer as it is."""
     batches = endless_batches(job.sampler)
 
     def step() -> None:
-        inputs, labels = job.dataset.train.batch(job.shares.of(next(batches), exchange.rank))
+        own = job.feed.shares.of(next(batches), exchange.rank)
+        inputs, labels = job.data.train.batch(own)
         job.optimizer.zero_grad()
         loss = functional.cross_entropy(job.model(inputs), labels)
         loss.backward()
@@ -76,14 +89,16 @@ def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
 
 def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDIT) -> Callable[[], None]:
     """The product's step: weighted loss, sums over ranks, schedule, clock."""
-    batches = endless_batches(job.sampler)
-    meter = Meter(exchange, job.sampler.samples)
+    steps = endless_steps(job, exchange.rank)
+    meter = Meter(exchange, job.sampler.samples, job.task.metrics)
     numbers = itertools.count(1)
 
     def step() -> None:
         number = next(numbers)
         meter.begin_step()
-        meter.end_step(train_step(job, exchange, audit, number, next(batches)), number)
+        data = next(steps)
+        sums = train_step(job, exchange, audit, number, data, meter.clock)
+        meter.end_step(sums, number, data.samples)
         if number % job.log_interval == 0:
             meter.read_interval()
 

@@ -24,6 +24,7 @@ class Option:
     help: str
     choices: tuple[str, ...]
     learns: bool
+    short: str
 
 
 def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any], list[str]]:

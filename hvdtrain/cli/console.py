@@ -6,6 +6,7 @@ line) it is a plain line per interval.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
 from hvdtrain.metering import Totals
-from hvdtrain.ring import split_evenly
 from hvdtrain.training import Job
 
 SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
@@ -37,7 +37,7 @@ class Console:
             return
         self._print(
             f"step {totals.step}/{self._total_steps}  epoch {totals.epoch}  "
-            f"loss {totals.loss:.4f}  accuracy {totals.accuracy:.3f}  "
+            f"loss {totals.loss:.4f}  {_figures(totals.metrics, '  ', 3)}"
             f"{totals.samples_per_s:,.0f} samples/s  lr {lr:.4g}"
         )
 
@@ -46,10 +46,12 @@ class Console:
             self._bar.update(totals.step - self._bar.n)
         valid = ""
         if evaluation:
-            valid = f"valid loss {evaluation.loss:.4f}, accuracy {evaluation.accuracy:.4f}; "
+            figures = _figures(evaluation.metrics, ", ", 4, but=("accuracy_top5",))
+            valid = f"valid loss {evaluation.loss:.4f}, {figures.rstrip(', ')}; "
         self._print(
-            f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, accuracy "
-            f"{totals.accuracy:.4f}; {valid}{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
+            f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, "
+            f"{_figures(totals.metrics, ', ', 4).rstrip(', ')}; {valid}"
+            f"{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
         )
 
     def close(self) -> None:
@@ -63,13 +65,18 @@ class Console:
             say(line)
 
 
+def _figures(metrics: Mapping[str, float], end: str, digits: int, but: Sequence[str] = ()) -> str:
+    return "".join(
+        f"{name} {value:.{digits}f}{end}" for name, value in metrics.items() if name not in but
+    )
+
+
 def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     """What is about to be trained, on what, by whom."""
-    data, sampler, size = job.dataset, job.sampler, exchange.size
+    data, sampler, size = job.data, job.sampler, exchange.size
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
-    shape = "x".join(map(str, data.shape)) + (f", {data.note}" if data.note else "")
-    shares = [part.stop - part.start for part in split_evenly(sampler.global_batch_size, size)]
+    shares = job.feed.shares.sizes(sampler.global_batch_size)
     if size > SHARES_SHOWN:
         shares_text = f"{min(shares)} to {max(shares)} on each worker"
     else:
@@ -82,7 +89,7 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"hvdtrain {__version__}",
             f"  model    {model}, {parameters:,} parameters, {dtype}",
             f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
-            f"samples, {data.classes} classes, {shape}",
+            f"samples{', ' if data.note else ''}{data.note}",
             f"  workers  {workers}, on {job.device.type}, {threads} compute "
             f"thread{'s' if threads > 1 else ''} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
@@ -97,8 +104,10 @@ def verdict(summary: dict[str, Any], folder: str) -> str:
     lines = [
         f"finished: {summary['epochs']} epochs, {summary['steps']} steps, "
         f"{summary['samples_seen']:,} samples, {summary['samples_per_s']:,.0f} samples/s; "
-        f"validation accuracy {summary['valid_accuracy']:.4f} on {summary['valid_samples']:,}"
+        f"validation {_best_figure(summary)} on {summary['valid_samples']:,}"
     ]
+    if summary.get("bad_samples"):
+        lines.append(f"{summary['bad_samples']} samples could not be read, and were left out")
     audit = summary["audit"]
     if audit["checked"]:
         lines.append(
@@ -109,3 +118,8 @@ def verdict(summary: dict[str, Any], folder: str) -> str:
     lines.append(f"parameters sha256 {summary['params_sha256']}")
     lines.append(f"written to {folder}")
     return "\n".join(lines)
+
+
+def _best_figure(summary: dict[str, Any]) -> str:
+    name = "loss" if summary.get("valid_accuracy") is None else "accuracy"
+    return f"{name} {summary[f'valid_{name}']:.4f}"

@@ -39,6 +39,7 @@ def train_options() -> dict[str, Option]:
                 help=field.metadata["help"],
                 choices=field.metadata["choices"],
                 learns=field.metadata["learns"],
+                short=field.metadata["short"],
             )
     return options
 
@@ -52,6 +53,8 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
         spellings = [f"--{option.name.replace('_', '-')}"]
         if "_" in option.name:
             spellings.append(f"--{option.name}")
+        if option.short:
+            spellings.insert(0, option.short)
         if option.type is bool:
             section.add_argument(
                 *spellings,

@@ -5,30 +5,34 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
+from hvdtrain.cli.tasks import DTYPES, Source
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import AugmentedSplit, Dataset, GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data.feeding import Feed
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.models import build_model, fit_images
+from hvdtrain.models import check_model
 from hvdtrain.optimizers import build_optimizer
+from hvdtrain.plugins import call_plugin
 from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import make_schedule, scaled_lr
+from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job
 from hvdtrain.update import Update
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 def prepare(
-    config: TrainConfig, global_batch_size: int, exchange: Exchange, topology: Topology
+    config: TrainConfig,
+    global_batch_size: int,
+    source: Source,
+    exchange: Exchange,
+    topology: Topology,
 ) -> Job:
     """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
     if config.precision.deterministic:
@@ -36,18 +40,9 @@ def prepare(
     device = _choose_device(config.model.device, topology)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    dtype = DTYPES[config.model.dtype]
-    dataset = load_dataset(config.data.data, Path(config.data.data_dir), config.run.seed, dtype)
-    dataset = _augmented(fit_images(dataset, config.model.model), config)
-    if global_batch_size > len(dataset.train):
-        raise UsageError(
-            f"--global-batch-size={global_batch_size}: {dataset.name} has only "
-            f"{len(dataset.train)} samples to train on"
-        )
-    sampler = GlobalBatchSampler(len(dataset.train), global_batch_size, config.run.seed)
-    shares = Shares(exchange.size, config.batch.weights(exchange.size))
+    sampler = source.sampler(global_batch_size, config.run.seed)
     _seed(config.run.seed)
-    model = build_model(config.model.model, dataset.shape, dataset.classes, dtype).to(device)
+    model = _build_model(source.task, config).to(device)
     _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
@@ -57,7 +52,7 @@ def prepare(
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if has_batch_norm(model):
         refuse = _refuse_single_samples if sync_bn else _refuse_small_shares
-        refuse(sampler, total_steps, shares, config.batch.grad_accum_steps)
+        refuse(sampler, total_steps, source.shares, config.batch.grad_accum_steps)
     warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
     return Job(
         model=model,
@@ -71,11 +66,12 @@ def prepare(
             settings.clip_grad,
             settings.model_ema_decay if settings.model_ema else None,
         ),
-        dataset=dataset,
-        sampler=sampler,
-        shares=shares,
-        grad_accum_steps=config.batch.grad_accum_steps,
-        sync_bn=sync_bn,
+        task=source.task,
+        data=source.data,
+        feed=Feed(
+            source.data.train, sampler, source.shares, config.batch.grad_accum_steps, sync_bn
+        ),
+        valid_shares=source.valid_shares,
         schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
         total_steps=total_steps,
         device=device,
@@ -99,11 +95,11 @@ def _batches_reached(
 
 
 def _refuse_small_shares(
-    sampler: GlobalBatchSampler, total_steps: int, shares: Shares, accum_steps: int
+    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
 ) -> None:
     """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
     for size, part in _batches_reached(sampler, total_steps, accum_steps):
-        smallest = min(shares.sizes(part))
+        smallest = min(shares.sizes(part)) - shares.slack
         if smallest < 2:
             raise UsageError(
                 f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
@@ -114,7 +110,7 @@ def _refuse_small_shares(
 
 
 def _refuse_single_samples(
-    sampler: GlobalBatchSampler, total_steps: int, shares: Shares, accum_steps: int
+    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
 ) -> None:
     """With --sync-bn only a micro-batch of one sample, over all ranks, has no variance."""
     for size, part in _batches_reached(sampler, total_steps, accum_steps):
@@ -139,12 +135,12 @@ def _demand_repetition(exchange: Exchange) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _augmented(dataset: Dataset, config: TrainConfig) -> Dataset:
-    hflip, crop_padding = config.data.hflip, config.data.crop_padding
-    if hflip == 0 and crop_padding == 0:
-        return dataset
-    train = AugmentedSplit(dataset.train, config.run.seed, hflip, crop_padding)
-    return replace(dataset, train=train)
+def _build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
+    name = config.model.task
+    if name is None:
+        return task.build_model()
+    model = call_plugin("--task", name, task.build_model)
+    return check_model("--task", name, model).to(DTYPES[config.model.dtype])
 
 
 def _choose_device(wanted: str, topology: Topology) -> torch.device:

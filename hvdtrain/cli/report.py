@@ -21,9 +21,8 @@ from hvdtrain.log import say
 from hvdtrain.metering import Totals
 from hvdtrain.recording import Recorder
 from hvdtrain.run_directory import RunDirectory
+from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.training import Job, Outcome
-
-_EVALUATED = ("valid_loss", "valid_accuracy", "valid_accuracy_top5", "valid_samples")
 
 
 class Report:
@@ -42,9 +41,14 @@ class Report:
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
         self._ended = False
-        self._best_accuracy = -1.0
+        self._task = job.task
+        self._best: float | None = None
+        figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
+        self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
-        self._recorder = Recorder(directory, resumed["step"] if resumed else 0)
+        self._takeaway = job.task.takeaway()
+        classes = self._takeaway.get("classes", ())
+        self._recorder = Recorder(directory, resumed["step"] if resumed else 0, classes)
         self._audit: dict[str, Any] = {
             "checked": 0,
             "failed": 0,
@@ -58,7 +62,8 @@ class Report:
             "steps": 0,
             "samples_seen": 0,
             "train_loss": None,
-            **dict.fromkeys(_EVALUATED),
+            **dict.fromkeys(self._evaluated),
+            "bad_samples": 0,
             "samples_per_s": None,
             "params_sha256": None,
             "audit": self._audit,
@@ -69,7 +74,7 @@ class Report:
         if resumed:
             self._audit |= resumed["progress"]["audit"]
             self._summary |= resumed["progress"]["summary"]
-            self._best_accuracy = resumed["progress"]["best_accuracy"]
+            self._best = resumed["progress"]["best"]
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -94,21 +99,28 @@ class Report:
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run's report goes on from."""
-        names = ("epochs", "steps", "samples_seen", "train_loss", *_EVALUATED)
+        names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", *self._evaluated)
         return {
             "audit": dict(self._audit),
             "summary": {name: self._summary[name] for name in names},
-            "best_accuracy": self._best_accuracy,
+            "best": self._best,
         }
 
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
         """Write a checkpoint, in the background."""
         assert snapshot is not None
-        is_best = evaluation is not None and evaluation.accuracy > self._best_accuracy
-        if evaluation is not None and is_best:
-            self._best_accuracy = evaluation.accuracy
         self._params_sha256 = snapshot.params_sha256
-        self._checkpoints.save(snapshot, is_best)
+        self._checkpoints.save(snapshot, self._is_best(evaluation), self._takeaway)
+
+    def _is_best(self, evaluation: Evaluation | None) -> bool:
+        if evaluation is None:
+            return False
+        found = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
+        sign = 1 if self._task.best_is_highest else -1
+        if self._best is not None and sign * found <= sign * self._best:
+            return False
+        self._best = found
+        return True
 
     def wait_until_saved(self) -> None:
         """Until the last checkpoint is on disk."""
@@ -152,13 +164,13 @@ class Report:
             "steps": totals.step,
             "samples_seen": totals.samples_seen,
             "train_loss": totals.loss,
+            "bad_samples": totals.bad_samples,
         }
 
     def _note_evaluation(self, evaluation: Evaluation) -> None:
         self._summary |= {
             "valid_loss": evaluation.loss,
-            "valid_accuracy": evaluation.accuracy,
-            "valid_accuracy_top5": evaluation.accuracy_top5,
+            **{f"valid_{name}": value for name, value in evaluation.metrics.items()},
             "valid_samples": evaluation.samples,
         }
 

@@ -15,6 +15,7 @@ from hvdtrain.cli.prepare import prepare
 from hvdtrain.cli.report import NoReport, Report
 from hvdtrain.cli.resume import Resumable, Resumed, find_resumable
 from hvdtrain.cli.signals import StopSignals
+from hvdtrain.cli.tasks import find_source
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, PreflightError, Stopped
 from hvdtrain.exchange import Exchange, SingleProcess, agree
@@ -59,7 +60,10 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
             say(verdict(resumed.finished, str(found.directory.path)))
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
-    job = agree(exchange, "prepare", lambda: prepare(config, batch_size, exchange, topology))
+    source = find_source(config, exchange, topology.local_rank)
+    job = agree(
+        exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
+    )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found))
     try:
@@ -85,10 +89,10 @@ def _train(
 ) -> None:
     """Collective: train what was prepared, from the beginning or from `state`."""
     optimizer = exchange.distribute(
-        job.optimizer, job.model, job.grad_accum_steps, config.precision.compression
+        job.optimizer, job.model, job.feed.micro_batches, config.precision.compression
     )
     job = replace(job, optimizer=optimizer)
-    position, meter = Position(), Meter(exchange, job.sampler.samples)
+    position, meter = Position(), Meter(exchange, job.sampler.samples, job.task.metrics)
     if state:
         restore(state, job, position, meter, exchange)
     audit = make_audit(config, job, exchange, order, report)
@@ -135,6 +139,7 @@ def _open_report(
         "experiment": config.experiment,
     }
     directory.write_config(resolved)
-    say(header(job, exchange, config.model.model, config.optimizer.opt))
+    name = config.model.task or config.model.model
+    say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
     return Report(directory, job, exchange, config.run.keep_checkpoints, state)

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hvdtrain.data.augment import AugmentedSplit
+from hvdtrain.data.cifar10 import load_cifar10
 from hvdtrain.data.digits import load_digits
 from hvdtrain.data.fashion_mnist import load_fashion_mnist
-from hvdtrain.data.sampler import GlobalBatchSampler, Shares
+from hvdtrain.data.image_folder import PREFIX as FOLDER_PREFIX
+from hvdtrain.data.image_folder import load_image_folder
+from hvdtrain.data.options import ReadOptions
+from hvdtrain.data.plugin import load_plugin
+from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
 from hvdtrain.data.splits import Dataset, Split, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.errors import UsageError
+from hvdtrain.plugins import is_plugin
 
 __all__ = [
     "AugmentedSplit",
     "Dataset",
     "GlobalBatchSampler",
+    "PlacedShares",
+    "ReadOptions",
     "Shares",
+    "SharesLike",
     "Split",
     "TensorSplit",
     "load_dataset",
 ]
 
-NAMES = ("digits", "fashion-mnist", "synthetic:SHAPE")
+NAMES = ("digits", "fashion-mnist", "cifar10", "imagefolder:DIR", "synthetic:SHAPE")
+IN_MEMORY: dict[str, Callable[[Path, torch.dtype], Dataset]] = {
+    "digits": lambda data_dir, dtype: load_digits(dtype),
+    "fashion-mnist": load_fashion_mnist,
+    "cifar10": load_cifar10,
+}
+USUAL_CHANGES = {"cifar10": (0.5, 4)}  # probability of mirroring, padding of crops
 
 
-def load_dataset(name: str, data_dir: Path, seed: int, dtype: torch.dtype) -> Dataset:
+def load_dataset(
+    name: str,
+    data_dir: Path,
+    seed: int,
+    dtype: torch.dtype,
+    options: ReadOptions | None = None,
+) -> Dataset:
     """The data set that `--data` names, in floating-point type `dtype`. Raises UsageError."""
-    if name == "digits":
-        return load_digits(dtype)
-    if name == "fashion-mnist":
-        return load_fashion_mnist(data_dir, dtype)
-    if name.startswith(PREFIX):
-        return make_synthetic(name, seed, dtype)
-    raise UsageError(f"--data={name}: unknown; choose from {', '.join(NAMES)}")
+    options = options or ReadOptions()
+    if name.startswith(FOLDER_PREFIX):
+        return load_image_folder(name, seed, dtype, options)
+    if name in IN_MEMORY:
+        dataset = IN_MEMORY[name](data_dir, dtype)
+    elif name.startswith(PREFIX):
+        dataset = make_synthetic(name, seed, dtype)
+    elif is_plugin(name):
+        dataset = load_plugin(name, dtype, options)
+    else:
+        raise UsageError(
+            f"--data={name}: unknown; choose from {', '.join(NAMES)}, or package.module:callable"
+        )
+    options.refuse_those_of_folders(name)
+    hflip, crop_padding = USUAL_CHANGES.get(name, (0.0, 0))
+    hflip = hflip if options.hflip is None else options.hflip
+    crop_padding = crop_padding if options.crop_padding is None else options.crop_padding
+    if not hflip and not crop_padding:
+        return dataset
+    train = AugmentedSplit(dataset.train, seed, hflip, crop_padding)
+    note = f"crops out of {crop_padding} more pixels, mirrored at {hflip:g}"
+    return replace(dataset, train=train, note=note)

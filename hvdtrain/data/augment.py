@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from hvdtrain.data.changed import ChangedSplit
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Split
 
@@ -36,23 +37,20 @@ def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np
     return result
 
 
-class AugmentedSplit:
+class AugmentedSplit(ChangedSplit):
     """Another split's samples, mirrored and shifted at random, a batch at a time."""
 
     def __init__(self, split: Split, seed: int, hflip: float, crop_padding: int) -> None:
         """`hflip`: probability of mirroring. `crop_padding`: pixels of zeros that are put around
         an image before a window of its own size is cut out anywhere.
         """
-        self._split = split
+        super().__init__(split)
         self._seed = seed
         self._hflip = hflip
         self._padding = crop_padding
 
-    def __len__(self) -> int:
-        return len(self._split)
-
-    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
-        inputs, labels = self._split.batch(indices, epoch)
+    def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
+        inputs, labels = batch
         if self._hflip > 0:
             mirrored = self._draw(epoch, FLIP, indices, inputs) < self._hflip
             inputs = torch.where(mirrored[:, None, None, None], inputs.flip(3), inputs)

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hvdtrain.data.splits import Dataset, TensorSplit
+from hvdtrain.data.splits import Dataset, ImageFormat, TensorSplit
 from hvdtrain.errors import UsageError
 
 FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn's package: 64 pixels, label
+SHAPE = (1, 8, 8)
 LARGEST_PIXEL = 16
 VALID_EVERY = 5  # of each class, every fifth image is for validation
 
@@ -35,7 +36,7 @@ def load_digits(dtype: torch.dtype) -> Dataset:
         TensorSplit(inputs[torch.from_numpy(mask)], targets[torch.from_numpy(mask)])
         for mask in (~is_valid, is_valid)
     )
-    return Dataset("digits", (1, 8, 8), 10, train, valid)
+    return Dataset("digits", SHAPE, 10, train, valid, images=ImageFormat(*SHAPE))
 
 
 def _file() -> Path:

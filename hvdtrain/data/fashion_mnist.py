@@ -9,12 +9,17 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.data.splits import Dataset, TensorSplit
+from hvdtrain.data.splits import Dataset, ImageFormat, TensorSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.vision import import_torchvision
 
+FOLDER = Path("FashionMNIST", "raw")
 SHAPE = (1, 28, 28)
 CLASSES = 10
+NAMES = (
+    *("t-shirt", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
 FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
@@ -25,7 +30,7 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
 
     Raises UsageError naming the files that are missing or damaged, and where they belong.
     """
-    folder = data_dir / "FashionMNIST" / "raw"
+    folder = data_dir / FOLDER
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise UsageError(
@@ -57,4 +62,8 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
             )
         splits.append(TensorSplit(inputs, read.targets.to(torch.int64)))
     train_split, valid_split = splits
-    return Dataset("fashion-mnist", SHAPE, CLASSES, train_split, valid_split)
+    return Dataset(
+        *("fashion-mnist", SHAPE, CLASSES, train_split, valid_split),
+        names=NAMES,
+        images=ImageFormat(*SHAPE),
+    )

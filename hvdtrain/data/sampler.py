@@ -2,6 +2,9 @@
 
 The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, and
 only each of these is shared out over the ranks: nothing is dropped and nothing is padded.
+
+Where each host holds a part of the samples, the order is one of all parts merged, each in its
+proportion in every batch, and a sample goes to a rank of its host.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +23,18 @@ Indices = NDArray[np.int64]
 class GlobalBatchSampler:
     """The global batches of every epoch, and each rank's share of them."""
 
-    def __init__(self, samples: int, global_batch_size: int, seed: int) -> None:
-        """Raises ValueError for no samples, or a batch smaller than one."""
+    def __init__(
+        self, samples: int, global_batch_size: int, seed: int, parts: Sequence[int] = ()
+    ) -> None:
+        """`parts`: how many of the samples lie on each host, in order; by default all on each.
+
+        Raises ValueError for no samples, a batch smaller than one, or parts of another sum.
+        """
         if samples < 1 or global_batch_size < 1:
             raise ValueError(f"{samples} samples in batches of {global_batch_size}")
+        if parts and sum(parts) != samples:
+            raise ValueError(f"parts {list(parts)} of {samples} samples")
+        self._parts = tuple(parts) or (samples,)
         self.samples = samples
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -35,7 +47,14 @@ class GlobalBatchSampler:
     def order(self, epoch: int) -> Indices:
         """Every sample's index once, in the order of this epoch (int64, shape (samples,))."""
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        return generator.permutation(self.samples)
+        orders = [generator.permutation(part) for part in self._parts]
+        if len(orders) == 1:
+            return orders[0]
+        # A part's j-th sample comes when j / length of the epoch is over: parts keep pace.
+        times = np.concatenate([(np.arange(len(o)) + 0.5) / max(len(o), 1) for o in orders])
+        starts = itertools.accumulate(self._parts[:-1], initial=0)
+        merged = np.concatenate([o + start for o, start in zip(orders, starts, strict=True)])
+        return merged[np.argsort(times, kind="stable")]
 
     def global_batches(self, cursor: int) -> Iterator[Indices]:
         """The global batches from `cursor` samples into the run to the end of that epoch.
@@ -48,12 +67,32 @@ class GlobalBatchSampler:
             yield order[position : position + self.global_batch_size]
 
 
+class SharesLike(Protocol):
+    """Which samples of a batch are whose."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """One for each rank: the part of the samples that it takes, as multiples of another's."""
+
+    def of(self, indices: Indices, rank: int) -> Indices:
+        """One rank's part of a batch. The parts of all ranks are the batch."""
+
+    def sizes(self, length: int) -> list[int]:
+        """The lengths of all ranks' parts of a batch of `length`; typical ones, given `slack`."""
+
+    @property
+    def slack(self) -> int:
+        """How many samples less a rank may get in some batch."""
+
+
 class Shares:
     """How a global batch is shared out over ranks, in neighbouring parts.
 
     Equal weights give parts that differ in length by at most one; other weights give parts in
     proportion, rounded so that they always add up to the whole. Parts may be empty.
     """
+
+    slack = 0
 
     def __init__(self, size: int, weights: Sequence[float] | None = None) -> None:
         """`weights`: one for each of `size` ranks, not negative and not all zero.
@@ -70,15 +109,52 @@ class Shares:
         self._cumulative[-1] = 1.0
 
     def of(self, indices: Indices, rank: int) -> Indices:
-        """One rank's part of a batch."""
         start, stop = (self._edge(len(indices), edge) for edge in (rank, rank + 1))
         return indices[start:stop]
 
     def sizes(self, length: int) -> list[int]:
-        """The lengths of all ranks' parts of a batch of `length`."""
         edges = [self._edge(length, edge) for edge in range(len(self._cumulative))]
         return [stop - start for start, stop in itertools.pairwise(edges)]
 
     def _edge(self, length: int, edge: int) -> int:
         # Rounded down after adding far less than 1, so that 1/3 of 3 is 1 in spite of rounding.
         return int(length * self._cumulative[edge] + 1e-9)
+
+
+class PlacedShares:
+    """Shares where each host holds a part of the samples: they go to the ranks of their host."""
+
+    slack = 1
+
+    def __init__(
+        self, parts: Sequence[int], host_of_rank: Sequence[int], weights: Sequence[float]
+    ) -> None:
+        """`parts`: samples on each host; `host_of_rank`: counted from 0; `weights`: of ranks,
+        compared within a host. Raises ValueError for a host that has samples but no weight.
+        """
+        self._edges = [0, *itertools.accumulate(parts)]
+        self._hosts = list(host_of_rank)
+        self._place = [self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)]
+        own = [
+            [w for w, h in zip(weights, self._hosts, strict=True) if h == host]
+            for host in range(len(parts))
+        ]
+        self._shares = [Shares(len(w), w) for w in own]
+        of_host = [part / sum(w) for part, w in zip(parts, own, strict=True)]
+        self.weights = tuple(
+            weight * of_host[host] for weight, host in zip(weights, self._hosts, strict=True)
+        )
+
+    def of(self, indices: Indices, rank: int) -> Indices:
+        host = self._hosts[rank]
+        on_host = indices[(indices >= self._edges[host]) & (indices < self._edges[host + 1])]
+        return self._shares[host].of(on_host, self._place[rank])
+
+    def sizes(self, length: int) -> list[int]:
+        total = self._edges[-1]
+        edges = [edge * length // total for edge in self._edges]
+        of_host = [stop - start for start, stop in itertools.pairwise(edges)]
+        return [
+            self._shares[host].sizes(of_host[host])[place]
+            for host, place in zip(self._hosts, self._place, strict=True)
+        ]

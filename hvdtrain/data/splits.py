@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
 
 from hvdtrain.data.sampler import Indices
 
@@ -19,11 +18,23 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
-        """Inputs of shape (len(indices), channels, height, width) and int64 labels.
+    def batch(self, indices: Indices, epoch: int = 0) -> Any:
+        """The samples of `indices` (int64, of any length) together, as the task's `loss` takes
+        them: tensors, or tuples, lists or dicts of them.
 
-        `epoch`, counted from 0, matters only where samples are changed at random.
+        In classification: inputs of shape (len(indices), channels, height, width), and int64
+        labels. `epoch`, counted from 0, matters only where samples are changed at random.
         """
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data of a task."""
+
+    name: str
+    train: Split
+    valid: Split
+    note: str = ""  # for the header
 
 
 class TensorSplit:
@@ -42,19 +53,16 @@ class TensorSplit:
         return self.inputs[chosen], self.labels[chosen]
 
 
-class ResizedSplit:
-    """Another split's samples at another image size (bilinear), made a batch at a time."""
+@dataclass(frozen=True)
+class ImageFormat:
+    """How an image file becomes an input: for data sets whose inputs are images."""
 
-    def __init__(self, split: Split, size: tuple[int, int]) -> None:
-        self._split = split
-        self._size = size
-
-    def __len__(self) -> int:
-        return len(self._split)
-
-    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
-        inputs, labels = self._split.batch(indices, epoch)
-        return _resize(inputs, self._size), labels
+    channels: int  # 1 or 3
+    height: int
+    width: int
+    crop: bool = False  # the shorter side is scaled and the centre cut out, else it is stretched
+    mean: tuple[float, ...] = (0.0,)  # by channel, of pixels from 0 to 1
+    std: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -67,27 +75,10 @@ class Dataset:
     train: Split
     valid: Split
     note: str = ""  # what was done to it, for the header
+    names: tuple[str, ...] = ()  # of the classes; by default their numbers
+    images: ImageFormat | None = None
 
-
-def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
-    """The data set with images of `size` (height, width): at once where it lies in memory."""
-    channels, height, width = dataset.shape
-    return replace(
-        dataset,
-        shape=(channels, *size),
-        train=_resized_split(dataset.train, size),
-        valid=_resized_split(dataset.valid, size),
-        note=f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear",
-    )
-
-
-def _resized_split(split: Split, size: tuple[int, int]) -> Split:
-    if isinstance(split, TensorSplit):
-        return TensorSplit(_resize(split.inputs, size), split.labels)
-    return ResizedSplit(split, size)
-
-
-def _resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    if len(inputs) == 0:
-        return inputs.new_empty((0, inputs.shape[1], *size))
-    return functional.interpolate(inputs, size, mode="bilinear", align_corners=False)
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """One for each class."""
+        return self.names or tuple(str(number) for number in range(self.classes))

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hvdtrain.data import Dataset
-from hvdtrain.data.splits import Shape, resized
+from hvdtrain.data.resize import resized
+from hvdtrain.data.splits import Shape
 from hvdtrain.errors import UsageError
 from hvdtrain.models import lenet
+from hvdtrain.plugins import call_plugin, import_plugin
 
 NAMES = ("lenet", "mlp", "module:callable")
 MLP_HIDDEN = 2048
 Builder = Callable[[Shape, int], nn.Module]
 
 
-def fit_images(dataset: Dataset, model_name: str) -> Dataset:
+def image_size_of(model_name: str) -> int | None:
+    """The height and width that the model needs, or None where it takes any."""
+    return lenet.IMAGE_SIZE[0] if model_name == "lenet" else None
+
+
+def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
     """The data set in the image size that the model needs (LeNet: 28x28), resized if necessary."""
-    height, width = dataset.shape[1:]
-    if model_name != "lenet" or (height, width) == lenet.IMAGE_SIZE:
+    size = image_size_of(model_name)
+    if size is None or dataset.shape[1:] == (size, size):
         return dataset
-    return resized(dataset, lenet.IMAGE_SIZE)
+    return resized(dataset, (size, size))
 
 
 def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn.Module:
@@ -34,15 +39,20 @@ def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn
 
     Its parameters are drawn from torch's global generator. Raises UsageError.
     """
-    builder = _BUILDERS.get(name) or (_import_builder(name) if ":" in name else None)
+    builder = _BUILDERS.get(name) or (import_plugin("--model", name) if ":" in name else None)
     if builder is None:
         raise UsageError(f"--model={name}: unknown; choose from {', '.join(NAMES)}")
-    model = builder(shape, classes)
+    model = call_plugin("--model", name, lambda: builder(shape, classes))
+    return check_model("--model", name, model).to(dtype)
+
+
+def check_model(option: str, name: str, model: Any) -> nn.Module:
+    """`model`, if it is a network with something to train. Raises UsageError."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model={name}: gave a {type(model).__name__}, no torch.nn.Module")
+        raise UsageError(f"{option}={name}: gave a {type(model).__name__}, no torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"--model={name}: has no parameter to train")
-    return model.to(dtype)
+        raise UsageError(f"{option}={name}: has no parameter to train")
+    return model
 
 
 def _lenet(shape: Shape, classes: int) -> nn.Module:
@@ -61,22 +71,3 @@ def _mlp(shape: Shape, classes: int) -> nn.Module:
 
 
 _BUILDERS: dict[str, Builder] = {"lenet": _lenet, "mlp": _mlp}
-
-
-def _import_builder(name: str) -> Builder:
-    """The callable that `module:callable` names; the working directory is searched too."""
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:
-        raise UsageError(f"--model={name}: {error}") from error
-    builder = getattr(module, attribute, None)
-    if builder is None:
-        raise UsageError(f"--model={name}: {module_name} has no {attribute!r}")
-    if not callable(builder):
-        raise UsageError(f"--model={name}: not callable")
-    found: Builder = builder
-    return found

@@ -20,12 +20,15 @@ from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.capture import LocalGradients
 from hvdtrain.audit.parts import Piece
-from hvdtrain.bench.jobs import endless_batches
+from hvdtrain.bench.jobs import endless_steps
 from hvdtrain.cli.options import build_config
 from hvdtrain.cli.prepare import prepare
+from hvdtrain.cli.tasks import find_source
 from hvdtrain.comm import HorovodExchange
+from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.faults import FAULTS, Delivered, Place, inject
+from hvdtrain.metering import PhaseClock
 from hvdtrain.ring import Transport, all_reduce, average_error_bound, broadcast
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, train_step
@@ -142,25 +145,26 @@ def run_workload(
     """Collective: honest steps, then trials; what went wrong, in words."""
     options = WORKLOADS[name]
     config = build_config({"data": "digits", "device": "cpu", "lr": 0.01} | options, [])
-    job = prepare(config, 48, exchange, Topology(exchange.rank, exchange.size))
+    source = find_source(config, exchange, exchange.rank)
+    job = prepare(config, 48, source, exchange, Topology(exchange.rank, exchange.size))
     exchange.compression = config.precision.compression
     optimizer = exchange.distribute(
-        job.optimizer, job.model, job.grad_accum_steps, exchange.compression
+        job.optimizer, job.model, job.feed.micro_batches, exchange.compression
     )
     job = replace(job, optimizer=optimizer)
     exchange.watch(job.model)
     records: list[AuditRecord] = []
     check = BoundCheck(ring, exchange.compression)
     audit = Auditor(job.model, ring, 1, records.append, check)
-    batches = endless_batches(job.sampler)
+    steps = endless_steps(job, exchange.rank)
     problems = []
     for _ in range(honest_steps):
-        problems += _step(job, exchange, audit, records, next(batches), None, tally)
+        problems += _step(job, exchange, audit, records, next(steps), None, tally)
     for _ in range(trials):
         fault = dice.choice(sorted(FAULTS))
         for _ in range(dice.randrange(3)):
-            problems += _step(job, exchange, audit, records, next(batches), None, tally)
-        problems += _step(job, exchange, audit, records, next(batches), fault, tally)
+            problems += _step(job, exchange, audit, records, next(steps), None, tally)
+        problems += _step(job, exchange, audit, records, next(steps), fault, tally)
     return [f"{name}: {problem}" for problem in problems]
 
 
@@ -169,7 +173,7 @@ def _step(
     exchange: FaultyExchange,
     audit: Auditor,
     records: list[AuditRecord],
-    indices: Any,
+    data: StepData,
     fault: str | None,
     tally: Counter[str],
 ) -> list[str]:
@@ -178,7 +182,7 @@ def _step(
     exchange.fault, exchange.must_be_found = fault, False
     exchange.begin()
     try:
-        train_step(job, exchange, audit, step, indices).total()
+        train_step(job, exchange, audit, step, data, PhaseClock()).total()
         text = ""
     except AuditMismatch as error:
         text = str(error)

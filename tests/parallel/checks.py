@@ -21,17 +21,19 @@ from hvdtrain.audit import Auditor, AuditRecord, NoAudit
 from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
+from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
-from hvdtrain.evaluate import evaluate
 from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.metering import Meter, StepSums
 from hvdtrain.models import build_model
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.ring import all_reduce, gamma
-from hvdtrain.training import Job, train_step
+from hvdtrain.tasks import Sums
+from hvdtrain.training import Job
 from hvdtrain.update import Update
 from tests.rings import lengths_for, rank_data
+from tests.unit.jobs import classification, evaluate_on, one_step
 
 CPU = torch.device("cpu")
 SHAPE = (1, 28, 28)
@@ -53,15 +55,17 @@ def make_job(
 ) -> Job:
     torch.manual_seed(11)
     model = build_model(name, SHAPE, CLASSES, torch.float64)
+    task = classification(dataset)
+    shares = shares or Shares(1)
+    sampler = GlobalBatchSampler(len(dataset.train), len(dataset.train), seed=0)
     return Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         update=Update(model, CPU),
-        dataset=dataset,
-        sampler=GlobalBatchSampler(len(dataset.train), len(dataset.train), seed=0),
-        shares=shares or Shares(1),
-        grad_accum_steps=accum_steps,
-        sync_bn=False,
+        task=task,
+        data=task.build_data(),
+        feed=Feed(dataset.train, sampler, shares, accum_steps, everyone=False),
+        valid_shares=shares,
         schedule=lambda step: 0.0,
         total_steps=1,
         device=CPU,
@@ -73,9 +77,10 @@ def make_job(
 
 
 def distributed(job: Job, exchange: Exchange) -> Job:
-    optimizer = exchange.distribute(job.optimizer, job.model, job.grad_accum_steps)
-    shares = job.shares if len(job.shares.weights) == exchange.size else Shares(exchange.size)
-    return replace(job, optimizer=optimizer, shares=shares)
+    optimizer = exchange.distribute(job.optimizer, job.model, job.feed.micro_batches)
+    fits = len(job.feed.shares.weights) == exchange.size
+    shares = job.feed.shares if fits else Shares(exchange.size)
+    return replace(job, optimizer=optimizer, feed=replace(job.feed, shares=shares))
 
 
 def ring_sums_are_right(exchange: Exchange) -> None:
@@ -105,9 +110,9 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
         dataset = made_up_images(samples)
         indices = np.arange(samples)
         alone = make_job(dataset, name)
-        train_step(alone, SingleProcess(), NoAudit(), 1, indices)
+        one_step(alone, SingleProcess(), NoAudit(), 1, indices)
         together = distributed(make_job(dataset, name, accum_steps, shares), exchange)
-        train_step(together, exchange, NoAudit(), 1, indices).total()
+        one_step(together, exchange, NoAudit(), 1, indices).total()
         for (key, expected), actual in zip(
             alone.model.named_parameters(), together.model.parameters(), strict=True
         ):
@@ -165,7 +170,7 @@ def an_unused_layer_stays_the_same_for_every_n(exchange: Exchange) -> None:
         optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
         job = replace(job, optimizer=optimizer, schedule=lambda step: 0.1)
         job = distributed(job, where)
-        train_step(job, where, NoAudit(), 1, np.arange(8))
+        one_step(job, where, NoAudit(), 1, np.arange(8))
         results.append(job.model.unused.weight.detach())
     assert torch.equal(*results)
 
@@ -227,13 +232,13 @@ def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
     for samples in sorted({1, exchange.size - 1, exchange.size, exchange.size + 1, 101}):
         dataset = made_up_images(samples)
         model = make_job(dataset).model
-        expected = evaluate(model, dataset, SingleProcess(), CPU)
-        actual = evaluate(model, dataset, exchange, CPU)
+        expected = evaluate_on(model, dataset, SingleProcess())
+        actual = evaluate_on(model, dataset, exchange)
         assert actual.samples == expected.samples == samples
-        assert actual.confusion == expected.confusion
-        assert actual.accuracy_top5 == expected.accuracy_top5
+        assert actual.tables == expected.tables
+        assert actual.metrics == expected.metrics
         assert abs(actual.loss - expected.loss) <= 1e-12 * expected.loss
-    stopped = evaluate(model, dataset, exchange, CPU, lambda: exchange.rank == exchange.size - 1)
+    stopped = evaluate_on(model, dataset, exchange, lambda: exchange.rank == exchange.size - 1)
     assert stopped is None  # one rank was asked to stop, and all know
 
 
@@ -261,7 +266,7 @@ def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
         local = audit.local_weight_gradients(exchange)
 
         def step(job: Job = job, audit: FaultyExchangeAudit = audit) -> None:
-            train_step(job, exchange, audit, 1, np.arange(samples))
+            one_step(job, exchange, audit, 1, np.arange(samples))
 
         if fault is None:
             step()
@@ -288,8 +293,8 @@ class FaultyExchangeAudit:
         own: list[torch.Tensor] = []
         weight = self._job.model.output.weight
         hook = weight.register_post_accumulate_grad_hook(lambda p: own.append(p.grad.clone()))
-        samples = len(self._job.dataset.train)
-        train_step(self._job, exchange, NoAudit(), 1, np.arange(samples)).total()
+        samples = len(self._job.data.train)
+        one_step(self._job, exchange, NoAudit(), 1, np.arange(samples)).total()
         hook.remove()
         return exchange.all_gather_object(own[0].reshape(-1), "test.local")[-1]
 
@@ -305,14 +310,13 @@ class FaultyExchangeAudit:
 def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:
     """Only one rank meets it; all leave at the same step, and it is named."""
     last = exchange.size - 1
-    scores = torch.zeros(2, CLASSES)
     loss = torch.tensor(float("nan") if exchange.rank == last else 1.0)
     meter = Meter(exchange, samples_per_epoch=10)
     meter.begin_step()
     sums = StepSums(CPU)
-    sums.add(loss, scores, torch.zeros(2, dtype=torch.int64))
-    sums.start(exchange, 1, stop_requested=False)
-    meter.end_step(sums, 1)
+    sums.add(Sums(loss, 2))
+    sums.start(exchange, 1, stop_requested=False, phases_s=meter.clock.take())
+    meter.end_step(sums, 1, 2)
     expect(TrainingError, f"at step 1 on rank {last} (loss nan).", meter.read_interval)
 
 

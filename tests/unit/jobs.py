@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,15 +14,18 @@ from hvdtrain.audit import NoAudit
 from hvdtrain.batchnorm import convert_to_sync
 from hvdtrain.checkpoint import Snapshot
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
+from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset
 from hvdtrain.errors import Stopped
-from hvdtrain.evaluate import Evaluation
+from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import Exchange
 from hvdtrain.loop_state import capture, restore
-from hvdtrain.metering import Meter, Totals
+from hvdtrain.metering import Meter, PhaseClock, StepSums, Totals
 from hvdtrain.schedule import make_schedule
-from hvdtrain.training import Job, Outcome, Position, train
+from hvdtrain.tasks import Settings
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.training import Audit, Job, Outcome, Position, train, train_step
 from hvdtrain.update import Update
 
 SHAPE = (1, 4, 4)
@@ -76,6 +80,28 @@ def with_dropout(shape: tuple[int, int, int] = SHAPE, classes: int = CLASSES) ->
     return nn.Sequential(with_batch_norm(shape, classes), nn.Dropout(0.3))
 
 
+def classification(dataset: Dataset, dtype: torch.dtype = torch.float64) -> Classification:
+    """The task of learning `dataset`; its network is built elsewhere."""
+    settings = Settings("made up", dataset.name, Path(), 0, dtype)
+    return Classification(settings, dataset, plain)
+
+
+def evaluate_on(
+    model: nn.Module, dataset: Dataset, exchange: Exchange, stop_requested: Any = lambda: False
+) -> Evaluation | None:
+    """Over the valid split of `dataset`."""
+    shares = Shares(exchange.size)
+    return evaluate(
+        model, classification(dataset), dataset.valid, shares, exchange, CPU, stop_requested
+    )
+
+
+def one_step(job: Job, exchange: Exchange, audit: Audit, step: int, indices: Indices) -> StepSums:
+    """A step on samples of one's own choice."""
+    data = job.feed.step(indices, exchange.rank)
+    return train_step(job, exchange, audit, step, data, PhaseClock())
+
+
 def make_job(
     dataset: Dataset,
     batch: int,
@@ -95,15 +121,17 @@ def make_job(
     model = build().to(dtype)
     if sync_bn:
         model = convert_to_sync(model, exchange)
+    task = classification(dataset, dtype)
+    shares = Shares(exchange.size, weights)
+    sampler = GlobalBatchSampler(len(dataset.train), batch, seed=5)
     return Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01),
         update=Update(model, CPU, **update),
-        dataset=dataset,
-        sampler=GlobalBatchSampler(len(dataset.train), batch, seed=5),
-        shares=Shares(exchange.size, weights),
-        grad_accum_steps=accum,
-        sync_bn=sync_bn,
+        task=task,
+        data=task.build_data(),
+        feed=Feed(dataset.train, sampler, shares, accum, sync_bn),
+        valid_shares=shares,
         schedule=make_schedule("cosine", lr, total_steps, warmup_steps=2),
         total_steps=total_steps,
         device=CPU,
@@ -135,6 +163,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def timeless(totals: Totals) -> Totals:
+    """Without what differs from run to run."""
+    return replace(totals, samples_per_s=0.0, phases_s={})
+
+
 @dataclass
 class Recording:
     """An Observer: what it was told, without what differs from run to run."""
@@ -151,7 +184,7 @@ class Recording:
         return [record for record in self.told if record[1].step <= step]
 
     def _timeless(self, totals: Totals) -> Totals:
-        return replace(totals, samples_per_s=0.0)
+        return timeless(totals)
 
 
 class MemoryKeeper:
@@ -185,6 +218,10 @@ class Ran:
     asked: int
 
 
+def _meter(job: Job, exchange: Exchange) -> Meter:
+    return Meter(exchange, job.sampler.samples, job.task.metrics)
+
+
 def run_job(
     job: Job,
     exchange: Exchange,
@@ -192,7 +229,7 @@ def run_job(
     stop_at: int | None = None,
 ) -> Ran:
     """Train as the command does, from the beginning or from `state`."""
-    position, meter, recording = Position(), Meter(exchange, job.sampler.samples), Recording()
+    position, meter, recording = Position(), _meter(job, exchange), Recording()
     if state is not None:
         restore(state, job, position, meter, exchange)
     keeper = MemoryKeeper(exchange, position, stop_at)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hvdtrain.data import Split, load_dataset
 from hvdtrain.errors import UsageError
-from hvdtrain.models import fit_images
+from hvdtrain.models import fit_dataset
 
 
 def everything(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +168,7 @@ def test_missing_fashion_mnist_files_are_named(fashion: Path) -> None:
 def test_images_are_resized_for_lenet(name: str) -> None:
     """Fails when LeNet gets another size, a label moves, or nothing is said of it."""
     data = load(name)
-    fitted = fit_images(data, "lenet")
+    fitted = fit_dataset(data, "lenet")
     numbers = np.array([5, 1, 40])
     inputs, labels = fitted.train.batch(numbers)
     original, same_labels = data.train.batch(numbers)
@@ -182,5 +182,5 @@ def test_images_are_resized_for_lenet(name: str) -> None:
 
 def test_images_are_left_as_they_are_where_they_fit() -> None:
     """Fails when images are resized for a model that takes any, or have their size already."""
-    assert (digits := load("digits")) == fit_images(digits, "mlp")
-    assert (fitting := load("synthetic:1x28x28")) == fit_images(fitting, "lenet")
+    assert (digits := load("digits")) == fit_dataset(digits, "mlp")
+    assert (fitting := load("synthetic:1x28x28")) == fit_dataset(fitting, "lenet")

@@ -11,9 +11,9 @@ from torch import nn
 from hvdtrain import evaluate as module
 from hvdtrain.data import TensorSplit
 from hvdtrain.data.splits import Dataset
-from hvdtrain.evaluate import Evaluation, evaluate
+from hvdtrain.evaluate import Evaluation, class_accuracy
 from hvdtrain.exchange import SingleProcess
-from tests.unit.jobs import CPU, made_up_data, plain, with_batch_norm
+from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
 from tests.unit.threads import connect, run_ranks
 
 
@@ -46,14 +46,15 @@ SIX = by_scores(
 
 def test_a_hand_count() -> None:
     """Fails when top-1, top-5, a class's count or a cell of the matrix is not the one by hand."""
-    found = evaluate(AsScores(), SIX, SingleProcess(), CPU)
+    found = evaluate_on(AsScores(), SIX, SingleProcess())
     assert found is not None
-    assert (found.samples, found.accuracy, found.accuracy_top5) == (7, 3 / 7, 5 / 7)
+    assert found.samples == 7
+    assert found.metrics == {"accuracy": 3 / 7, "accuracy_top5": 5 / 7}
     expected = [[0] * 6 for _ in range(6)]
     for true, taken in ((0, 0), (4, 0), (5, 0), (1, 1), (1, 5), (0, 5), (5, 5)):
         expected[true][taken] += 1
-    assert found.confusion == expected
-    assert found.class_counts == [2, 2, 0, 0, 1, 2]
+    assert found.tables == {"confusion": expected}
+    assert class_accuracy(expected) == [1 / 2, 1 / 2, None, None, 0, 1 / 2]
     inputs, labels = SIX.valid.batch(torch.arange(7).numpy())
     losses = [
         math.log(sum(math.exp(s) for s in row)) - row[label]
@@ -64,8 +65,10 @@ def test_a_hand_count() -> None:
 
 def test_fewer_than_five_classes() -> None:
     """Fails when top-5 of three classes is an error, or not all of them."""
-    found = evaluate(AsScores(), by_scores([[1, 2, 3], [3, 2, 1]], [0, 0]), SingleProcess(), CPU)
-    assert found == Evaluation(2, found.loss, 0.5, 1.0, [[1, 0, 1], [0, 0, 0], [0, 0, 0]])
+    found = evaluate_on(AsScores(), by_scores([[1, 2, 3], [3, 2, 1]], [0, 0]), SingleProcess())
+    assert found is not None
+    assert found.metrics == {"accuracy": 0.5, "accuracy_top5": 1.0}
+    assert found.tables["confusion"] == [[1, 0, 1], [0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -75,15 +78,13 @@ def test_the_result_is_the_same_on_any_number_of_ranks(size: int, samples: int) 
     data = made_up_data(1, valid=samples)
     torch.manual_seed(0)
     model = plain().double()
-    alone = evaluate(model, data, SingleProcess(), CPU)
+    alone = evaluate_on(model, data, SingleProcess())
     assert alone is not None and alone.samples == samples
     data.valid.log.clear()
-    for found in run_ranks(connect(size), lambda ex: evaluate(model, data, ex, CPU)):
+    for found in run_ranks(connect(size), lambda ex: evaluate_on(model, data, ex)):
         assert found is not None
         assert found.loss == pytest.approx(alone.loss, rel=1e-12)
-        assert found == Evaluation(
-            samples, found.loss, alone.accuracy, alone.accuracy_top5, alone.confusion
-        )
+        assert found == Evaluation(samples, found.loss, alone.metrics, alone.tables)
     assert sorted(sample for batch in data.valid.log for sample in batch) == list(range(samples))
 
 
@@ -92,11 +93,11 @@ def test_batches_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     data = made_up_data(1, valid=50)
     torch.manual_seed(0)
     model = plain().double()
-    whole = evaluate(model, data, SingleProcess(), CPU)
+    whole = evaluate_on(model, data, SingleProcess())
     monkeypatch.setattr(module, "EVALUATION_BATCH", 7)
-    parts = evaluate(model, data, SingleProcess(), CPU)
+    parts = evaluate_on(model, data, SingleProcess())
     assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
-    assert (parts.confusion, parts.accuracy_top5) == (whole.confusion, whole.accuracy_top5)
+    assert (parts.tables, parts.metrics) == (whole.tables, whole.metrics)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -106,7 +107,7 @@ def test_the_model_is_left_as_it_was() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for mode in (True, False):
         model.train(mode)
-        evaluate(model, data, SingleProcess(), CPU)
+        evaluate_on(model, data, SingleProcess())
         assert all(layer.training is mode for layer in model.modules())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -124,8 +125,8 @@ def test_a_request_to_stop_is_known_to_all_ranks(asked: int, monkeypatch) -> Non
             questions[exchange.rank] += 1
             return exchange.rank == asked and questions[exchange.rank] == 3
 
-        return evaluate(model, data, exchange, CPU, stop_requested)
+        return evaluate_on(model, data, exchange, stop_requested)
 
     assert run_ranks(connect(3), work) == [None, None, None]
     assert questions[asked] == 3
-    assert evaluate(model, data, SingleProcess(), CPU, lambda: True) is None
+    assert evaluate_on(model, data, SingleProcess(), lambda: True) is None

@@ -121,7 +121,8 @@ def test_config_summary_and_records(tmp_path: Path) -> None:
 
 
 def totals(step: int, loss: float) -> Totals:
-    return Totals(step, 0, step * 8, 8, loss, 0.5, 1000.0)
+    phases_s = {"data": 0.25, "compute": 0.5, "exchange": 0.125, "update": 0.0625}
+    return Totals(step, 0, step * 8, 8, loss, {"accuracy": 0.5}, 1000.0, phases_s, 3.5)
 
 
 def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
@@ -129,12 +130,11 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = RunDirectory(tmp_path, "one")
-    recorder = Recorder(directory)
+    recorder = Recorder(directory, classes=["cat", "dog"])
     for step, loss in ((10, 2.5), (20, math.nan), (30, 1.25)):
         recorder.interval_end(totals(step, loss), lr=step / 1000)
-    evaluation = Evaluation(
-        8, loss=0.75, accuracy=0.875, accuracy_top5=1.0, confusion=[[4, 1], [0, 3]]
-    )
+    metrics = {"accuracy": 0.875, "accuracy_top5": 1.0}
+    evaluation = Evaluation(8, 0.75, metrics, tables={"confusion": [[4, 1], [0, 3]]})
     recorder.epoch_end(totals(30, 1.5), evaluation, lr=0.03)
     recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
     recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
@@ -151,6 +151,8 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     assert scalars["train/accuracy"] == {10: 0.5, 20: 0.5, 30: 0.5}
     assert scalars["lr"] == pytest.approx({10: 0.01, 20: 0.02, 30: 0.03})
     assert scalars["samples_per_s"] == {10: 1000, 20: 1000, 30: 1000}
+    assert scalars["gradient_norm"] == {10: 3.5, 20: 3.5, 30: 3.5}
+    assert scalars["phase/exchange_s"] == {10: 0.125, 20: 0.125, 30: 0.125}
     assert (scalars["valid/loss"], scalars["valid/accuracy"]) == ({30: 0.75}, {30: 0.875})
     assert scalars["audit/worst_error_over_bound"] == {30: 0.125}
 
@@ -167,6 +169,9 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     assert steps[3]["valid_class_accuracy"] == [0.8, 1.0]
     newest = json.loads((directory.path / "evaluation.json").read_text())
     assert (newest["step"], newest["confusion"]) == (30, [[4, 1], [0, 3]])
+    assert newest["classes"] == ["cat", "dog"]
+    phases = [steps[0][f"{phase}_s"] for phase in ("data", "compute", "exchange", "update")]
+    assert phases == [0.25, 0.5, 0.125, 0.0625] and steps[0]["gradient_norm"] == 3.5
     assert "valid_confusion" not in steps[3]
     assert "valid_accuracy" not in steps[4]
     assert audits[0]["worst_parameter"] == "conv1.weight" and audits[0]["ok"] is True

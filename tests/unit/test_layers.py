@@ -18,7 +18,16 @@ LAUNCHER = "hvdtrain.launcher"
 # A name covers the modules below it too, except for the package itself.
 LAYERS = {
     "hvdtrain": 6,  # the public names
-    **dict.fromkeys(("hvdtrain.errors", "hvdtrain.config", "hvdtrain.topology", "hvdtrain.log"), 0),
+    **dict.fromkeys(
+        (
+            "hvdtrain.errors",
+            "hvdtrain.config",
+            "hvdtrain.topology",
+            "hvdtrain.log",
+            "hvdtrain.plugins",
+        ),
+        0,
+    ),
     **dict.fromkeys(("hvdtrain.ring", "hvdtrain.schedule"), 1),
     **dict.fromkeys(
         (
@@ -34,6 +43,7 @@ LAYERS = {
             "hvdtrain.parameters",
             "hvdtrain.recording",
             "hvdtrain.run_directory",
+            "hvdtrain.tasks",
             "hvdtrain.training",
             "hvdtrain.update",
             "hvdtrain.vision",

@@ -26,7 +26,7 @@ from hvdtrain.errors import UsageError
 OPTIONS = train_options()
 ZERO_IS_FINE = {
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
-    *("hflip", "crop_padding"),
+    *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "checkpoint_interval"),
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
@@ -115,7 +115,7 @@ def test_what_is_learned_is_told_from_the_rest() -> None:
     free = {
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
-        *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts"),
+        *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
@@ -262,6 +262,8 @@ def values(option: Option) -> st.SearchStrategy:
         return st.none() | weights.map(lambda some: ",".join(map(str, some)))
     if option.name in ("model_ema_decay", "hflip"):
         return st.floats(0, 1, exclude_max=True)
+    if option.name in ("valid_split", "crop_scale"):
+        return st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
     strategy = {
         int: st.integers(1, 2**63 - 1),
         float: st.floats(0, allow_infinity=False, exclude_min=True),

@@ -11,6 +11,9 @@ import torch
 from hvdtrain.batchnorm import SyncBatchNorm
 from hvdtrain.cli.options import build_config
 from hvdtrain.cli.prepare import prepare
+from hvdtrain.cli.tasks import Source, build_data, build_task
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.topology import Topology
@@ -33,7 +36,15 @@ def prepared(samples: int, batch: int, workers: int = 1, rank: int = 0, **option
     data = f"synthetic:1x4x4,samples={samples}"
     config = build_config({"model": NORMALISES, "data": data, "device": "cpu"} | options, [])
     exchange = connect(workers)[rank] if workers > 1 else SingleProcess()
-    return prepare(config, batch, exchange, Topology(rank, workers))
+    source = source_of(config, workers)
+    return prepare(config, batch, source, exchange, Topology(rank, workers))
+
+
+def source_of(config: TrainConfig, workers: int) -> Source:
+    """As `find_source`, which needs all ranks, finds it where all data is on every host."""
+    task = build_task(config)
+    shares = Shares(workers, config.batch.weights(workers))
+    return Source(task, build_data(task, config), (), shares, shares)
 
 
 SMALL = {
@@ -70,7 +81,7 @@ def test_shares_too_small_for_batch_norm_are_refused(samples, batch, workers, op
             prepared(samples, batch, workers, rank, **options)
         assert str(caught.value).startswith(f"--global-batch-size={batch}: ")
         assert "Add --sync-bn" in str(caught.value)
-    assert not prepared(samples, batch, workers, model=PLAIN, **options).sync_bn
+    assert not prepared(samples, batch, workers, model=PLAIN, **options).feed.everyone
 
 
 @pytest.mark.parametrize(
@@ -79,12 +90,12 @@ def test_shares_too_small_for_batch_norm_are_refused(samples, batch, workers, op
 def test_shares_of_two_are_enough(samples, batch, workers, options) -> None:
     """Fails when a run that could be trained is refused."""
     for rank in range(workers):
-        assert not prepared(samples, batch, workers, rank, **options).sync_bn
+        assert not prepared(samples, batch, workers, rank, **options).feed.everyone
 
 
 def test_a_last_batch_that_is_not_reached_is_no_matter() -> None:
     """Fails when a run is refused for a batch after its end, or let go to meet it."""
-    assert not prepared(101, 10, max_steps=10).sync_bn
+    assert not prepared(101, 10, max_steps=10).feed.everyone
     with pytest.raises(UsageError, match="of a batch of 1 samples some worker gets 1"):
         prepared(101, 10, max_steps=11)
 
@@ -108,17 +119,17 @@ def test_single_samples_are_refused_with_sync_bn(samples, batch, workers, option
 
 def test_sync_bn_takes_empty_shares() -> None:
     """Fails when --sync-bn is refused where only some workers have nothing to do."""
-    assert prepared(100, 2, 3, sync_bn=True).sync_bn
-    assert prepared(100, 4, 3, sync_bn=True, grad_accum_steps=2).sync_bn
+    assert prepared(100, 2, 3, sync_bn=True).feed.everyone
+    assert prepared(100, 4, 3, sync_bn=True, grad_accum_steps=2).feed.everyone
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_sync_bn_replaces_the_layers(workers: int) -> None:
     """Fails when --sync-bn leaves a layer that normalises over its own samples alone."""
     job = prepared(100, 4, workers, sync_bn=True, rank_weights=None)
-    assert job.sync_bn
+    assert job.feed.everyone
     assert [type(job.model[place]) for place in (1, 5)] == [SyncBatchNorm] * 2
-    assert not prepared(100, 4, workers, sync_bn=True, model=PLAIN).sync_bn
+    assert not prepared(100, 4, workers, sync_bn=True, model=PLAIN).feed.everyone
 
 
 def test_the_flags_reach_the_job() -> None:
@@ -137,7 +148,7 @@ def test_the_flags_reach_the_job() -> None:
         lr_base_batch_size=10,
         lr=0.25,
     )
-    assert job.shares.sizes(40) == [10, 30] and job.grad_accum_steps == 2
+    assert job.feed.shares.sizes(40) == [10, 30] and job.feed.micro_batches == 2
     assert (job.checkpoint_interval, job.hash_every) == (17, 19)
     assert job.schedule(0) == 1.0 and job.update.average is not None
     assert prepared(100, 40).update.average is None
@@ -187,15 +198,15 @@ def test_deterministic_demands_what_it_says(algorithms, monkeypatch: pytest.Monk
     exchange.repeatable = False
     config = build_config({"data": "digits", "device": "cpu", "deterministic": True}, [])
     with pytest.raises(UsageError, match="HOROVOD_FUSION_THRESHOLD=67108864 the order of sums"):
-        prepare(config, 50, exchange, Topology(0, 3))
+        prepare(config, 50, source_of(config, 3), exchange, Topology(0, 3))
 
 
 def test_augmentation_reaches_the_training_split_alone() -> None:
     """Fails when a flag is forgotten, or validation images are changed too."""
     indices = np.arange(50)
-    plain, flipped = prepared(100, 50).dataset, prepared(100, 50, hflip=1.0).dataset
+    plain, flipped = prepared(100, 50).data, prepared(100, 50, hflip=1.0).data
     expected, _ = plain.train.batch(indices)
     assert torch.equal(flipped.train.batch(indices)[0], expected.flip(3))
     assert torch.equal(flipped.valid.batch(indices)[0], plain.valid.batch(indices)[0])
-    shifted = prepared(100, 50, crop_padding=2).dataset
+    shifted = prepared(100, 50, crop_padding=2).data
     assert not torch.equal(shifted.train.batch(indices)[0], expected)

@@ -1,0 +1,210 @@
+"""From configuration to a task and its data, on this rank; and where the data lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import (
+    GlobalBatchSampler,
+    PlacedShares,
+    ReadOptions,
+    Shares,
+    SharesLike,
+    load_dataset,
+)
+from hvdtrain.data.placement import PartSplit
+from hvdtrain.data.splits import Split, Splits
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange, agree
+from hvdtrain.models import build_model, fit_dataset, image_size_of
+from hvdtrain.plugins import call_plugin, import_plugin
+from hvdtrain.tasks import Settings, Task
+from hvdtrain.tasks.classification import Classification
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+MOST_READERS = 8  # processes that read ahead, for each worker
+
+
+@dataclass(frozen=True)
+class Source:
+    """A task, its data over all hosts, and who takes which samples."""
+
+    task: Task
+    data: Splits
+    parts: tuple[int, ...]  # training samples on each host; () where every host has all
+    shares: SharesLike
+    valid_shares: SharesLike
+
+    def sampler(self, global_batch_size: int, seed: int) -> GlobalBatchSampler:
+        """The order of the training samples. Raises UsageError for a batch beyond them."""
+        samples = len(self.data.train)
+        if global_batch_size > samples:
+            raise UsageError(
+                f"--global-batch-size={global_batch_size}: {self.data.name} has only "
+                f"{samples} samples to train on"
+            )
+        return GlobalBatchSampler(samples, global_batch_size, seed, self.parts)
+
+
+def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Source:
+    """Collective: every rank builds the task and reads its data; they agree on what it is.
+
+    Raises AgreedFailure where a rank cannot, or hosts hold parts of different data sets.
+    """
+    local_ranks = exchange.all_gather_object(local_rank, "hvdtrain.local_ranks")
+    hosts = hosts_of(local_ranks)
+    host = hosts[exchange.rank]
+    agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
+    workers_here = hosts.count(host)
+
+    def build() -> tuple[Task, Splits]:
+        task = build_task(config, host, workers_here)
+        return task, build_data(task, config)
+
+    task, data = agree(exchange, "data", build)
+    weights = config.batch.weights(exchange.size)
+    if config.data.data_placement == "shared":
+        shares = Shares(exchange.size, weights)
+        return Source(task, data, (), shares, shares)
+    return _place(task, data, hosts, weights, exchange)
+
+
+def hosts_of(local_ranks: Sequence[int]) -> list[int]:
+    """The number of each rank's host, from 0: a host's ranks are neighbours, and count from 0."""
+    hosts: list[int] = []
+    for local_rank in local_ranks:
+        hosts.append((hosts[-1] if hosts else -1) + (local_rank == 0))
+    return hosts
+
+
+def _place(
+    task: Task, data: Splits, hosts: list[int], weights: Sequence[float], exchange: Exchange
+) -> Source:
+    """Collective: the parts of all hosts as one data set."""
+    own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
+    told = exchange.all_gather_object(own, "hvdtrain.parts")
+    firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
+    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts))
+    placed = []
+    shares: list[SharesLike] = []
+    for number, split in ((1, data.train), (2, data.valid)):
+        lengths = tuple(told[rank][number] for rank in firsts)
+        start = sum(lengths[: hosts[exchange.rank]])
+        placed.append(PartSplit(split, start, sum(lengths)))
+        shares.append(PlacedShares(lengths, hosts, weights))
+    parts = tuple(told[rank][1] for rank in firsts)
+    note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
+    whole = replace(data, train=placed[0], valid=placed[1], note=note)
+    return Source(task, whole, parts, *shares)
+
+
+def _refuse_other_parts(
+    told: list[tuple[list[str] | None, int, int]], hosts: list[int], firsts: list[int]
+) -> None:
+    problems = []
+    for rank, (classes, train, valid) in enumerate(told):
+        first = told[firsts[hosts[rank]]]
+        if classes != told[0][0]:
+            ours, theirs = set(told[0][0] or ()), set(classes or ())
+            problems.append(
+                f"--data-placement=per-host: rank {rank} on host {hosts[rank]} has other classes "
+                f"than host 0: without {sorted(ours - theirs)[:5]}, and with "
+                f"{sorted(theirs - ours)[:5]} besides. Make a folder for each class on each host"
+            )
+        elif (train, valid) != first[1:]:
+            problems.append(
+                f"--data-placement=per-host: rank {rank} on host {hosts[rank]} reads {train} and "
+                f"{valid} samples, another rank of that host {first[1]} and {first[2]}"
+            )
+    if problems:
+        raise UsageError(*problems)
+
+
+def download(config: TrainConfig, host: int) -> None:
+    """Fetch the data set's files where they are missing and it is known where they are."""
+    if config.model.task is None:
+        from hvdtrain.data.download import fetch
+
+        fetch(config.data.data, Path(_of_host(config.data.data_dir, host, config)))
+
+
+def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Task:
+    """The task that `--task` names, or classification. Raises UsageError."""
+    dtype = DTYPES[config.model.dtype]
+    settings = Settings(
+        model=config.model.model,
+        data=_of_host(config.data.data, host, config),
+        data_dir=Path(_of_host(config.data.data_dir, host, config)),
+        seed=config.run.seed,
+        dtype=dtype,
+    )
+    if config.model.task is None:
+        return _classification(config, settings, workers_here)
+    name = config.model.task
+    made = call_plugin("--task", name, lambda: import_plugin("--task", name)(settings))
+    if not isinstance(made, Task):
+        raise UsageError(f"--task={name}: gave a {type(made).__name__}, no hvdtrain.Task")
+    return made
+
+
+def _of_host(path: str, host: int, config: TrainConfig) -> str:
+    placed = config.data.data_placement == "per-host"
+    return path.replace("{host}", str(host)) if placed else path
+
+
+def _classification(config: TrainConfig, settings: Settings, workers_here: int) -> Task:
+    chosen = config.data
+    cores = len(os.sched_getaffinity(0))
+    readers = min(cores // workers_here, MOST_READERS) if chosen.workers is None else chosen.workers
+    options = ReadOptions(
+        image_size=chosen.image_size or image_size_of(settings.model),
+        valid_split=chosen.valid_split,
+        hflip=chosen.hflip,
+        crop_padding=chosen.crop_padding,
+        crop_scale=chosen.crop_scale,
+        readers=readers,
+        skip_bad=chosen.skip_bad_samples,
+    )
+    dataset = load_dataset(settings.data, settings.data_dir, settings.seed, settings.dtype, options)
+    dataset = fit_dataset(dataset, settings.model)
+    wanted = config.model.num_classes or dataset.classes
+    if wanted < dataset.classes:
+        raise UsageError(f"--num-classes={wanted}: {dataset.name} has {dataset.classes} classes")
+    dataset = replace(dataset, classes=wanted)
+    return Classification(
+        settings,
+        dataset,
+        lambda: build_model(settings.model, dataset.shape, wanted, settings.dtype),
+    )
+
+
+def build_data(task: Task, config: TrainConfig) -> Splits:
+    """The task's data. Raises UsageError where it is not what a task promises."""
+    name = config.model.task
+    if name is None:
+        return task.build_data()
+    data = call_plugin("--task", name, task.build_data)
+    if not isinstance(data, Splits):
+        raise UsageError(
+            f"--task={name}: build_data gave a {type(data).__name__}, no hvdtrain.Splits"
+        )
+    for part, split in (("train", data.train), ("valid", data.valid)):
+        _check_split(name, part, split)
+    return data
+
+
+def _check_split(name: str, part: str, split: Split) -> None:
+    lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
+    if lacking:
+        raise UsageError(
+            f"--task={name}: its {part} split, a {type(split).__name__}, has no "
+            f"{' and no '.join(lacking)} (see hvdtrain.Split)"
+        )
+    if call_plugin("--task", name, lambda: len(split)) < 1:
+        raise UsageError(f"--task={name}: its {part} split has no samples")

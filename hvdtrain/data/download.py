@@ -1,0 +1,48 @@
+"""Fetching data sets whose source is known, by one process a host."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from filelock import FileLock
+
+from hvdtrain.data.cifar10 import FOLDER as CIFAR10_FOLDER
+from hvdtrain.data.fashion_mnist import FILES as FASHION_FILES
+from hvdtrain.data.fashion_mnist import FOLDER as FASHION_FOLDER
+from hvdtrain.errors import UsageError
+from hvdtrain.vision import import_torchvision
+
+TIMEOUT_S = 15.0
+LOCK_TIMEOUT_S = 1800.0
+# torchvision's reader, and the files that tell that nothing need be fetched.
+KNOWN = {
+    "fashion-mnist": ("FashionMNIST", [FASHION_FOLDER / name for name in FASHION_FILES]),
+    "cifar10": ("CIFAR10", [CIFAR10_FOLDER / "batches.meta"]),
+}
+
+
+def fetch(name: str, data_dir: Path) -> None:
+    """Download a data set that is not in `data_dir` yet. One process a host calls it; a lock keeps
+    other jobs out. Raises UsageError that says which files to put where, if it cannot be had.
+    """
+    if name not in KNOWN:
+        return
+    reader, files = KNOWN[name]
+    if all((data_dir / file).is_file() for file in files):
+        return
+    before = socket.getdefaulttimeout()
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(data_dir / f".{name}.lock", timeout=LOCK_TIMEOUT_S):
+            socket.setdefaulttimeout(TIMEOUT_S)  # urllib has none of its own
+            getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
+    except Exception as error:  # no network, no permission, a wrong checksum, a full disk
+        missing = [str(file) for file in files if not (data_dir / file).is_file()]
+        raise UsageError(
+            f"--data={name}: its files are not in {data_dir}, and cannot be downloaded "
+            f"({type(error).__name__}: {error}). Put there by hand: {', '.join(missing)} "
+            "(unpacked), or name the folder that holds them with --data-dir"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)

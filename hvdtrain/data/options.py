@@ -1,0 +1,35 @@
+"""How data is to be read: what a user may choose, and what is usual for each data set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The choices; None: as usual."""
+
+    image_size: int | None = None
+    valid_split: float | None = None
+    hflip: float | None = None
+    crop_padding: int | None = None
+    crop_scale: float | None = None
+    readers: int = 0
+    skip_bad: bool = False
+
+    def refuse_those_of_folders(self, data: str) -> None:
+        """Raises UsageError for what has no meaning for a data set that lies in memory."""
+        chosen = {
+            "--crop-scale": self.crop_scale,
+            "--valid-split": self.valid_split,
+            "--skip-bad-samples": self.skip_bad or None,
+        }
+        problems = [
+            f"{flag}={value}: has no meaning for --data={data}, only for image folders"
+            for flag, value in chosen.items()
+            if value is not None
+        ]
+        if problems:
+            raise UsageError(*problems)

@@ -1,0 +1,125 @@
+"""A user's own data for classification: `--data package.module:callable`.
+
+The callable takes no arguments and returns an hvdtrain.Dataset, or two map-style torch data sets
+(train, valid) of samples (image tensor, class number), which are then read by worker processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdtrain.data.options import ReadOptions
+from hvdtrain.data.splits import Batch, Dataset, Shape, TensorSplit
+from hvdtrain.data.streaming import BadSample, StreamedSplit
+from hvdtrain.errors import UsageError
+from hvdtrain.plugins import call_plugin, import_plugin
+
+
+def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
+    """Raises UsageError, naming what is not as it must be, before any worker trains."""
+    made = call_plugin("--data", name, import_plugin("--data", name))
+    if isinstance(made, tuple | list) and len(made) == 2:
+        made = call_plugin("--data", name, lambda: _wrapped(name, made, dtype, options))
+    if not isinstance(made, Dataset):
+        raise UsageError(
+            f"--data={name}: gave a {type(made).__name__}; expected an hvdtrain.Dataset, or two "
+            "torch data sets (train, valid) of (image, class)"
+        )
+    for part, split in (("train", made.train), ("valid", made.valid)):
+        if len(split) < 1:
+            raise UsageError(f"--data={name}: its {part} split has no samples")
+        if isinstance(split, TensorSplit):
+            _check_tensors(name, part, split, made)
+    return made
+
+
+def _check_tensors(name: str, part: str, split: TensorSplit, data: Dataset) -> None:
+    inputs, labels = split.inputs, split.labels
+    problems = []
+    if tuple(inputs.shape[1:]) != tuple(data.shape) or len(inputs) != len(labels):
+        problems.append(
+            f"inputs {list(inputs.shape)} and labels {list(labels.shape)} do not fit together, or "
+            f"not the shape {list(data.shape)}"
+        )
+    if not inputs.is_floating_point() or not bool(inputs.isfinite().all()):
+        problems.append("inputs must be finite floating-point numbers, without NaN")
+    if labels.dtype != torch.int64 or not bool(((labels >= 0) & (labels < data.classes)).all()):
+        problems.append(
+            f"labels must be int64 from 0 to {data.classes - 1}, and are {labels.dtype} from "
+            f"{labels.min()} to {labels.max()}"
+        )
+    if problems:
+        raise UsageError(*(f"--data={name}: {part} split: {problem}" for problem in problems))
+
+
+@dataclass(frozen=True)
+class TorchSamples:
+    """Samples of a map-style torch data set."""
+
+    name: str
+    samples: Any
+    shape: Shape
+    classes: int
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
+        try:
+            image, label = self.samples[index]
+        except Exception as error:
+            raise BadSample(
+                f"--data={self.name}: sample {index}: {type(error).__name__}: {error}"
+            ) from error
+        problem = _problem_of(image, label, self.shape, self.classes)
+        if problem:
+            raise BadSample(f"--data={self.name}: sample {index}: {problem}")
+        return image.to(self.dtype), int(label)
+
+    def empty(self) -> Batch:
+        return torch.empty((0, *self.shape), dtype=self.dtype), torch.empty(0, dtype=torch.int64)
+
+    def finish(self, batch: Batch) -> Batch:
+        return batch
+
+
+def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:
+    if not isinstance(image, torch.Tensor) or not image.is_floating_point():
+        return f"a floating-point tensor was expected, not {getattr(image, 'dtype', type(image))}"
+    if tuple(image.shape) != tuple(shape):
+        return f"an image of shape {list(image.shape)}, where others have {list(shape)}"
+    if not 0 <= int(label) < classes:
+        return f"class {int(label)}, where there are {classes}"
+    return ""
+
+
+def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> Dataset:
+    train, valid = made
+    if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in made):
+        raise UsageError(f"--data={name}: map-style data sets are needed, with a length")
+    if not len(train):
+        raise UsageError(f"--data={name}: its train split has no samples")
+    image, _ = train[0]
+    names = getattr(train, "classes", None)
+    if names is None:
+        raise UsageError(
+            f"--data={name}: the first data set has no `classes` (a list of names), which tells "
+            "how many there are"
+        )
+    shape = tuple(getattr(image, "shape", ()))
+    if len(shape) != 3:
+        raise UsageError(
+            f"--data={name}: images must be tensors (channels, height, width); the first is a "
+            f"{type(image).__name__} of shape {list(shape)}"
+        )
+    train_split, valid_split = (
+        StreamedSplit(
+            TorchSamples(name, part, shape, len(names), dtype), options.readers, False, stay
+        )
+        for part, stay in ((train, True), (valid, False))
+    )
+    return Dataset(name, shape, len(names), train_split, valid_split, names=tuple(map(str, names)))

@@ -1,0 +1,79 @@
+"""Images of classes: cross-entropy, top-1 and top-5 accuracy, and the confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hvdtrain.data.splits import Batch, Dataset, Splits
+from hvdtrain.tasks import Settings, Sums, Task
+
+TOP_K = 5
+
+
+class Classification(Task):
+    """What `train` does unless it is given another `--task`."""
+
+    metrics = ("accuracy",)
+    valid_metrics = ("accuracy", "accuracy_top5")
+    best = "accuracy"
+    best_is_highest = True
+
+    def __init__(
+        self, settings: Settings, dataset: Dataset, build: Callable[[], torch.nn.Module]
+    ) -> None:
+        """`build`: makes the network for the data's shape and classes."""
+        super().__init__(settings)
+        self.dataset = dataset
+        self._build = build
+        self.tables = {"confusion": (dataset.classes, dataset.classes)}
+
+    def build_data(self) -> Splits:
+        data = self.dataset
+        shape = "x".join(map(str, data.shape)) + (f", {data.note}" if data.note else "")
+        return Splits(data.name, data.train, data.valid, f"{data.classes} classes, {shape}")
+
+    def build_model(self) -> torch.nn.Module:
+        return self._build()
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> Sums:
+        inputs, labels = batch
+        scores = model(inputs)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        right = (scores.detach().argmax(dim=1) == labels).sum()
+        return Sums(loss, len(labels), {"accuracy": right})
+
+    def evaluate(self, model: torch.nn.Module, batch: Batch) -> Sums:
+        """`confusion`: [true class][predicted class], how often one was taken for the other."""
+        inputs, labels = batch
+        classes = self.dataset.classes
+        scores = model(inputs).double()
+        best = scores.topk(min(TOP_K, classes), dim=1).indices
+        pairs = torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
+        return Sums(
+            functional.cross_entropy(scores, labels, reduction="sum"),
+            len(labels),
+            {
+                "accuracy": (best[:, 0] == labels).sum(),
+                "accuracy_top5": (best == labels[:, None]).any(dim=1).sum(),
+                "confusion": pairs.reshape(classes, classes),
+            },
+        )
+
+    def takeaway(self) -> dict[str, Any]:
+        """Enough to build the network again and to read images as it was trained on them."""
+        data, settings = self.dataset, self.settings
+        return {
+            "task": "classification",
+            "model": settings.model,
+            "data": settings.data,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "shape": list(data.shape),
+            "classes": list(data.class_names),
+            "images": asdict(data.images) if data.images else None,
+        }
