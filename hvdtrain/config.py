@@ -64,7 +64,11 @@ def _is_file_name(text: str) -> bool:
 class ModelConfig:
     """Which network, in which floating-point type."""
 
-    model: str = flag("lenet", "lenet, mlp, or package.module:callable(input_shape, classes)")
+    model: str = flag(
+        "lenet",
+        "lenet, mlp, resnet18-small, any classification network of torchvision, or "
+        "package.module:callable(input_shape, classes)",
+    )
     dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
     device: str = flag(
         "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import difflib
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from hvdtrain import plugins
 from hvdtrain.data import Dataset
 from hvdtrain.data.splits import Shape, resized
 from hvdtrain.errors import UsageError
-from hvdtrain.models import lenet
+from hvdtrain.models import from_torchvision, lenet
 
-NAMES = ("lenet", "mlp", "module:callable")
+NAMES = ("lenet", "mlp", "resnet18-small")
 MLP_HIDDEN = 2048
 Builder = Callable[[Shape, int], nn.Module]
 
@@ -34,15 +33,31 @@ def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn
 
     Its parameters are drawn from torch's global generator. Raises UsageError.
     """
-    builder = _BUILDERS.get(name) or (_import_builder(name) if ":" in name else None)
-    if builder is None:
-        raise UsageError(f"--model={name}: unknown; choose from {', '.join(NAMES)}")
-    model = builder(shape, classes)
+    model = _build(name, shape, classes)
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model={name}: gave a {type(model).__name__}, no torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"--model={name}: has no parameter to train")
     return model.to(dtype)
+
+
+def _build(name: str, shape: Shape, classes: int) -> object:
+    if name in _BUILDERS:
+        return _BUILDERS[name](shape, classes)
+    if ":" in name:
+        return plugins.call(
+            "--model", name, plugins.import_callable("--model", name), shape, classes
+        )
+    known = from_torchvision.names()  # torchvision takes a second: only where it is asked for
+    if name in known:
+        return from_torchvision.build(name, shape, classes)
+    close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
+    raise UsageError(
+        f"--model={name}: unknown; "
+        + (f"close are {', '.join(close)}; " if close else "")
+        + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
+        "and package.module:callable"
+    )
 
 
 def _lenet(shape: Shape, classes: int) -> nn.Module:
@@ -60,23 +75,8 @@ def _mlp(shape: Shape, classes: int) -> nn.Module:
     )
 
 
-_BUILDERS: dict[str, Builder] = {"lenet": _lenet, "mlp": _mlp}
-
-
-def _import_builder(name: str) -> Builder:
-    """The callable that `module:callable` names; the working directory is searched too."""
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:
-        raise UsageError(f"--model={name}: {error}") from error
-    builder = getattr(module, attribute, None)
-    if builder is None:
-        raise UsageError(f"--model={name}: {module_name} has no {attribute!r}")
-    if not callable(builder):
-        raise UsageError(f"--model={name}: not callable")
-    found: Builder = builder
-    return found
+_BUILDERS: dict[str, Builder] = {
+    "lenet": _lenet,
+    "mlp": _mlp,
+    "resnet18-small": from_torchvision.resnet18_small,
+}

@@ -32,6 +32,7 @@ LAYERS = {
             "hvdtrain.models",
             "hvdtrain.optimizers",
             "hvdtrain.parameters",
+            "hvdtrain.plugins",
             "hvdtrain.recording",
             "hvdtrain.run_directory",
             "hvdtrain.training",

@@ -44,6 +44,42 @@ def empty(shape, classes):
     return nn.Flatten()
 """
 
+FAULTY = """
+import torch
+import faulty_part
+
+
+def own(shape, classes):
+    raise LookupError("my own fault")
+
+
+def part(shape, classes):
+    return faulty_part.build()
+
+
+def library(shape, classes):
+    return torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+def leaves(shape, classes):
+    raise SystemExit(3)
+
+
+def greedy(shape, classes, more):
+    pass
+
+
+class Greedy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+"""
+PART = """
+
+def build():
+    size = 0
+    raise ValueError("too small")
+"""
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
@@ -52,6 +88,8 @@ def empty(shape, classes):
         ("lenet", (1, 28, 28), 200 + 25_050 + 102_528 + 1_290),
         ("lenet", (3, 28, 28), 560 + 25_050 + 102_528 + 1_290),
         ("mlp", (1, 8, 8), 64 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
+        ("resnet18-small", (1, 28, 28), 11_689_512 - 9_408 + 576 - 513_000 + 5_130),
+        ("resnet18-small", (3, 32, 32), 11_689_512 - 9_408 + 1_728 - 513_000 + 5_130),
         ("mlp", (3, 2, 5), 30 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
     ],
 )
@@ -81,7 +119,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_net.py").write_text(MODULE)
     (tmp_path / "old_net.py").write_text("import torch\nbuild = torch.nn.Conv9d\n")
     (tmp_path / "needy_net.py").write_text("import no_such_package_at_all\n")
-    for name in ("my_net", "old_net", "needy_net"):
+    (tmp_path / "bad_net.py").write_text("import torch\n\nbuild = (\n")
+    (tmp_path / "faulty_net.py").write_text(FAULTY)
+    (tmp_path / "faulty_part.py").write_text(PART)
+    for name in ("my_net", "old_net", "needy_net", "bad_net", "faulty_net", "faulty_part"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -95,8 +136,16 @@ def test_a_network_of_the_user(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("resnet9000", "unknown; choose from lenet, mlp, module:callable"),
+        (
+            "resnet9000",
+            "choose from lenet, mlp, resnet18-small, torchvision's networks (resnet50, ",
+        ),
+        ("unlike", "unknown; choose from lenet"),
         ("my_net", "unknown; choose from"),
+        ("resnet-50", "unknown; close are resnet50, "),
+        ("lenet5", "unknown; close are lenet"),
+        ("resnet18_small", "unknown; close are resnet18-small, resnet18"),
+        ("fcn_resnet50", "unknown; close are resnet50"),
         ("no_such_net:build", "No module named 'no_such_net'"),
         ("needy_net:build", "No module named 'no_such_package_at_all'"),
         ("my_net:bulid", "my_net has no 'bulid'"),
@@ -118,9 +167,41 @@ def test_networks_that_cannot_be_had(folder: Path, name: str, expected: str) -> 
 
 def test_a_fault_in_the_users_module_is_not_blamed_on_the_flag(folder: Path) -> None:
     """Fails when an AttributeError inside the module reads as "old_net has no 'build'"."""
-    with pytest.raises((UsageError, AttributeError)) as caught:
+    with pytest.raises(UsageError) as caught:
         build_model("old_net:build", (1, 4, 4), 3, torch.float32)
     assert "Conv9d" in str(caught.value)
+    assert f"{folder / 'old_net.py'}:2: AttributeError: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("needy_net:build", "needy_net.py:1: ModuleNotFoundError: No module named 'no_such_pack"),
+        ("bad_net:build", "bad_net.py:3: SyntaxError: '(' was never closed"),
+        ("faulty_net:own", "faulty_net.py:7: LookupError: my own fault"),
+        ("faulty_net:part", "faulty_part.py:5: ValueError: too small"),
+        ("faulty_net:library", "faulty_net.py:15: RuntimeError: "),
+        ("faulty_net:leaves", "faulty_net.py:19: SystemExit: 3"),
+        ("faulty_net:greedy", "faulty_net.py:22: TypeError: greedy() missing 1 required"),
+        ("faulty_net:Greedy", "faulty_net.py:27: TypeError: "),
+    ],
+)
+def test_faults_of_the_users_code_name_its_line(folder: Path, name: str, expected: str) -> None:
+    """Fails when a plug-in's exception comes as a traceback, or with a place outside its files."""
+    with pytest.raises(UsageError) as caught:
+        build_model(name, (1, 4, 4), 3, torch.float32)
+    told = str(caught.value)
+    assert told.startswith(f"--model={name}: ") and f"{folder}/{expected}" in told
+    assert "\n" not in told
+    called = "called with ((1, 4, 4), 3)"
+    assert (called in told) == name.startswith("faulty_net")
+
+
+def test_a_missing_module_names_the_folder_that_was_searched(folder: Path) -> None:
+    """Fails when somebody who started in the wrong folder is not told which one it was."""
+    for name in ("no_such_net:build", "no_such_net.part:build", "my_net.part:build"):
+        with pytest.raises(UsageError, match=f"No module named .*; searched {folder} and"):
+            build_model(name, (1, 4, 4), 3, torch.float32)
 
 
 def small_model() -> nn.Module:
@@ -278,3 +359,87 @@ def test_torchvision_runs() -> None:
     network = torchvision.models.resnet18(num_classes=3).eval()
     with torch.no_grad():
         assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
+
+
+def test_resnet18_small_keeps_small_images() -> None:
+    """Fails when the first layers shrink the image, as those of ResNet-18 for ImageNet do."""
+    model = build_model("resnet18-small", (3, 32, 32), 10, torch.float32)
+    assert isinstance(model, import_torchvision().models.ResNet)
+    images = torch.zeros(1, 3, 32, 32)
+    stem = model.maxpool(model.relu(model.bn1(model.conv1(images))))
+    assert stem.shape == (1, 64, 32, 32)
+    assert 0.055 < model.conv1.weight.std() < 0.063  # sqrt(2 / (64 * 9)): He, by outputs
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        ("resnet18", 32),
+        ("mobilenet_v3_small", 32),
+        ("densenet121", 32),
+        ("squeezenet1_1", 32),
+        ("googlenet", 32),
+        ("swin_t", 32),
+        ("vit_b_32", 32),
+    ],
+)
+def test_networks_of_torchvision(name: str, side: int, channels: int) -> None:
+    """Fails when one does not take the data's channels, or gives other than its classes.
+
+    Without values: only shapes are computed.
+    """
+    with torch.device("meta"):
+        model = build_model(name, (channels, side, side), 7, torch.float32)
+        assert model(torch.zeros(2, channels, side, side)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["mnasnet1_0", "regnet_y_400mf"])
+def test_more_networks_of_torchvision(name: str) -> None:
+    """Fails when one that cannot be built without values cannot be built with them."""
+    model = build_model(name, (1, 32, 32), 7, torch.float32)
+    assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 7)
+
+
+def test_the_first_convolution_keeps_its_settings() -> None:
+    """Fails when a stem for other channels differs in anything but these."""
+    for name in ("resnet18", "densenet121", "vit_b_32", "squeezenet1_1"):
+        with torch.device("meta"):
+            ours, theirs = (build_model(name, (c, 32, 32), 7, torch.float32) for c in (1, 3))
+        text = str(ours)
+        assert text != str(theirs)
+        assert text.replace("Conv2d(1, ", "Conv2d(3, ") == str(theirs)
+        same = {key: value.shape for key, value in theirs.state_dict().items()}
+        shapes = {key: value.shape for key, value in ours.state_dict().items()}
+        differing = [key for key in same if shapes[key] != same[key]]
+        assert shapes.keys() == same.keys() and len(differing) == 1
+
+
+def test_no_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when building a network asks for a file of weights."""
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: 1 / 0)
+    with torch.device("meta"):
+        build_model("resnet18", (3, 32, 32), 1000, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("vit_b_16", (1, 28, 28), "multiples of 16, the data has 28x28"),
+        ("vit_h_14", (3, 32, 32), "multiples of 14, the data has 32x32"),
+        ("vit_b_16", (3, 32, 64), "needs square images, the data has 32x64"),
+        ("maxvit_t", (3, 256, 256), "multiples of 224, the data has 256x256"),
+    ],
+)
+def test_images_of_a_size_that_a_network_cannot_take(name: str, shape, expected: str) -> None:
+    """Fails when such a network is built, or refused with anything but one clear line."""
+    with pytest.raises(UsageError, match=expected) as caught:
+        build_model(name, shape, 10, torch.float32)
+    assert str(caught.value).startswith(f"--model={name}: ") and "\n" not in str(caught.value)
+
+
+def test_inception_has_one_output_in_training() -> None:
+    """Fails when it gives a tuple with an auxiliary output, or its building warns."""
+    with torch.device("meta"):
+        model = build_model("inception_v3", (1, 75, 75), 10, torch.float32).train()
+        assert model(torch.zeros(2, 1, 75, 75)).shape == (2, 10)
