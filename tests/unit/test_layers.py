@@ -38,6 +38,7 @@ LAYERS = {
             "hvdtrain.training",
             "hvdtrain.update",
             "hvdtrain.vision",
+            "hvdtrain.weights",
         ),
         2,
     ),
