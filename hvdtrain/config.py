@@ -69,6 +69,9 @@ class ModelConfig:
         "lenet, mlp, resnet18-small, any classification network of torchvision, or "
         "package.module:callable(input_shape, classes)",
     )
+    pretrained: str | None = flag(
+        None, "start from these weights: a file, a checkpoint, or a run's folder", learns=False
+    )
     dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
     device: str = flag(
         "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False
@@ -77,6 +80,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(
             (bool(self.model), "--model is empty"),
+            (self.pretrained != "", "--pretrained is empty: give a file or a folder"),
             *(_one_of(self, name) for name in ("dtype", "device")),
         )
 

@@ -16,6 +16,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import AugmentedSplit, Dataset, GlobalBatchSampler, Shares, load_dataset
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.log import say
 from hvdtrain.models import build_model, fit_images
 from hvdtrain.optimizers import build_optimizer
 from hvdtrain.ring import split_evenly
@@ -23,6 +24,7 @@ from hvdtrain.schedule import make_schedule, scaled_lr
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job
 from hvdtrain.update import Update
+from hvdtrain.weights import load_pretrained
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -48,6 +50,8 @@ def prepare(
     shares = Shares(exchange.size, config.batch.weights(exchange.size))
     _seed(config.run.seed)
     model = build_model(config.model.model, dataset.shape, dataset.classes, dtype).to(device)
+    if config.model.pretrained is not None:
+        _start_from(Path(config.model.pretrained), model, exchange)
     _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
@@ -84,6 +88,14 @@ def prepare(
         checkpoint_interval=config.run.checkpoint_interval,
         hash_every=config.check.hash_every,
     )
+
+
+def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
+    """Every rank reads the file; rank 0 says what came of it. Raises UsageError."""
+    notes = load_pretrained(model, path)
+    if exchange.rank == 0:
+        for note in notes:
+            say(f"pretrained: {note}")
 
 
 def _batches_reached(
