@@ -65,6 +65,7 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
             while block := stream.read(1 << 20):
                 content.update(block)
             os.fsync(stream.fileno())
+        partial.chmod(0o666 & ~_umask())  # safetensors makes files for their owner alone
         _refuse_unfit(out, force)  # writing may have taken a while
         partial.replace(out)
     except (OSError, SafetensorError, ValueError) as error:
@@ -73,6 +74,13 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return content.hexdigest()
+
+
+def _umask() -> int:
+    """The process's, which can only be read by setting it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def _describe(weights: Weights, removed: dict[str, int], digest: str) -> list[str]:

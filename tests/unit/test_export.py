@@ -143,6 +143,17 @@ def test_the_same_weights_give_the_same_file(source: Path, tmp_path: Path) -> No
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_others_may_read_the_file_as_the_umask_says(source: Path, tmp_path: Path) -> None:
+    """Fails when what was written to be passed on is for its owner's eyes only, or for all."""
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            export(source, tmp_path / "out.safetensors", force=True)
+        finally:
+            os.umask(before)
+        assert (tmp_path / "out.safetensors").stat().st_mode & 0o777 == mode
+
+
 @pytest.mark.parametrize(
     ("out", "expected"),
     [
