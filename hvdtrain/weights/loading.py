@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from hvdtrain.weights.reading import Weights, find_weights, read_weights
 EXAMPLES = 3
 # Heads that googlenet and inception_v3 have in torchvision's files, and in training with them only.
 AUXILIARY = ("aux1", "aux2", "AuxLogits")
+# torchvision's files of DenseNet are older than its layers' names, norm1 for norm.1.
+OLD_DENSENET = re.compile(r"(.*\.denselayer\d+\.(?:norm|conv))\.([12]\.\w+)")
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
@@ -45,6 +48,7 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     own = model.state_dict()
     origins, _ = find_origins(own)  # so that both sides have lost the same
     targets = {clean: own[name] for clean, name in origins.items()}
+    weights = {_renewed(name, targets): tensor for name, tensor in weights.items()}
     left, notes = _leave_auxiliary(weights, targets)
     head, head_notes = _leave_head(model, weights, origins, targets)
     common = weights.keys() & targets.keys() - head
@@ -65,6 +69,11 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     if problems:
         raise UsageError(f"weights of another architecture: {'; '.join(problems)}")
     return [*notes, *head_notes, *type_notes]
+
+
+def _renewed(name: str, targets: Weights) -> str:
+    renewed = OLD_DENSENET.sub(r"\1\2", name)
+    return name if name in targets or renewed not in targets else renewed
 
 
 def _leave_auxiliary(weights: Weights, targets: Weights) -> tuple[set[str], list[str]]:

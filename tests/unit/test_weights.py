@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -453,11 +454,16 @@ def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
 
 
 def test_weights_of_older_releases(tmp_path: Path) -> None:
-    """Fails when weights from before batch norm counted its batches, or MNASNet's, are refused."""
+    """Fails when weights from before batch norm counted, of MNASNet or DenseNet, are refused."""
     state = net().state_dict()
     older = {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
     model = net(seed=1)
     load_pretrained(model, save(older, tmp_path))
     assert same(model.state_dict(), state)
-    model = import_torchvision().models.mnasnet0_5(num_classes=2)
+    models = import_torchvision().models
+    model = models.mnasnet0_5(num_classes=2)
     load_pretrained(model, save(dict(model.state_dict()), tmp_path))
+    model = models.DenseNet(4, (1, 1), 8, num_classes=2)
+    state = {re.sub(r"(norm|conv)([12])\.", r"\1.\2.", n): t for n, t in model.state_dict().items()}
+    assert "features.denseblock1.denselayer1.norm.1.weight" in state
+    load_pretrained(model, save(state, tmp_path))
