@@ -71,8 +71,15 @@ class ModelConfig:
     task: str | None = flag(
         None, "package.module:Class, derived from hvdtrain.Task, for anything but classification"
     )
-    model: str = flag("lenet", "lenet, mlp, or package.module:callable(input_shape, classes)")
+    model: str = flag(
+        "lenet",
+        "lenet, mlp, resnet18-small, any classification network of torchvision, or "
+        "package.module:callable(input_shape, classes)",
+    )
     num_classes: int | None = flag(None, "outputs of the model, if more than the data's classes")
+    pretrained: str | None = flag(
+        None, "start from these weights: a file, a checkpoint, or a run's folder", learns=False
+    )
     dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
     device: str = flag(
         "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False
@@ -83,6 +90,7 @@ class ModelConfig:
             (bool(self.model), "--model is empty"),
             (self.task != "", "--task is empty"),
             _positive("num_classes", self.num_classes),
+            (self.pretrained != "", "--pretrained is empty: give a file or a folder"),
             *(_one_of(self, name) for name in ("dtype", "device")),
         )
 

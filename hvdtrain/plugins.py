@@ -1,4 +1,8 @@
-"""A user's own code, named as `package.module:attribute`."""
+"""Code of the user, named `package.module:callable`: found, called, and its faults told plainly.
+
+What goes wrong in there is no fault of hvdtrain: it is told in a line, with the file and the line
+of the user's code. The exception stays as the cause.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +11,95 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any
 
 from hvdtrain.errors import HvdtrainError, UsageError
 
-Result = TypeVar("Result")
 
-
-def is_plugin(spec: str) -> bool:
-    """Whether it can only be `package.module:attribute`."""
-    module, colon, attribute = spec.partition(":")
-    parts = [*module.split("."), attribute]
+def is_plugin(name: str) -> bool:
+    """Whether it has the form of `module:callable`, and not that of `kind:details`."""
+    module_name, colon, attribute = name.partition(":")
+    parts = [*module_name.split("."), attribute]
     return bool(colon) and all(part.isidentifier() for part in parts)
 
 
-def import_plugin(option: str, spec: str) -> Callable[..., Any]:
-    """The callable that `spec` names; the working directory is searched too.
+def import_callable(flag: str, name: str) -> Callable[..., Any]:
+    """What `module:callable` names; the working directory is searched too. Raises UsageError.
 
-    Raises UsageError, which begins with `option`, when there is none.
+    `flag`: the one that the name was given to, for messages.
     """
-    module_name, _, attribute = spec.partition(":")
-    if not is_plugin(spec):
-        raise UsageError(f"{option}={spec}: expected package.module:name, of names in Python")
+    module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{option}={spec}: {error} (searched from {here}, and where Python looks)"
-        ) from error
-    except Exception as error:
-        raise UsageError(f"{option}={spec}: importing it failed: {_describe(error)}") from error
+    module = _import(f"{flag}={name}", module_name, here)
     found = getattr(module, attribute, None)
     if found is None:
-        raise UsageError(f"{option}={spec}: {module_name} ({module.__file__}) has no {attribute!r}")
+        raise UsageError(f"{flag}={name}: {module_name} has no {attribute!r}")
     if not callable(found):
-        raise UsageError(
-            f"{option}={spec}: is of type {type(found).__name__}, and cannot be called"
-        )
-    result: Callable[..., Any] = found
-    return result
+        raise UsageError(f"{flag}={name}: not callable")
+    return found  # type: ignore[no-any-return]
 
 
-def call_plugin(option: str, spec: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns. An exception becomes a UsageError that says where it came from."""
+def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of the user's function. Raises UsageError when it raises."""
     try:
-        return call()
+        return function(*arguments)
     except HvdtrainError:
         raise
-    except Exception as error:
-        raise UsageError(f"{option}={spec}: {_describe(error)}") from error
+    except (Exception, SystemExit) as error:  # a script without a main guard may want to leave
+        place = _place(error) or _definition(function)
+        shown = ", ".join(map(str, arguments))
+        called = f"called with ({shown}), " if arguments else ""
+        raise UsageError(f"{flag}={name}: {called}{place}{_describe(error)}") from error
 
 
-def _describe(error: Exception) -> str:
-    """Type, text, and the line of code it came from."""
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename}:{last.lineno}, in {last.name}"
-    return f"{type(error).__name__}: {error} ({where})"
+def _import(given: str, module_name: str, here: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except HvdtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, module_name):
+            raise UsageError(f"{given}: {error}; searched {here} and what is installed") from error
+        raise UsageError(f"{given}: {_place(error)}{_describe(error)}") from error
+
+
+def _is_part(missing: str | None, module_name: str) -> bool:
+    """Whether what is missing is the named module itself (`a` or `a.b` of `a.b`)."""
+    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
+
+
+def _describe(error: BaseException) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else str(error)  # its place stands before
+    return f"{type(error).__name__}: {text}"
+
+
+def _place(error: BaseException) -> str:
+    """'FILE:LINE: ' in the user's code where `error` arose, or '' when it never came there.
+
+    The innermost line counts that lies in the folder of the user's module: further in are the
+    libraries that it calls, further out is the import machinery.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: "
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__
+        and not frame.filename.startswith("<frozen importlib")
+        and Path(frame.filename) != Path(importlib.__file__)
+    ]
+    if not frames:
+        return ""
+    folder = Path(frames[0].filename).parent
+    own = [frame for frame in frames if Path(frame.filename).parent == folder]
+    return f"{own[-1].filename}:{own[-1].lineno}: "
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Where a function stands that could not even be called with our arguments."""
+    made_by = vars(function).get("__init__") if isinstance(function, type) else function
+    code = getattr(made_by, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
@@ -78,6 +79,19 @@ def _parser() -> Parser:
     verify.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
     verify.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
     verify.set_defaults(run=_verify_resume)
+    export = commands.add_parser(
+        "export",
+        help="write plain weights that any PyTorch script loads",
+        description="Write the weights of a run (its best checkpoint), of a checkpoint, or of a "
+        "file saved from DataParallel, DistributedDataParallel or torch.compile, as plain "
+        "safetensors, under the names of the model itself.",
+        allow_abbrev=False,
+    )
+    export.add_argument("source", metavar="SOURCE", help="run, checkpoint, or weights file")
+    export.add_argument("out", metavar="OUT.safetensors")
+    export.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    export.add_argument("--keep-names", action="store_true", help="leave wrappers' prefixes")
+    export.set_defaults(run=_export)
     bench = commands.add_parser(
         "bench",
         help=f"measure on this machine: {', '.join(BENCH_LENGTHS)}",
@@ -131,6 +145,19 @@ def _verify_resume(arguments: dict[str, Any], unknown: list[str], topology: Topo
         seed=arguments["seed"],
     )
     return verify_resume(plan)
+
+
+def _export(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    if unknown:
+        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain export --help)")
+    from hvdtrain.cli.export import run
+
+    return run(
+        Path(arguments["source"]),
+        Path(arguments["out"]),
+        force=arguments["force"],
+        keep_names=arguments["keep_names"],
+    )
 
 
 def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

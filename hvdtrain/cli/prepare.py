@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from hvdtrain import plugins
 from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.cli.tasks import DTYPES, Source
 from hvdtrain.config import TrainConfig
@@ -16,15 +18,16 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike
 from hvdtrain.data.feeding import Feed
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.log import say
 from hvdtrain.models import check_model
 from hvdtrain.optimizers import build_optimizer
-from hvdtrain.plugins import call_plugin
 from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import make_schedule, scaled_lr
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job
 from hvdtrain.update import Update
+from hvdtrain.weights import load_pretrained
 
 
 def prepare(
@@ -43,6 +46,8 @@ def prepare(
     sampler = source.sampler(global_batch_size, config.run.seed)
     _seed(config.run.seed)
     model = _build_model(source.task, config).to(device)
+    if config.model.pretrained is not None:
+        _start_from(Path(config.model.pretrained), model, exchange)
     _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
@@ -80,6 +85,14 @@ def prepare(
         checkpoint_interval=config.run.checkpoint_interval,
         hash_every=config.check.hash_every,
     )
+
+
+def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
+    """Every rank reads the file; rank 0 says what came of it. Raises UsageError."""
+    notes = load_pretrained(model, path)
+    if exchange.rank == 0:
+        for note in notes:
+            say(f"pretrained: {note}")
 
 
 def _batches_reached(
@@ -139,7 +152,7 @@ def _build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
     name = config.model.task
     if name is None:
         return task.build_model()
-    model = call_plugin("--task", name, task.build_model)
+    model = plugins.call("--task", name, task.build_model)
     return check_model("--task", name, model).to(DTYPES[config.model.dtype])
 
 

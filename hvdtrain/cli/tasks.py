@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain import plugins
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import (
     GlobalBatchSampler,
@@ -23,7 +24,6 @@ from hvdtrain.data.splits import Split, Splits
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.models import build_model, fit_dataset, image_size_of
-from hvdtrain.plugins import call_plugin, import_plugin
 from hvdtrain.tasks import Settings, Task
 from hvdtrain.tasks.classification import Classification
 
@@ -147,7 +147,7 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     if config.model.task is None:
         return _classification(config, settings, workers_here)
     name = config.model.task
-    made = call_plugin("--task", name, lambda: import_plugin("--task", name)(settings))
+    made = plugins.call("--task", name, plugins.import_callable("--task", name), settings)
     if not isinstance(made, Task):
         raise UsageError(f"--task={name}: gave a {type(made).__name__}, no hvdtrain.Task")
     return made
@@ -189,7 +189,7 @@ def build_data(task: Task, config: TrainConfig) -> Splits:
     name = config.model.task
     if name is None:
         return task.build_data()
-    data = call_plugin("--task", name, task.build_data)
+    data = plugins.call("--task", name, task.build_data)
     if not isinstance(data, Splits):
         raise UsageError(
             f"--task={name}: build_data gave a {type(data).__name__}, no hvdtrain.Splits"
@@ -206,5 +206,5 @@ def _check_split(name: str, part: str, split: Split) -> None:
             f"--task={name}: its {part} split, a {type(split).__name__}, has no "
             f"{' and no '.join(lacking)} (see hvdtrain.Split)"
         )
-    if call_plugin("--task", name, lambda: len(split)) < 1:
+    if plugins.call("--task", name, split.__len__) < 1:
         raise UsageError(f"--task={name}: its {part} split has no samples")

@@ -61,6 +61,8 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
     source = find_source(config, exchange, topology.local_rank)
+    if resumed and resumed.state:  # the weights are those of the checkpoint
+        config = replace(config, model=replace(config.model, pretrained=None))
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
     )

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from hvdtrain import plugins
 from hvdtrain.data.options import ReadOptions
 from hvdtrain.data.splits import Batch, Dataset, Shape, TensorSplit
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
-from hvdtrain.plugins import call_plugin, import_plugin
 
 
 def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
     """Raises UsageError, naming what is not as it must be, before any worker trains."""
-    made = call_plugin("--data", name, import_plugin("--data", name))
+    made = plugins.call("--data", name, plugins.import_callable("--data", name))
     if isinstance(made, tuple | list) and len(made) == 2:
-        made = call_plugin("--data", name, lambda: _wrapped(name, made, dtype, options))
+        made = _wrapped(name, made, dtype, options)
     if not isinstance(made, Dataset):
         raise UsageError(
             f"--data={name}: gave a {type(made).__name__}; expected an hvdtrain.Dataset, or two "
@@ -103,7 +103,8 @@ def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> 
         raise UsageError(f"--data={name}: map-style data sets are needed, with a length")
     if not len(train):
         raise UsageError(f"--data={name}: its train split has no samples")
-    image, _ = train[0]
+    first = plugins.call("--data", name, train.__getitem__, 0)
+    image = first[0] if isinstance(first, tuple | list) and len(first) == 2 else first
     names = getattr(train, "classes", None)
     if names is None:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,29 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvdtrain import plugins
 from hvdtrain.data import Dataset
 from hvdtrain.data.resize import resized
 from hvdtrain.data.splits import Shape
 from hvdtrain.errors import UsageError
-from hvdtrain.models import lenet
-from hvdtrain.plugins import call_plugin, import_plugin
+from hvdtrain.models import from_torchvision, lenet
 
-NAMES = ("lenet", "mlp", "module:callable")
+NAMES = ("lenet", "mlp", "resnet18-small")
 MLP_HIDDEN = 2048
 Builder = Callable[[Shape, int], nn.Module]
 
 
+IMAGE_SIZES = {"lenet": lenet.IMAGE_SIZE[0], "resnet18-small": 32, "inception_v3": 299}
+
+
 def image_size_of(model_name: str) -> int | None:
-    """The height and width that the model needs, or None where it takes any."""
-    return lenet.IMAGE_SIZE[0] if model_name == "lenet" else None
+    """The height and width that the model was made for, or None where that is the usual one."""
+    return IMAGE_SIZES.get(model_name)
 
 
 def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
     """The data set in the image size that the model needs (LeNet: 28x28), resized if necessary."""
-    size = image_size_of(model_name)
-    if size is None or dataset.shape[1:] == (size, size):
+    if model_name != "lenet" or dataset.shape[1:] == lenet.IMAGE_SIZE:
         return dataset
-    return resized(dataset, (size, size))
+    return resized(dataset, lenet.IMAGE_SIZE)
 
 
 def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn.Module:
@@ -39,11 +42,7 @@ def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn
 
     Its parameters are drawn from torch's global generator. Raises UsageError.
     """
-    builder = _BUILDERS.get(name) or (import_plugin("--model", name) if ":" in name else None)
-    if builder is None:
-        raise UsageError(f"--model={name}: unknown; choose from {', '.join(NAMES)}")
-    model = call_plugin("--model", name, lambda: builder(shape, classes))
-    return check_model("--model", name, model).to(dtype)
+    return check_model("--model", name, _build(name, shape, classes)).to(dtype)
 
 
 def check_model(option: str, name: str, model: Any) -> nn.Module:
@@ -53,6 +52,25 @@ def check_model(option: str, name: str, model: Any) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"{option}={name}: has no parameter to train")
     return model
+
+
+def _build(name: str, shape: Shape, classes: int) -> object:
+    if name in _BUILDERS:
+        return _BUILDERS[name](shape, classes)
+    if ":" in name:
+        return plugins.call(
+            "--model", name, plugins.import_callable("--model", name), shape, classes
+        )
+    known = from_torchvision.names()  # torchvision takes a second: only where it is asked for
+    if name in known:
+        return from_torchvision.build(name, shape, classes)
+    close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
+    raise UsageError(
+        f"--model={name}: unknown; "
+        + (f"close are {', '.join(close)}; " if close else "")
+        + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
+        "and package.module:callable"
+    )
 
 
 def _lenet(shape: Shape, classes: int) -> nn.Module:
@@ -70,4 +88,8 @@ def _mlp(shape: Shape, classes: int) -> nn.Module:
     )
 
 
-_BUILDERS: dict[str, Builder] = {"lenet": _lenet, "mlp": _mlp}
+_BUILDERS: dict[str, Builder] = {
+    "lenet": _lenet,
+    "mlp": _mlp,
+    "resnet18-small": from_torchvision.resnet18_small,
+}

@@ -34,11 +34,12 @@ def test_there_is_a_weight_for_each_worker() -> None:
 
 
 def test_other_values_that_make_no_sense_are_refused() -> None:
-    """Fails when an average that never moves, or an empty path to resume from, is taken."""
+    """Fails when an average that never moves, or an empty path, is taken."""
     assert "--model-ema-decay=1.0: must be at least 0 and below 1" in problems(
         "--model-ema-decay=1"
     )
     assert "--resume is empty" in problems("--resume=")
+    assert "--pretrained is empty" in problems("--pretrained=")
 
 
 @pytest.mark.parametrize(

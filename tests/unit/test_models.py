@@ -19,7 +19,6 @@ from hvdtrain.models import build_model
 from hvdtrain.optimizers import BY_NAME, UNSUITABLE, build_optimizer
 from hvdtrain.parameters import params_sha256
 from hvdtrain.schedule import make_schedule, scaled_lr
-from hvdtrain.vision import import_torchvision
 
 MODULE = """
 import torch
@@ -44,6 +43,42 @@ def empty(shape, classes):
     return nn.Flatten()
 """
 
+FAULTY = """
+import torch
+import faulty_part
+
+
+def own(shape, classes):
+    raise LookupError("my own fault")
+
+
+def part(shape, classes):
+    return faulty_part.build()
+
+
+def library(shape, classes):
+    return torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+def leaves(shape, classes):
+    raise SystemExit(3)
+
+
+def greedy(shape, classes, more):
+    pass
+
+
+class Greedy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+"""
+PART = """
+
+def build():
+    size = 0
+    raise ValueError("too small")
+"""
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
@@ -52,6 +87,8 @@ def empty(shape, classes):
         ("lenet", (1, 28, 28), 200 + 25_050 + 102_528 + 1_290),
         ("lenet", (3, 28, 28), 560 + 25_050 + 102_528 + 1_290),
         ("mlp", (1, 8, 8), 64 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
+        ("resnet18-small", (1, 28, 28), 11_689_512 - 9_408 + 576 - 513_000 + 5_130),
+        ("resnet18-small", (3, 32, 32), 11_689_512 - 9_408 + 1_728 - 513_000 + 5_130),
         ("mlp", (3, 2, 5), 30 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10),
     ],
 )
@@ -81,7 +118,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_net.py").write_text(MODULE)
     (tmp_path / "old_net.py").write_text("import torch\nbuild = torch.nn.Conv9d\n")
     (tmp_path / "needy_net.py").write_text("import no_such_package_at_all\n")
-    for name in ("my_net", "old_net", "needy_net"):
+    (tmp_path / "bad_net.py").write_text("import torch\n\nbuild = (\n")
+    (tmp_path / "faulty_net.py").write_text(FAULTY)
+    (tmp_path / "faulty_part.py").write_text(PART)
+    for name in ("my_net", "old_net", "needy_net", "bad_net", "faulty_net", "faulty_part"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -95,8 +135,15 @@ def test_a_network_of_the_user(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("resnet9000", "unknown; choose from lenet, mlp, module:callable"),
+        (
+            "resnet9000",
+            "choose from lenet, mlp, resnet18-small, torchvision's networks (resnet50, ",
+        ),
+        ("unlike", "unknown; choose from lenet"),
         ("my_net", "unknown; choose from"),
+        ("resnet-50", "unknown; close are resnet50, "),
+        ("lenet5", "unknown; close are lenet"),
+        ("resnet18_small", "unknown; close are resnet18-small, resnet18"),
         ("no_such_net:build", "No module named 'no_such_net'"),
         ("needy_net:build", "No module named 'no_such_package_at_all'"),
         ("my_net:bulid", "my_net.py) has no 'bulid'"),
@@ -118,9 +165,40 @@ def test_networks_that_cannot_be_had(folder: Path, name: str, expected: str) -> 
 
 def test_a_fault_in_the_users_module_is_not_blamed_on_the_flag(folder: Path) -> None:
     """Fails when an AttributeError inside the module reads as "old_net has no 'build'"."""
-    with pytest.raises((UsageError, AttributeError)) as caught:
+    with pytest.raises(UsageError) as caught:
         build_model("old_net:build", (1, 4, 4), 3, torch.float32)
     assert "Conv9d" in str(caught.value)
+    assert f"{folder / 'old_net.py'}:2: AttributeError: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("needy_net:build", "needy_net.py:1: ModuleNotFoundError: No module named 'no_such_pack"),
+        ("bad_net:build", "bad_net.py:3: SyntaxError: '(' was never closed"),
+        ("faulty_net:own", "faulty_net.py:7: LookupError: my own fault"),
+        ("faulty_net:part", "faulty_part.py:5: ValueError: too small"),
+        ("faulty_net:library", "faulty_net.py:15: RuntimeError: "),
+        ("faulty_net:leaves", "faulty_net.py:19: SystemExit: 3"),
+        ("faulty_net:greedy", "faulty_net.py:22: TypeError: greedy() missing 1 required"),
+        ("faulty_net:Greedy", "faulty_net.py:27: TypeError: "),
+    ],
+)
+def test_faults_of_the_users_code_name_its_line(folder: Path, name: str, expected: str) -> None:
+    """Fails when a plug-in's exception comes as a traceback, or with a place outside its files."""
+    with pytest.raises(UsageError) as caught:
+        build_model(name, (1, 4, 4), 3, torch.float32)
+    told = str(caught.value)
+    assert told.startswith(f"--model={name}: ") and f"{folder}/{expected}" in told
+    assert "\n" not in told
+    assert ("called with ((1, 4, 4), 3)" in told) == name.startswith("faulty_net")
+
+
+def test_a_missing_module_names_the_folder_that_was_searched(folder: Path) -> None:
+    """Fails when somebody who started in the wrong folder is not told which one it was."""
+    for name in ("no_such_net:build", "no_such_net.part:build", "my_net.part:build"):
+        with pytest.raises(UsageError, match=f"No module named .*; searched {folder} and"):
+            build_model(name, (1, 4, 4), 3, torch.float32)
 
 
 def small_model() -> nn.Module:
@@ -269,12 +347,3 @@ def test_the_hash_is_the_documented_one() -> None:
     text = b"b|torch.int64|(1,)|" + struct.pack("<q", 7)
     text += b"w|torch.float32|(2, 2)|" + struct.pack("<4f", 1, 3, 2, -4)
     assert params_sha256(model) == hashlib.sha256(text).hexdigest()
-
-
-def test_torchvision_runs() -> None:
-    """Fails when torchvision cannot be imported beside this torch, or its networks do not run."""
-    torchvision = import_torchvision()
-    assert import_torchvision() is torchvision
-    network = torchvision.models.resnet18(num_classes=3).eval()
-    with torch.no_grad():
-        assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 3)

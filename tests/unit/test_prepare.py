@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,3 +211,30 @@ def test_augmentation_reaches_the_training_split_alone() -> None:
     assert torch.equal(flipped.valid.batch(indices)[0], plain.valid.batch(indices)[0])
     shifted = prepared(100, 50, crop_padding=2).data
     assert not torch.equal(shifted.train.batch(indices)[0], expected)
+
+
+def test_pretrained_weights_are_where_training_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails when --pretrained is not loaded, or not into a model whose batch norm is replaced."""
+    source = prepared(100, 10, seed=1).model.state_dict()
+    torch.save({f"module.{name}": value for name, value in source.items()}, tmp_path / "x.pth")
+    capsys.readouterr()
+    for sync_bn in (False, True):
+        job = prepared(100, 10, pretrained=str(tmp_path / "x.pth"), sync_bn=sync_bn)
+        own = job.model.state_dict()
+        assert own.keys() == source.keys()
+        assert all(torch.equal(own[name], source[name]) for name in own)
+        assert f"pretrained: {len(own)} tensors from {tmp_path / 'x.pth'}\n" in (
+            capsys.readouterr().out
+        )
+    with pytest.raises(UsageError, match="--pretrained=missing: no such file or folder"):
+        prepared(100, 10, pretrained="missing")
+
+
+def test_pretrained_notes_come_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails when every worker says the same."""
+    torch.save(prepared(100, 10).model.state_dict(), tmp_path / "x.pth")
+    capsys.readouterr()
+    prepared(100, 10, workers=2, rank=1, pretrained=str(tmp_path / "x.pth"))
+    assert capsys.readouterr().out == ""

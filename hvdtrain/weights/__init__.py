@@ -1,0 +1,14 @@
+"""Weights in files: read from whoever wrote them, freed of wrappers' prefixes, put into a model."""
+
+from hvdtrain.weights.loading import describe_removed, load_pretrained
+from hvdtrain.weights.names import clean_names
+from hvdtrain.weights.reading import Weights, find_weights, read_weights
+
+__all__ = [
+    "Weights",
+    "clean_names",
+    "describe_removed",
+    "find_weights",
+    "load_pretrained",
+    "read_weights",
+]
