@@ -33,6 +33,7 @@ LAYERS = {
             "hvdtrain.optimizers",
             "hvdtrain.parameters",
             "hvdtrain.recording",
+            "hvdtrain.report",
             "hvdtrain.run_directory",
             "hvdtrain.training",
             "hvdtrain.update",
@@ -203,6 +204,7 @@ def test_a_new_module_needs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hvdtrain.launcher.install.__main__", ["numpy", "torch", "horovod", "yaml", "mpi4py"]),
         ("hvdtrain.ring.transports.tcp", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.ring.transports.mpi", ["torch", "horovod", "mpi4py"]),
+        ("hvdtrain.report.page", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.training", ["horovod", "mpi4py"]),
     ],
 )
