@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
+
+if TYPE_CHECKING:
+    from hvdtrain.report.runs import Run
 
 FOLDER = "report"
 
@@ -36,7 +39,7 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
     return EXIT_OK
 
 
-def _read(paths: list[Path], folder: Path) -> Any:
+def _read(paths: list[Path], folder: Path) -> list[Run]:
     """The runs; raises UsageError with all that is wrong with them and with the folder."""
     from hvdtrain.report.runs import read_runs
 

@@ -95,13 +95,15 @@ def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> N
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
     legend = figure.legend(
         handles,
-        [f"\u200b{label}" for label in labels],  # one that begins with _ would be left out
+        ["-"] * len(labels),  # a label that begins with _ would be left out: they come below
         loc="outside lower center",
         ncols=min(columns, len(labels)),
         frameon=False,
+        handlelength=2.8,  # long enough to tell dashes apart
         fontsize=9,
     )
-    for text in legend.get_texts():
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_text(label)
         set_text(text)
 
 

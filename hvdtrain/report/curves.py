@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from matplotlib.lines import Line2D
 
 from hvdtrain.report.canvas import (
@@ -23,6 +24,8 @@ from hvdtrain.report.runs import Record, Run, number
 
 NOT_METRICS = ("loss", "samples", "class_accuracy")
 LINE_WIDTH = 1.6
+WIDEST = 6.0
+FAILURE = "#B00020"
 FEW = 40  # points up to here are marked each: a line of one point would be invisible
 
 
@@ -82,8 +85,10 @@ def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
     if plot:
         axes = plot.figure.axes[0]
         axes.set(yscale="linear", ylim=(0, None))
-        for i, line in enumerate(reversed(axes.lines)):  # runs often have the same: none is hidden
-            line.set_linewidth(min(LINE_WIDTH * (i + 1), 7 * LINE_WIDTH))
+        widest = min(LINE_WIDTH * len(axes.lines), WIDEST)
+        widths = np.linspace(widest, LINE_WIDTH, len(axes.lines))
+        for line, width in zip(axes.lines, widths, strict=True):
+            line.set_linewidth(width)  # runs often have the same rate: none hides another
     return plot
 
 
@@ -100,13 +105,13 @@ def draw_audits(runs: Sequence[Run]) -> Plot | None:
     lines = [_line(i, runs[i], kind) for i in audited]
     for line in lines:
         _plot(axes, line)
-        _mark_failures(axes, runs[line.run])
     axes.axhline(1, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
     axes.annotate("bound", (1, 1), xycoords=("axes fraction", "data"), **_ABOVE_RIGHT)
     dress(axes, "Audit", label)
     _scale(axes, [value for line in lines for value in line.values] + [1.0])
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
+    _mark_failures(axes, [record for run in runs for record in run.audits])
     name_runs(figure, [run.name for run in runs], audited)
     return Plot("audit", "Audit", caption, figure)
 
@@ -120,15 +125,15 @@ _ABOVE_RIGHT: dict[str, Any] = {
 }
 
 
-def _mark_failures(axes: Any, run: Run) -> None:
-    """A cross at the upper edge for each failed audit: its ratio may be infinite."""
-    failed = [record["step"] for record in run.audits if record.get("ok") is False]
-    if failed:
-        edge = axes.get_xaxis_transform()
-        height = [0.97] * len(failed)
-        axes.plot(failed, height, "x", color="#B00020", transform=edge, label="failed")
-        handle = Line2D([], [], marker="x", linestyle="none", color="#B00020")
-        name_kinds(axes, [handle], ["audit failed"])
+def _mark_failures(axes: Any, audits: Sequence[Record]) -> None:
+    """A cross above all ratios for each failed audit, as its own may be infinite."""
+    failed = [record["step"] for record in audits if record.get("ok") is False]
+    if not failed:
+        return
+    axes.set_ylim(top=axes.get_ylim()[1] * (10 if axes.get_yscale() == "log" else 1.15))
+    cross: dict[str, Any] = {"marker": "x", "linestyle": "none", "color": FAILURE}
+    axes.plot(failed, [0.96] * len(failed), transform=axes.get_xaxis_transform(), **cross)
+    name_kinds(axes, [Line2D([], [], **cross)], ["audit failed"])
 
 
 def _kinds(metric: str) -> list[Kind]:

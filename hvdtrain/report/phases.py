@@ -27,7 +27,8 @@ PHASES = {  # bottom to top; colours by Okabe and Ito
     "exchange": "#D55E00",
     "update": "#E69F00",
 }
-ROW_HEIGHT = 2.0  # inches, of each run where there are several
+ROW_HEIGHT, LOW_ROW_HEIGHT = 2.0, 1.5  # inches, of each run where there are several, or many
+MANY = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
     if not measured:
         return None
     alone = len(measured) == 1
-    height = HEIGHT if alone else ROW_HEIGHT * len(measured) + 0.6
+    row_height = ROW_HEIGHT if len(measured) <= MANY else LOW_ROW_HEIGHT
+    height = HEIGHT if alone else row_height * len(measured) + 0.6
     figure = new_figure(WIDTH, height + LEGEND_ROW)
     panels = figure.subplots(len(measured), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     longest = max(times.seconds.sum(axis=0).max() for times in measured)
@@ -69,7 +71,7 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
         f"{times.share('exchange'):.0%}" + ("" if len(runs) == 1 else f" in {times.name}")
         for times in measured
     )
-    caption = f"Mean seconds per step by phase. The exchange takes {shares}."
+    caption = f"Mean time of a step by phase. The exchange takes {shares}."
     return Plot("phases", "Time per step", caption, figure)
 
 
