@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
+from hvdtrain.cli.reporting import add_report_flags
 from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_verify_options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
@@ -114,6 +115,16 @@ def _parser() -> Parser:
     bench.add_argument("--steps", type=int, help="per round")
     bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
     bench.set_defaults(run=_bench)
+    report = commands.add_parser(
+        "report",
+        help="plots of runs, and one page that compares them",
+        description="Read what runs have left, also those that were killed or still go on, and "
+        "write plots (PNG) and index.html: one page that holds them all, with what each run came "
+        "to and the options in which they differ.",
+        allow_abbrev=False,
+    )
+    add_report_flags(report)
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -173,6 +184,12 @@ def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) ->
     from hvdtrain.cli.bench import run
 
     return run(arguments, topology)
+
+
+def _report(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    from hvdtrain.cli.reporting import run
+
+    return run(arguments, unknown)
 
 
 def _train(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

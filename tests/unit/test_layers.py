@@ -43,6 +43,7 @@ LAYERS = {
             "hvdtrain.parameters",
             "hvdtrain.plugins",
             "hvdtrain.recording",
+            "hvdtrain.report",
             "hvdtrain.run_directory",
             "hvdtrain.tasks",
             "hvdtrain.training",
@@ -215,6 +216,7 @@ def test_a_new_module_needs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hvdtrain.launcher.install.__main__", ["numpy", "torch", "horovod", "yaml", "mpi4py"]),
         ("hvdtrain.ring.transports.tcp", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.ring.transports.mpi", ["torch", "horovod", "mpi4py"]),
+        ("hvdtrain.report.page", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.training", ["horovod", "mpi4py"]),
     ],
 )

@@ -1,0 +1,170 @@
+"""Reads what runs have left: whole ones, killed ones, and those that still go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.errors import UsageError
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+AUDITS = "audit.jsonl"
+EVALUATION = "evaluation.json"
+FILES = (CONFIG, SUMMARY, METRICS, AUDITS, EVALUATION)
+
+# Without these a run tells little; without audits, or before its first evaluation, it is whole.
+_MISSED = {
+    CONFIG: "its options are not known",
+    SUMMARY: "the run was killed, or is still going on; its figures are those last logged",
+    METRICS: "nothing was logged",
+}
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds; empty where it holds nothing."""
+
+    path: Path
+    name: str  # no two runs of a report have the same
+    config: Record
+    summary: Record
+    steps: list[Record]  # a record per logged step
+    epochs: list[Record]
+    audits: list[Record]
+    evaluation: Record
+    notes: list[str]  # what was missing, damaged or cut short
+
+    @property
+    def last_step(self) -> int:
+        """The last one that was logged."""
+        return max((record["step"] for record in self.steps + self.epochs), default=0)
+
+    @property
+    def went_on(self) -> bool:
+        """Whether the summary is of an earlier end, after which the run was resumed."""
+        ended_at = number(self.summary, "steps")
+        return ended_at < self.last_step  # no number: False
+
+
+def number(record: Record, name: str) -> float:
+    """A figure of a record; NaN where there is none, as null stands for what was not finite."""
+    value = record.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    return float(value) if abs(value) <= sys.float_info.max else math.nan
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read every run; raises UsageError with what is wrong with any of them."""
+    runs: list[Run] = []
+    problems: list[str] = []
+    places: set[Path] = set()
+    for path in paths:
+        try:
+            place = path.resolve()
+            if place in places:
+                raise UsageError(f"RUN={path}: given twice; name each run once")
+            places.add(place)
+            runs.append(_read_run(path))
+        except UsageError as error:
+            problems += error.problems
+        except (OSError, RuntimeError) as error:  # links in a circle are a RuntimeError
+            reason = getattr(error, "strerror", None) or error
+            problems.append(f"RUN={path}: cannot be read: {reason}; check its permissions")
+    if problems:
+        raise UsageError(*problems)
+    names = _distinct_names([run.path.resolve() for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _read_run(path: Path) -> Run:
+    if not path.exists():
+        raise UsageError(f"RUN={path}: does not exist; give the folder of a run, runs/EXPERIMENT")
+    if not path.is_dir():
+        raise UsageError(f"RUN={path}: is not a folder; give the one that holds the run's files")
+    present = {name for name in FILES if (path / name).exists()}
+    if not present:
+        raise UsageError(
+            f"RUN={path}: is not a run: it holds none of {', '.join(FILES)}; "
+            "give the folder of one run, runs/EXPERIMENT"
+        )
+    notes = [f"{name} is missing: {why}" for name, why in _MISSED.items() if name not in present]
+    metrics = _read_records(path / METRICS, notes)
+    return Run(
+        path=path,
+        name=path.name,
+        config=_read_mapping(path / CONFIG, notes),
+        summary=_read_mapping(path / SUMMARY, notes),
+        steps=[record for record in metrics if record.get("kind") == "step"],
+        epochs=[record for record in metrics if record.get("kind") == "epoch"],
+        audits=_read_records(path / AUDITS, notes),
+        evaluation=_read_mapping(path / EVALUATION, notes),
+        notes=notes,
+    )
+
+
+def _read_mapping(path: Path, notes: list[str]) -> Record:
+    """The object that a JSON or YAML file holds; empty, with a note, where it holds none."""
+    if not path.exists():
+        return {}
+    text = path.read_text("utf-8", errors="replace")
+    try:
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        value = None
+    if isinstance(value, dict):
+        return {str(name): item for name, item in value.items()}
+    notes.append(f"{path.name} is damaged or was cut short, and was left out")
+    return {}
+
+
+def _read_records(path: Path, notes: list[str]) -> list[Record]:
+    """The records of a `.jsonl` file; lines that are none are left out, with a note."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    records = [_parse_record(line) for line in lines]
+    bad = [i for i, record in enumerate(records, start=1) if record is None]
+    if bad == [len(lines)]:
+        notes.append(f"{path.name}:{bad[0]}: the last line was cut short, and was left out")
+    elif bad:
+        places = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
+        notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {places}")
+    return [record for record in records if record is not None]
+
+
+def _parse_record(line: str) -> Record | None:
+    """A line's object; None for one that is cut short, or that belongs to no step."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or math.isnan(number(record, "step")):
+        return None
+    return record
+
+
+def _distinct_names(places: list[Path]) -> list[str]:
+    """Each folder's name, after as many of its parents' as it takes to tell them apart."""
+    longest = max(len(place.parts) for place in places)
+    names = [place.name or str(place) for place in places]
+    for depth in range(2, longest + 1):
+        repeated = {name for name in names if names.count(name) > 1}
+        if not repeated:
+            break
+        names = [
+            "/".join(place.parts[-depth:]) if name in repeated else name
+            for place, name in zip(places, names, strict=True)
+        ]
+    return names

@@ -1,0 +1,136 @@
+"""The plots of `hvdtrain report`: what is drawn is what the files hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.report.canvas import PALETTE, to_png
+from tests.unit.reported import (
+    CONFUSION,
+    audit_record,
+    epoch_record,
+    lines_of,
+    make_run,
+    plots_of,
+    step_record,
+    write_lines,
+)
+
+
+def test_curves_show_the_files_figures(tmp_path: Path) -> None:
+    """Fails when a plotted value or step is not that of the records, or a run's colour changes."""
+    plots = plots_of(make_run(tmp_path / "one"), make_run(tmp_path / "two"))
+    steps, epochs = list(range(2, 21, 2)), [10, 20]
+    by_name = {
+        "loss": [(steps, lambda s: 2 / s), (epochs, lambda s: 3 / s), (epochs, lambda s: 4 / s)],
+        "throughput": [(steps, lambda s: 100.0 + s)],
+        "learning-rate": [(steps, lambda s: 0.1 / s)],
+    }
+    for name, kinds in by_name.items():
+        expected = [
+            (colour, at, [value(step) for step in at])
+            for at, value in kinds
+            for colour in PALETTE[:2]
+        ]
+        assert lines_of(plots[name]) == expected, name
+    assert plots["throughput"].figure.axes[0].get_ylabel() == "samples per second"
+    (legend,) = plots["loss"].figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+
+
+def test_audits_show_failures_that_have_no_finite_ratio(tmp_path: Path) -> None:
+    """Fails when an infinite ratio (null) is drawn as a number or vanishes, or the bound does."""
+    axes = plots_of(make_run(tmp_path / "one"))["audit"].figure.axes[0]
+    ratios, bound, failures = axes.lines
+    assert list(ratios.get_xdata()) == [5, 10, 15]
+    assert list(ratios.get_ydata())[:2] == [0.3, 7.5] and math.isnan(ratios.get_ydata()[2])
+    assert list(failures.get_xdata()) == [10, 15] and failures.get_marker() == "x"
+    assert list(bound.get_ydata()) == [1, 1]
+
+
+@pytest.mark.parametrize(("ratios", "scale"), [((0.2, 0.4), "linear"), ((1e-4, 0.3), "log")])
+def test_audits_far_apart_are_drawn_on_a_log_axis(tmp_path: Path, ratios, scale: str) -> None:
+    """Fails when small ratios are squashed at 0, or near ones stand on a log axis."""
+    run = make_run(tmp_path / "one")
+    write_lines(run / "audit.jsonl", [audit_record(i, r) for i, r in enumerate(ratios, 1)])
+    assert plots_of(run)["audit"].figure.axes[0].get_yscale() == scale
+
+
+def test_phases_are_stacked_over_the_steps_that_they_are_means_of(tmp_path: Path) -> None:
+    """Fails when a phase's height, place in the stack, or interval of steps is wrong, when the
+    runs' panels do not share axes, or a run without phases gets one."""
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "old")]
+    slow = [step_record(step, data_s=0.5) for step in (2, 4)]
+    write_lines(runs[1] / "metrics.jsonl", slow)
+    write_lines(runs[2] / "metrics.jsonl", [epoch_record(10)])
+    plot = plots_of(*runs)["phases"]
+    panels = plot.figure.axes
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        "Time per step: one",
+        "Time per step: two",
+    ]
+    stairs = {patch.get_label(): patch.get_data() for patch in panels[0].patches}
+    assert list(stairs) == ["data", "compute", "exchange", "update"]
+    steps = np.arange(2, 21, 2)
+    assert stairs["data"].edges == pytest.approx([0, *steps])
+    assert stairs["compute"].baseline == pytest.approx(1.0)
+    assert stairs["compute"].values == pytest.approx(1 + 4 + steps / 10)
+    assert stairs["update"].values == pytest.approx(1 + 4 + steps / 10 + 2 + 1)
+    assert panels[0].get_ylim() == panels[1].get_ylim() and panels[0].get_xlim() == (0, 20)
+    assert panels[0].get_ylim()[1] > 507 and panels[0].get_ylabel() == "ms per step"
+    assert "22% in one" in plot.caption  # 2 of 1 + 5.1 + 2 + 1, on average over the steps
+
+
+def test_the_confusion_matrix_counts_and_names(tmp_path: Path) -> None:
+    """Fails when rows and columns are swapped, a count is missing, or class names are not used."""
+    plot = plots_of(make_run(tmp_path / "one"))["confusion"]
+    axes = plot.figure.axes[0]
+    written = {(*text.get_position()[::-1],): text.get_text() for text in axes.texts}
+    expected = {
+        (row, column): str(count)
+        for row, counts in enumerate(CONFUSION)
+        for column, count in enumerate(counts)
+        if count
+    }
+    assert written == expected
+    assert axes.get_ylabel() == "true class" and axes.get_xlabel() == "predicted class"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "$c"]
+    assert axes.images[0].get_array()[0].tolist() == pytest.approx([5 / 6, 1 / 6, 0])
+    assert plot.caption == (
+        "At step 20: 21 of 24 samples right; most often b was taken for $c, 2 times."
+    )
+
+
+@pytest.mark.parametrize("classes", [21, 100])
+def test_large_confusion_matrices_are_not_written_full(tmp_path: Path, classes: int) -> None:
+    """Fails when hundreds of counts cover the plot, or absent class names are an error."""
+    run = make_run(tmp_path / "one")
+    evaluation = {"step": 20, "confusion": np.eye(classes, dtype=int).tolist()}
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    axes = plots_of(run)["confusion"].figure.axes[0]
+    assert list(axes.texts) == [] and len(axes.get_xticks()) <= 25
+
+
+@pytest.mark.parametrize("confusion", [None, [], [[1, 2]], [[1], [2, 3]], "x", [[0, 0], [0, 0]]])
+def test_a_confusion_matrix_that_is_none_is_left_out(tmp_path: Path, confusion: Any) -> None:
+    """Fails when something else under that name is drawn, or is an error."""
+    run = make_run(tmp_path / "one")
+    (run / "evaluation.json").write_text(json.dumps({"step": 1, "confusion": confusion}))
+    assert "confusion" not in plots_of(run)
+
+
+def test_names_that_matplotlib_would_leave_out_or_set_as_formulas(tmp_path: Path) -> None:
+    """Fails when a run's name is missing from the legend, or stops the drawing."""
+    names = ("_hidden", "$\\bad{$", "日本語", "long" * 40)
+    plots = plots_of(*(make_run(tmp_path / name) for name in names))
+    (legend,) = plots["loss"].figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown[:3] == list(names[:3]) and 20 < len(shown[3]) < 50
+    for plot in plots.values():
+        assert to_png(plot.figure).startswith(b"\x89PNG")
