@@ -29,6 +29,8 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
 
     `flag`: the one that the name was given to, for messages.
     """
+    if not is_plugin(name):
+        raise UsageError(f"{flag}={name}: expected package.module:callable")
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -38,7 +40,8 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     if found is None:
         raise UsageError(f"{flag}={name}: {module_name} has no {attribute!r}")
     if not callable(found):
-        raise UsageError(f"{flag}={name}: not callable")
+        kind = type(found).__name__
+        raise UsageError(f"{flag}={name}: is of type {kind}, and cannot be called")
     return found  # type: ignore[no-any-return]
 
 

@@ -58,6 +58,7 @@ LAYERS = {
         3,
     ),
     LAUNCHER: 5,
+    "hvdtrain.api": 6,
     "hvdtrain.bench": 5,
     "hvdtrain.cli": 6,
 }
