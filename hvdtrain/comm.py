@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -170,6 +171,14 @@ class HorovodExchange:
             raise PeerFailure(
                 f"a collective broke off, as it does when another rank fails ({cause})"
             ) from error
+
+    def start_timeline(self, path: Path) -> None:
+        if self.rank == 0:
+            hvd.start_timeline(str(path))
+
+    def stop_timeline(self) -> None:
+        if self.rank == 0:
+            hvd.stop_timeline()
 
     def close(self) -> None:
         # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none

@@ -60,6 +60,15 @@ def _are_weights(text: str) -> bool:
     )
 
 
+def profiled_steps(text: str) -> tuple[int, int] | None:
+    """First and last step of "20-22"; None where it is not that."""
+    first, dash, last = text.partition("-")
+    numbers = all(part.isascii() and part.isdigit() and len(part) < 19 for part in (first, last))
+    if not dash or not numbers or not 1 <= int(first) <= int(last):
+        return None
+    return int(first), int(last)
+
+
 def _is_file_name(text: str) -> bool:
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
@@ -330,6 +339,9 @@ class RunConfig:
         0, "steps between checkpoints, besides one at each evaluation", learns=False
     )
     keep_checkpoints: int = flag(3, "how many checkpoints stay, besides the best", learns=False)
+    profile: str | None = flag(
+        None, "steps to profile, such as 20-22: traces in the run's profile/", learns=False
+    )
     resume: str | None = flag(
         None, "auto: go on from the newest good checkpoint, or start; else a path", learns=False
     )
@@ -340,6 +352,10 @@ class RunConfig:
             _positive("eval_interval", self.eval_interval),
             _positive("checkpoint_interval", self.checkpoint_interval, zero=True),
             _positive("keep_checkpoints", self.keep_checkpoints),
+            (
+                self.profile is None or profiled_steps(self.profile) is not None,
+                f"--profile={self.profile}: give the first and the last step, such as 20-22",
+            ),
             (self.resume != "", "--resume is empty: give auto, or a checkpoint's path"),
             (0 <= self.seed < 2**63, f"--seed={self.seed}: must be from 0 to 2^63 - 1"),
             (

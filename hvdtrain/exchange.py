@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -76,6 +77,12 @@ class Exchange(Protocol):
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not use this exchange's own reductions."""
 
+    def start_timeline(self, path: Path) -> None:
+        """Begin to note down, on rank 0, what the library does with each tensor."""
+
+    def stop_timeline(self) -> None:
+        """End that."""
+
     def close(self) -> None:
         """Collective: leave the group of ranks in good order."""
 
@@ -132,6 +139,12 @@ class SingleProcess:
     def ring(self) -> Transport:
         (transport,) = in_process_ring(1)
         return transport
+
+    def start_timeline(self, path: Path) -> None:
+        """There is no library."""
+
+    def stop_timeline(self) -> None:
+        """There is no library."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -51,6 +51,14 @@ class Observer(Protocol):
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
 
 
+class Profiler(Protocol):
+    """Looks closely at chosen steps."""
+
+    def begin(self, step: int) -> None: ...
+
+    def end(self, step: int) -> None: ...
+
+
 class Keeper(Protocol):
     """Keeps the state of a run, and knows when it was asked to stop."""
 
@@ -135,6 +143,7 @@ def train(
     audit: Audit,
     observer: Observer,
     keeper: Keeper,
+    profiler: Profiler,
 ) -> Outcome:
     """Collective: run the job from `position`, which moves along, to its end.
 
@@ -150,10 +159,12 @@ def train(
             keeper.stop()
     for data in _steps(job, position, exchange.rank):
         step = position.step + 1
+        profiler.begin(step)
         meter.begin_step()
         stop = keeper.stop_requested()
         sums = train_step(job, exchange, audit, step, data, meter.clock, stop)
         meter.end_step(sums, step, data.samples)
+        profiler.end(step)
         position.step, position.samples_seen = step, position.samples_seen + data.samples
         if step % job.log_interval == 0:
             observer.interval_end(meter.read_interval(), _lr_in_use(job))

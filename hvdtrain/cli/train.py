@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ from hvdtrain.cli.report import NoReport, Report
 from hvdtrain.cli.resume import Resumable, Resumed, find_resumable
 from hvdtrain.cli.signals import StopSignals
 from hvdtrain.cli.tasks import find_source
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, profiled_steps
 from hvdtrain.errors import EXIT_OK, PreflightError, Stopped
 from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.log import say
 from hvdtrain.loop_state import restore
 from hvdtrain.metering import Meter
+from hvdtrain.profiling import StepProfiler
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.topology import Topology
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 def run(config: TrainConfig, topology: Topology) -> int:
     """Collective: one training run; its failures are told here. Returns the exit code."""
     signals = StopSignals()
+    if config.run.profile is not None:  # Horovod wants to know when it starts
+        os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     exchange = connect(topology)
     try:
         with exchange.peer_failures():
@@ -105,7 +109,13 @@ def _train(
 
     signals.training_starts(note=report.fail, give_up=give_up)
     keeper = RunKeeper(exchange, position, report, signals)
-    outcome = train(job, position, meter, exchange, audit, report, keeper)
+    steps = config.run.profile and profiled_steps(config.run.profile)
+    folder = Path(config.run.output) / config.experiment / "profile"
+    profiler = StepProfiler(steps or None, folder, exchange)
+    try:
+        outcome = train(job, position, meter, exchange, audit, report, keeper, profiler)
+    finally:
+        profiler.close()
     audit.close()
     report.finish(outcome)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -32,17 +34,30 @@ def fetch(name: str, data_dir: Path) -> None:
     if all((data_dir / file).is_file() for file in files):
         return
     before = socket.getdefaulttimeout()
+    lock = data_dir / f".{name}.lock"
+    made = [path for path in (data_dir, *data_dir.parents) if not path.exists()]
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(data_dir / f".{name}.lock", timeout=LOCK_TIMEOUT_S):
+        with FileLock(lock, timeout=LOCK_TIMEOUT_S):
             socket.setdefaulttimeout(TIMEOUT_S)  # urllib has none of its own
             getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
     except Exception as error:  # no network, no permission, a wrong checksum, a full disk
         missing = [str(file) for file in files if not (data_dir / file).is_file()]
+        _remove_empty([*(data_dir / file for file in list(files[0].parents)[:-1]), *made], lock)
+        reason = " ".join(str(error).split())
         raise UsageError(
             f"--data={name}: its files are not in {data_dir}, and cannot be downloaded "
-            f"({type(error).__name__}: {error}). Put there by hand: {', '.join(missing)} "
+            f"({type(error).__name__}: {reason}). Put there by hand: {', '.join(missing)} "
             "(unpacked), or name the folder that holds them with --data-dir"
         ) from error
     finally:
         socket.setdefaulttimeout(before)
+
+
+def _remove_empty(folders: Sequence[Path], lock: Path) -> None:
+    """What an attempt in vain has made."""
+    with suppress(OSError):
+        lock.unlink(missing_ok=True)
+    for folder in folders:
+        with suppress(OSError):  # it is not empty, or was never made
+            folder.rmdir()

@@ -36,6 +36,12 @@ def horovodrun(size: int, controller: str, command: Sequence[str], **options: ob
     return run([*launcher, *command], **options)  # type: ignore[arg-type]
 
 
+def check_exit_code(finished: Finished, controller: str, exit_code: int) -> None:
+    """MPI passes the workers' exit code on; under Gloo horovodrun gives 1, and prints theirs."""
+    assert finished.exit_code == (exit_code if controller == "mpi" else 1), finished.output
+    assert f"Exit code: {exit_code}" in finished.output.replace("Exit code:    ", "Exit code: ")
+
+
 def hvdtrain(*arguments: str) -> list[str]:
     """The hvdtrain command of the environment under test."""
     return [str(BIN / "hvdtrain"), *arguments]

@@ -19,9 +19,10 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset
 from hvdtrain.errors import Stopped
 from hvdtrain.evaluate import Evaluation, evaluate
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.loop_state import capture, restore
 from hvdtrain.metering import Meter, PhaseClock, StepSums, Totals
+from hvdtrain.profiling import StepProfiler
 from hvdtrain.schedule import make_schedule
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
@@ -233,9 +234,10 @@ def run_job(
     if state is not None:
         restore(state, job, position, meter, exchange)
     keeper = MemoryKeeper(exchange, position, stop_at)
+    profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None
     try:
-        outcome = train(job, position, meter, exchange, NoAudit(), recording, keeper)
+        outcome = train(job, position, meter, exchange, NoAudit(), recording, keeper, profiler)
     except Stopped:
         assert stop_at is not None
     return Ran(outcome, keeper.snapshot, recording, keeper.asked)

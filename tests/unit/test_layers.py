@@ -41,6 +41,7 @@ LAYERS = {
             "hvdtrain.models",
             "hvdtrain.optimizers",
             "hvdtrain.parameters",
+            "hvdtrain.profiling",
             "hvdtrain.plugins",
             "hvdtrain.recording",
             "hvdtrain.report",
