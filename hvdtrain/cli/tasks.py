@@ -20,11 +20,11 @@ from hvdtrain.data import (
     load_dataset,
 )
 from hvdtrain.data.placement import PartSplit
-from hvdtrain.data.splits import Split, Splits
+from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.models import build_model, fit_dataset, image_size_of
-from hvdtrain.tasks import Settings, Task
+from hvdtrain.tasks import Settings, Task, undefined_methods
 from hvdtrain.tasks.classification import Classification
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -150,6 +150,12 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     made = plugins.call("--task", name, plugins.import_callable("--task", name), settings)
     if not isinstance(made, Task):
         raise UsageError(f"--task={name}: gave a {type(made).__name__}, no hvdtrain.Task")
+    lacking = undefined_methods(made)
+    if lacking:
+        raise UsageError(
+            f"--task={name}: {type(made).__name__} does not define {', '.join(lacking)} "
+            "(see hvdtrain.Task)"
+        )
     return made
 
 
@@ -195,16 +201,5 @@ def build_data(task: Task, config: TrainConfig) -> Splits:
             f"--task={name}: build_data gave a {type(data).__name__}, no hvdtrain.Splits"
         )
     for part, split in (("train", data.train), ("valid", data.valid)):
-        _check_split(name, part, split)
+        check_split("--task", name, part, split)
     return data
-
-
-def _check_split(name: str, part: str, split: Split) -> None:
-    lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
-    if lacking:
-        raise UsageError(
-            f"--task={name}: its {part} split, a {type(split).__name__}, has no "
-            f"{' and no '.join(lacking)} (see hvdtrain.Split)"
-        )
-    if plugins.call("--task", name, split.__len__) < 1:
-        raise UsageError(f"--task={name}: its {part} split has no samples")
