@@ -90,7 +90,7 @@ def _place(
     own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
     told = exchange.all_gather_object(own, "hvdtrain.parts")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
-    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts))
+    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts, weights))
     placed = []
     shares: list[SharesLike] = []
     for number, split in ((1, data.train), (2, data.valid)):
@@ -105,9 +105,17 @@ def _place(
 
 
 def _refuse_other_parts(
-    told: list[tuple[list[str] | None, int, int]], hosts: list[int], firsts: list[int]
+    told: list[tuple[list[str] | None, int, int]],
+    hosts: list[int],
+    firsts: list[int],
+    weights: Sequence[float],
 ) -> None:
-    problems = []
+    problems = [
+        f"--rank-weights={','.join(map(str, weights))}: all workers of host {host} have weight 0, "
+        "and its samples are nowhere else"
+        for host in range(len(firsts))
+        if not any(weight for weight, other in zip(weights, hosts, strict=True) if other == host)
+    ]
     for rank, (classes, train, valid) in enumerate(told):
         first = told[firsts[hosts[rank]]]
         if classes != told[0][0]:
