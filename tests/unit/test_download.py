@@ -87,7 +87,7 @@ def test_jobs_fetch_one_after_another(offline: NoNetwork, tmp_path: Path, monkey
     monkeypatch.setattr(download, "LOCK_TIMEOUT_S", 0.1)
     offline.raises = None
     with FileLock(tmp_path / ".cifar10.lock"):
-        with pytest.raises(UsageError, match="--data=cifar10: .*Timeout"):
+        with pytest.raises(UsageError, match=r"--data=cifar10: .*Timeout"):
             download.fetch("cifar10", tmp_path)
         assert offline.asked == []
         download.fetch("fashion-mnist", tmp_path)
@@ -118,7 +118,7 @@ def cifar10(tmp_path: Path) -> Path:
 
 def test_other_files_than_the_originals_are_refused(cifar10: Path) -> None:
     """Fails when pickles that anyone may have made are opened."""
-    with pytest.raises(UsageError, match="--data=cifar10: .*not the original ones") as caught:
+    with pytest.raises(UsageError, match=r"--data=cifar10: .*not the original ones") as caught:
         load_dataset("cifar10", cifar10, 0, torch.float32)
     assert str(cifar10 / "cifar-10-batches-py") in str(caught.value)
 
