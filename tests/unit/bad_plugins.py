@@ -232,7 +232,7 @@ class OneElement(Good):
 class Number(Good):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         found = super().loss(model, batch)
-        return replace(found, loss=float(found.loss))
+        return replace(found, loss=found.loss.item())
 
 
 class Miscounting(Good):

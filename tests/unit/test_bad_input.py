@@ -152,7 +152,7 @@ CASES = [
     case("model-empty", f"--model={HERE}:nothing_to_train", "nothing_to_train: has no parameter"),
     case("model-raises", f"--model={HERE}:model_raises", "model_raises: |no such layer"),
     forward("for_other_shape", "mat1 and mat2 shapes cannot be multiplied|x16 and 999x3"),
-    forward("fewer_classes", "2"),
+    forward("fewer_classes", "2]|3]"),
     case(
         *("model-vit", f"{FOLDER} --model=vit_b_16 --image-size=50", "vit_b_16|50"),
         setup=images(lambda _: None),
@@ -258,14 +258,20 @@ CASES = [
         setup=lambda at: save_file({"conv.weight": torch.zeros(3, 3)}, at / "w.safetensors"),
     ),
     # training itself
-    case("lr", f"--lr=1e30 {GOOD_DATA} {GOOD_MODEL} --sched=constant", "not finite|--lr", code=1),
+    case("lr", f"--lr=1e38 {GOOD_DATA} {GOOD_MODEL} --sched=constant", "not finite|--lr", code=1),
     folder(
-        *("all-corrupt", "--skip-bad-samples", "validation", images(break_all)),
+        *("all-valid-corrupt", "--skip-bad-samples", "none of the samples to validate with"),
+        images(lambda at: break_all(at / "valid")),
+        code=1,
+    ),
+    folder(
+        *("all-train-corrupt", "--skip-bad-samples", "none of the samples to train on"),
+        images(lambda at: break_all(at / "train")),
         code=1,
     ),
     case("optimizer", "--opt=adamx", "--opt=adamx: "),
     case("flag", "--learning-rate=1", "--learning-rate"),
-    case("run-name", "--experiment=a/b", "--experiment=a/b: "),
+    case("run-name", "--experiment=a/b", "--experiment='a/b': must be"),
 ]
 
 
@@ -303,17 +309,16 @@ def test_bad_input_is_told(flags, expected, codes, setup, tmp_path, monkeypatch,
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "train", *SMALL, *flags])
     code = main()
-    told = capfd.readouterr().err
+    told = re.sub(r"(?m)^skipped: .*\n", "", capfd.readouterr().err)
     assert code in codes, told
     assert told.startswith("hvdtrain: error: ") and "Traceback" not in told
     missing = [text for text in expected if text not in told]
     assert not missing, told
     assert len(told) < LONGEST and not re.search(r"\n\s*\n", told.strip())
-    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
     if code == 2:
-        assert [
-            path for path in after if path.suffix != ".pyc" and path.name != ".cifar10.lock"
-        ] == [*before] or after == [*before, tmp_path / "data"]
+        kept = ("data", "__pycache__")  # where files are fetched to, and what Python itself writes
+        after = [path for path in sorted(tmp_path.rglob("*")) if not {*kept} & {*path.parts}]
+        assert after == before
 
 
 @pytest.mark.usefixtures("quiet_machine")
