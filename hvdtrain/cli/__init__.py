@@ -11,6 +11,7 @@ from hvdtrain import __version__
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
 from hvdtrain.cli.reporting import add_report_flags
+from hvdtrain.cli.trained_options import add_evaluate_flags, add_predict_flags
 from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_verify_options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
@@ -115,6 +116,22 @@ def _parser() -> Parser:
     bench.add_argument("--steps", type=int, help="per round")
     bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
     bench.set_defaults(run=_bench)
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="exact metrics of a checkpoint, on one device",
+        description="Evaluate a run (its best checkpoint) or a checkpoint on its validation data.",
+        allow_abbrev=False,
+    )
+    add_evaluate_flags(evaluate)
+    evaluate.set_defaults(run=_evaluate)
+    predict = commands.add_parser(
+        "predict",
+        help="the likeliest classes of images, on one device",
+        description="Tell what a trained model takes images for.",
+        allow_abbrev=False,
+    )
+    add_predict_flags(predict)
+    predict.set_defaults(run=_predict)
     report = commands.add_parser(
         "report",
         help="plots of runs, and one page that compares them",
@@ -184,6 +201,23 @@ def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) ->
     from hvdtrain.cli.bench import run
 
     return run(arguments, topology)
+
+
+def _evaluate(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    if unknown:
+        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain evaluate --help)")
+    from hvdtrain.cli.trained import evaluate
+
+    return evaluate(arguments)
+
+
+def _predict(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    if unknown or arguments["top"] < 1:
+        wrong = " ".join(unknown) or f"--top={arguments['top']}"
+        raise UsageError(f"not understood: {wrong} (see hvdtrain predict --help)")
+    from hvdtrain.cli.trained import predict
+
+    return predict(arguments)
 
 
 def _report(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -12,22 +12,24 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
-from hvdtrain.cli.tasks import DTYPES, Source
+from hvdtrain.cli.tasks import Source, build_model
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import GlobalBatchSampler, SharesLike
-from hvdtrain.data.feeding import Feed
+from hvdtrain.data.feeding import Feed, to_device
+from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
-from hvdtrain.models import check_model
 from hvdtrain.optimizers import build_optimizer
 from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import make_schedule, scaled_lr
-from hvdtrain.tasks import Task
+from hvdtrain.tasks import check_sums
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job
 from hvdtrain.update import Update
 from hvdtrain.weights import load_pretrained
+
+TRIED_SAMPLES = 2
 
 
 def prepare(
@@ -40,14 +42,15 @@ def prepare(
     """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
     if config.precision.deterministic:
         _demand_repetition(exchange)
-    device = _choose_device(config.model.device, topology)
+    device = choose_device(config.model.device, topology)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     sampler = source.sampler(global_batch_size, config.run.seed)
     _seed(config.run.seed)
-    model = _build_model(source.task, config).to(device)
+    model = build_model(source.task, config).to(device)
     if config.model.pretrained is not None:
         _start_from(Path(config.model.pretrained), model, exchange)
+    _try_once(model, source, config, exchange.rank, device)
     _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
@@ -148,15 +151,34 @@ def _demand_repetition(exchange: Exchange) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
-    name = config.model.task
-    if name is None:
-        return task.build_model()
-    model = plugins.call("--task", name, task.build_model)
-    return check_model("--task", name, model).to(DTYPES[config.model.dtype])
+def _try_once(
+    model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
+) -> None:
+    """A model that cannot take its data is told before anything is written. No chance is used up,
+    and no statistics move.
+    """
+    name, split = config.model.task, source.data.train
+    own = source.shares.of(np.arange(len(split)), rank)[:TRIED_SAMPLES]
+    if len(own) == 0:
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            read = ("--task", name) if name else ("--data", config.data.data)
+            batch = to_device(plugins.call(*read, split.batch, own), device)
+        except BadSample as error:
+            if config.data.skip_bad_samples:
+                return
+            raise UsageError(str(error)) from error
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            used = ("--task", name) if name else ("--model", config.model.model)
+            sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
+        model.train(was_training)
+    check_sums(sums, source.task, len(own), training=False)
 
 
-def _choose_device(wanted: str, topology: Topology) -> torch.device:
+def choose_device(wanted: str, topology: Topology) -> torch.device:
     """One device per local rank. Raises UsageError when there are too few."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and visible == 0):

@@ -35,8 +35,9 @@ class Report:
         exchange: Exchange,
         keep_checkpoints: int,
         resumed: dict[str, Any] | None,
+        config: dict[str, Any],
     ) -> None:
-        """`resumed`: the state that the run goes on from."""
+        """`resumed`: the state that the run goes on from. `config`: all options, as resolved."""
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
@@ -46,7 +47,7 @@ class Report:
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
-        self._takeaway = job.task.takeaway()
+        self._takeaway = job.task.takeaway() | {"config": config}
         classes = self._takeaway.get("classes", ())
         self._recorder = Recorder(directory, resumed["step"] if resumed else 0, classes)
         self._audit: dict[str, Any] = {

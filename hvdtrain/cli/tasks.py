@@ -23,7 +23,8 @@ from hvdtrain.data.placement import PartSplit
 from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
-from hvdtrain.models import build_model, fit_dataset, image_size_of
+from hvdtrain.models import build_model as build_network
+from hvdtrain.models import check_model, fit_dataset, image_size_of
 from hvdtrain.tasks import Settings, Task, undefined_methods
 from hvdtrain.tasks.classification import Classification
 
@@ -194,7 +195,7 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
     return Classification(
         settings,
         dataset,
-        lambda: build_model(settings.model, dataset.shape, wanted, settings.dtype),
+        lambda: build_network(settings.model, dataset.shape, wanted, settings.dtype),
     )
 
 
@@ -211,3 +212,12 @@ def build_data(task: Task, config: TrainConfig) -> Splits:
     for part, split in (("train", data.train), ("valid", data.valid)):
         check_split("--task", name, part, split)
     return data
+
+
+def build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
+    """The task's network. Raises UsageError where there is none."""
+    name = config.model.task
+    if name is None:
+        return task.build_model()
+    model = plugins.call("--task", name, task.build_model)
+    return check_model("--task", name, model).to(DTYPES[config.model.dtype])

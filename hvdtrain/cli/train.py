@@ -144,4 +144,4 @@ def _open_report(
     name = config.model.task or config.model.model
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
-    return Report(directory, job, exchange, config.run.keep_checkpoints, state)
+    return Report(directory, job, exchange, config.run.keep_checkpoints, state, resolved)

@@ -116,5 +116,5 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        return str(list(value.shape))
     return f"a {type(value).__name__}"
