@@ -32,6 +32,8 @@ from hvdtrain.schedule import Schedule
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.update import Update
 
+_NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
+
 
 class Audit(Protocol):
     """Checks the reduced gradients of chosen steps; does nothing at the others."""
@@ -195,6 +197,8 @@ def _end_epoch(
 ) -> Evaluation | None:
     """Collective: evaluate if it is time, and report. A stop meanwhile leaves the epoch open."""
     meter.collect()
+    if math.isnan(meter.totals().loss):  # losses that are not finite have ended the run already
+        raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
     epoch, at_end = meter.totals().epoch, meter.totals().step == job.total_steps
     evaluation = None
     if epoch % job.eval_interval == 0 or at_end:
@@ -213,6 +217,8 @@ def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Eva
             keeper.stop_requested,
         )
     meter.stop_agreed = meter.stop_agreed or evaluation is None
+    if evaluation and evaluation.samples == 0:
+        raise TrainingError(_NOTHING_READ.format(part="validate with", data=job.data.name))
     if evaluation and not math.isfinite(evaluation.loss):
         raise TrainingError(
             f"the validation loss is {evaluation.loss} after step {meter.totals().step}: "

@@ -20,12 +20,12 @@ from hvdtrain.data import (
     load_dataset,
 )
 from hvdtrain.data.placement import PartSplit
-from hvdtrain.data.splits import Split, Splits
+from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.models import build_model as build_network
 from hvdtrain.models import check_model, fit_dataset, image_size_of
-from hvdtrain.tasks import Settings, Task
+from hvdtrain.tasks import Settings, Task, undefined_methods
 from hvdtrain.tasks.classification import Classification
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -91,7 +91,7 @@ def _place(
     own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
     told = exchange.all_gather_object(own, "hvdtrain.parts")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
-    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts))
+    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts, weights))
     placed = []
     shares: list[SharesLike] = []
     for number, split in ((1, data.train), (2, data.valid)):
@@ -106,9 +106,17 @@ def _place(
 
 
 def _refuse_other_parts(
-    told: list[tuple[list[str] | None, int, int]], hosts: list[int], firsts: list[int]
+    told: list[tuple[list[str] | None, int, int]],
+    hosts: list[int],
+    firsts: list[int],
+    weights: Sequence[float],
 ) -> None:
-    problems = []
+    problems = [
+        f"--rank-weights={','.join(map(str, weights))}: all workers of host {host} have weight 0, "
+        "and its samples are nowhere else"
+        for host in range(len(firsts))
+        if not any(weight for weight, other in zip(weights, hosts, strict=True) if other == host)
+    ]
     for rank, (classes, train, valid) in enumerate(told):
         first = told[firsts[hosts[rank]]]
         if classes != told[0][0]:
@@ -151,6 +159,12 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     made = plugins.call("--task", name, plugins.import_callable("--task", name), settings)
     if not isinstance(made, Task):
         raise UsageError(f"--task={name}: gave a {type(made).__name__}, no hvdtrain.Task")
+    lacking = undefined_methods(made)
+    if lacking:
+        raise UsageError(
+            f"--task={name}: {type(made).__name__} does not define {', '.join(lacking)} "
+            "(see hvdtrain.Task)"
+        )
     return made
 
 
@@ -196,19 +210,8 @@ def build_data(task: Task, config: TrainConfig) -> Splits:
             f"--task={name}: build_data gave a {type(data).__name__}, no hvdtrain.Splits"
         )
     for part, split in (("train", data.train), ("valid", data.valid)):
-        _check_split(name, part, split)
+        check_split("--task", name, part, split)
     return data
-
-
-def _check_split(name: str, part: str, split: Split) -> None:
-    lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
-    if lacking:
-        raise UsageError(
-            f"--task={name}: its {part} split, a {type(split).__name__}, has no "
-            f"{' and no '.join(lacking)} (see hvdtrain.Split)"
-        )
-    if plugins.call("--task", name, split.__len__) < 1:
-        raise UsageError(f"--task={name}: its {part} split has no samples")
 
 
 def build_model(task: Task, config: TrainConfig) -> torch.nn.Module:

@@ -44,12 +44,21 @@ def read_image(path: str | Path, channels: int) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the file's oddities; what matters raises
             with Image.open(path) as file:
-                picture = ImageOps.exif_transpose(file)
+                picture = _with_8_bits(ImageOps.exif_transpose(file))
                 if "transparency" in picture.info:
                     picture = picture.convert("RGBA")
                 return picture.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # decoders raise whatever their parsing stumbles over
         raise BadSample(f"{path} cannot be read as an image: {error}") from error
+
+
+def _with_8_bits(picture: Image.Image) -> Image.Image:
+    """Pillow would cut values off at 255. Of 32 bits, nobody has said what is white."""
+    if picture.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        raise ValueError(f"its pixels have 32 bits (mode {picture.mode}); save it with 8 or 16")
+    return picture
 
 
 def centred(picture: Image.Image, form: ImageFormat) -> torch.Tensor:

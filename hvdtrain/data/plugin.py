@@ -6,6 +6,7 @@ The callable takes no arguments and returns an hvdtrain.Dataset, or two map-styl
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.data.options import ReadOptions
-from hvdtrain.data.splits import Batch, Dataset, Shape, TensorSplit
+from hvdtrain.data.splits import Batch, Dataset, Shape, TensorSplit, check_split
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 
@@ -28,18 +29,35 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
             f"--data={name}: gave a {type(made).__name__}; expected an hvdtrain.Dataset, or two "
             "torch data sets (train, valid) of (image, class)"
         )
+    _check_description(name, made)
     for part, split in (("train", made.train), ("valid", made.valid)):
-        if len(split) < 1:
-            raise UsageError(f"--data={name}: its {part} split has no samples")
+        check_split("--data", name, part, split)
         if isinstance(split, TensorSplit):
             _check_tensors(name, part, split, made)
+            split.inputs = split.inputs.to(dtype)
     return made
+
+
+def _check_description(name: str, data: Dataset) -> None:
+    sizes = tuple(data.shape) if isinstance(data.shape, tuple | list) else ()
+    problems = []
+    if len(sizes) != 3 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        problems.append(f"shape must be (channels, height, width), and is {data.shape}")
+    if not isinstance(data.classes, int) or data.classes < 2:
+        problems.append(f"classes must be a whole number of 2 or more, and is {data.classes}")
+    elif data.names and len(data.names) != data.classes:
+        problems.append(f"{len(data.names)} names of {data.classes} classes")
+    if problems:
+        raise UsageError(*(f"--data={name}: {problem}" for problem in problems))
 
 
 def _check_tensors(name: str, part: str, split: TensorSplit, data: Dataset) -> None:
     inputs, labels = split.inputs, split.labels
+    kinds = [type(values).__name__ for values in (inputs, labels)]
+    if kinds != ["Tensor", "Tensor"]:
+        raise UsageError(f"--data={name}: {part} split: tensors are needed, not {kinds}")
     problems = []
-    if tuple(inputs.shape[1:]) != tuple(data.shape) or len(inputs) != len(labels):
+    if tuple(inputs.shape[1:]) != tuple(data.shape) or inputs.shape[:1] != labels.shape:
         problems.append(
             f"inputs {list(inputs.shape)} and labels {list(labels.shape)} do not fit together, or "
             f"not the shape {list(data.shape)}"
@@ -92,21 +110,25 @@ def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:
         return f"a floating-point tensor was expected, not {getattr(image, 'dtype', type(image))}"
     if tuple(image.shape) != tuple(shape):
         return f"an image of shape {list(image.shape)}, where others have {list(shape)}"
-    if not 0 <= int(label) < classes:
-        return f"class {int(label)}, where there are {classes}"
-    return ""
+    if not bool(image.isfinite().all()):
+        return "its pixels are not all finite"
+    try:
+        number = operator.index(label)
+    except TypeError:
+        return f"class {label!r}, where a whole number is needed"
+    return "" if 0 <= number < classes else f"class {number}, where there are {classes}"
 
 
 def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> Dataset:
     train, valid = made
     if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in made):
         raise UsageError(f"--data={name}: map-style data sets are needed, with a length")
-    if not len(train):
-        raise UsageError(f"--data={name}: its train split has no samples")
+    if not all(plugins.call("--data", name, part.__len__) for part in made):
+        raise UsageError(f"--data={name}: a data set without samples")
     first = plugins.call("--data", name, train.__getitem__, 0)
     image = first[0] if isinstance(first, tuple | list) and len(first) == 2 else first
     names = getattr(train, "classes", None)
-    if names is None:
+    if not isinstance(names, list | tuple):
         raise UsageError(
             f"--data={name}: the first data set has no `classes` (a list of names), which tells "
             "how many there are"

@@ -124,8 +124,6 @@ class Shares:
 class PlacedShares:
     """Shares where each host holds a part of the samples: they go to the ranks of their host."""
 
-    slack = 1
-
     def __init__(
         self, parts: Sequence[int], host_of_rank: Sequence[int], weights: Sequence[float]
     ) -> None:
@@ -133,6 +131,10 @@ class PlacedShares:
         compared within a host. Raises ValueError for a host that has samples but no weight.
         """
         self._edges = [0, *itertools.accumulate(parts)]
+        # In a batch that spans a time dt of the epoch, part p has dt * length_p samples, one more
+        # or one less; so, with H parts, its proportion give or take 1 + (H - 2) * length_p / total.
+        others = sum(part > 0 for part in parts) - 2
+        self.slack = 1 - (-max(parts) * others // sum(parts))
         self._hosts = list(host_of_rank)
         self._place = [self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)]
         own = [

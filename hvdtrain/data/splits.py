@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hvdtrain import plugins
 from hvdtrain.data.sampler import Indices
+from hvdtrain.errors import UsageError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int]
@@ -25,6 +27,18 @@ class Split(Protocol):
         In classification: inputs of shape (len(indices), channels, height, width), and int64
         labels. `epoch`, counted from 0, matters only where samples are changed at random.
         """
+
+
+def check_split(flag: str, name: str, part: str, split: Any) -> None:
+    """Raises UsageError unless this, of the user's `flag`=`name`, is a Split with samples."""
+    lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
+    if lacking:
+        raise UsageError(
+            f"{flag}={name}: its {part} split, a {type(split).__name__}, has no "
+            f"{' and no '.join(lacking)} (see hvdtrain.Split)"
+        )
+    if plugins.call(flag, name, split.__len__) < 1:
+        raise UsageError(f"{flag}={name}: its {part} split has no samples")
 
 
 @dataclass(frozen=True)

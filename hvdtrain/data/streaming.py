@@ -25,7 +25,7 @@ from hvdtrain.errors import TrainingError
 Key = tuple[int, int]  # a sample's number, and the epoch
 
 
-class BadSample(Exception):
+class BadSample(TrainingError):
     """A sample that cannot be read; its text names the file."""
 
 

@@ -72,6 +72,12 @@ class Task:
         return {}
 
 
+def undefined_methods(task: Task) -> list[str]:
+    """Those of the three methods that its class has left out."""
+    needed = ("build_data", "build_model", "loss")
+    return [name for name in needed if getattr(type(task), name) is getattr(Task, name)]
+
+
 def valid_metrics_of(task: Task) -> tuple[str, ...]:
     """The names of scalars that `task.evaluate` gives."""
     return task.metrics if task.valid_metrics is None else task.valid_metrics
@@ -85,9 +91,10 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
     if not isinstance(sums, Sums):
         raise TrainingError(f"{name} gave a {type(sums).__name__}, not hvdtrain.Sums")
     problems = []
-    if not isinstance(sums.loss, torch.Tensor) or sums.loss.numel() != 1:
-        shape = list(sums.loss.shape) if isinstance(sums.loss, torch.Tensor) else type(sums.loss)
-        problems.append(f"the loss must be a scalar, the sum over samples, and is {shape}")
+    if not isinstance(sums.loss, torch.Tensor) or sums.loss.dim() != 0:
+        problems.append(
+            f"the loss must be a scalar, the sum over samples, and is {_kind(sums.loss)}"
+        )
     elif training and not sums.loss.requires_grad:
         problems.append("the loss does not depend on any parameter that is trained")
     if task.counts_samples and sums.samples != samples:
@@ -98,6 +105,16 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
     expected = set(task.metrics if training else (*valid_metrics_of(task), *task.tables))
     if set(sums.metrics) != expected:
         problems.append(f"metrics {sorted(sums.metrics)}, where {sorted(expected)} were promised")
+    for metric, value in sums.metrics.items():
+        shape = () if training else task.tables.get(metric, ())
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+            problems.append(f"{metric} must be a tensor of shape {list(shape)}, not {_kind(value)}")
     if problems:
         raise TrainingError(f"{name}: {'; '.join(problems)}")
     return sums
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return f"a {type(value).__name__}"

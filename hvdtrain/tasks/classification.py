@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from hvdtrain.data.splits import Batch, Dataset, Splits
+from hvdtrain.errors import TrainingError
 from hvdtrain.tasks import Settings, Sums, Task
 
 TOP_K = 5
@@ -42,7 +43,7 @@ class Classification(Task):
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Sums:
         inputs, labels = batch
-        scores = model(inputs)
+        scores = self._scores(model, inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         loss = functional.cross_entropy(scores, labels, reduction="sum")
         right = (scores.detach().argmax(dim=1) == labels).sum()
@@ -52,7 +53,7 @@ class Classification(Task):
         """`confusion`: [true class][predicted class], how often one was taken for the other."""
         inputs, labels = batch
         classes = self.dataset.classes
-        scores = model(inputs).double()
+        scores = self._scores(model, inputs).double()
         best = scores.topk(min(TOP_K, classes), dim=1).indices
         pairs = torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
         return Sums(
@@ -64,6 +65,17 @@ class Classification(Task):
                 "confusion": pairs.reshape(classes, classes),
             },
         )
+
+    def _scores(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        scores = model(inputs)
+        expected, shape = [len(inputs), self.dataset.classes], list(getattr(scores, "shape", ()))
+        if not isinstance(scores, torch.Tensor) or shape != expected:
+            raise TrainingError(
+                f"--model={self.settings.model}: gave a {type(scores).__name__} of shape {shape} "
+                f"for inputs of shape {list(inputs.shape)}, where scores of shape {expected} "
+                "(samples, classes) are needed"
+            )
+        return scores
 
     def takeaway(self) -> dict[str, Any]:
         """Enough to build the network again and to read images as it was trained on them."""

@@ -1,0 +1,65 @@
+"""Samples for reading processes, which import this module anew, and data sets for --data."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdtrain.data.streaming import BadSample
+
+
+@dataclass
+class Numbers:
+    """Sample i of epoch e is (1000 e + i, the process that read it)."""
+
+    samples: int = 40
+    bad: tuple[int, ...] = ()
+    raises_at: int = -1
+    pause_s: float = 0.0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, index: int, epoch: int) -> tuple[int, int]:
+        time.sleep(self.pause_s)
+        if index in self.bad:
+            raise BadSample(f"sample {index} is bad")
+        if index == self.raises_at:
+            raise LookupError("a reader's own mistake")
+        return 1000 * epoch + index, os.getpid()
+
+    def empty(self) -> Any:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+    def finish(self, batch: Any) -> Any:
+        return batch
+
+
+class Squares(torch.utils.data.Dataset[Any]):
+    """A map-style data set of torch: 2x4x4, class i mod 3; every argument spoils one thing."""
+
+    def __init__(self, count: int, **spoilt: Any) -> None:
+        self.classes = ["a", "b", "c"]
+        self.count = count
+        self.spoilt = spoilt
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        if "raises" in self.spoilt and index >= self.spoilt["raises"]:
+            raise OSError(f"sample {index} is lost")
+        image = torch.full((2, 4, 4), float(index))
+        label = index % 3
+        if index > 0:  # the first tells the shape
+            image = self.spoilt.get("image", image)
+            label = self.spoilt.get("label", label)
+        return image, label
+
+
+def squares() -> tuple[Squares, Squares]:
+    return Squares(30), Squares(6)
