@@ -15,7 +15,7 @@ from hvdtrain.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.cli.tasks import Source, build_model
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import GlobalBatchSampler, SharesLike
-from hvdtrain.data.feeding import Feed, to_device
+from hvdtrain.data.feeding import Feed, may_skip, to_device
 from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
@@ -166,16 +166,17 @@ def _try_once(
             read = ("--task", name) if name else ("--data", config.data.data)
             batch = to_device(plugins.call(*read, split.batch, own), device)
         except BadSample as error:
-            if config.data.skip_bad_samples:
-                return
             raise UsageError(str(error)) from error
+        tried = len(batch[1]) if may_skip(split) else len(own)
+        if tried == 0:
+            return  # neither can be read; others may be
         was_training = model.training
         model.eval()
         with torch.no_grad():
             used = ("--task", name) if name else ("--model", config.model.model)
             sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
         model.train(was_training)
-    check_sums(sums, source.task, len(own), training=False)
+    check_sums(sums, source.task, tried, training=False)
 
 
 def choose_device(wanted: str, topology: Topology) -> torch.device:

@@ -10,18 +10,18 @@ import pytest
 
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
 from tests.parallel.launching import BIN, CONTROLLERS, hvdtrain, run
-from tests.pictures import write_images
+from tests.unit.folders import make_folder
 
 FLAGS = [
     *("--model", "tests.unit.jobs:plain", "--dtype", "float64", "--image-size", "12"),
     *("--epochs", "2", "--audit-every", "1", "--workers", "1", "--lr", "0.01"),
 ]
-TRAIN, VALID = 3 * 11, 3 * 4
+TRAIN, VALID = 2 * 11, 2 * 4
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("pictures"), 11, 4)
+    return make_folder(tmp_path_factory.mktemp("pictures"), 11, 4)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def test_workers_and_readers_make_no_difference(
     summary, weights = summary_and_weights(tmp_path / "run")
     assert largest_difference(weights, alone[1]) < 1e-9
     assert (summary["samples_seen"], summary["valid_samples"]) == (2 * TRAIN, VALID)
-    assert summary["audit"]["checked"] == 8 and summary["audit"]["failed"] == 0
+    assert summary["audit"]["checked"] == 6 and summary["audit"]["failed"] == 0
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     first = next(json.loads(line) for line in steps if '"epoch"' in line)
     assert first["valid_accuracy"] is not None
     evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert evaluated["classes"] == ["bright", "dark", "striped"]
+    assert evaluated["classes"] == ["cat", "dog"]
 
 
 def test_parts_on_two_hosts_are_one_data_set(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_parts_on_two_hosts_are_one_data_set(tmp_path: Path) -> None:
     workers a host has, or hosts read the same folder. Two names of this machine are two hosts.
     """
     for host, images in enumerate((9, 4)):
-        write_images(tmp_path / f"part{host}", images, 2, seed=host)
+        make_folder(tmp_path / f"part{host}", images, 2)
     found = []
     for size, slots in ((2, 1), (3, 2)):
         folder = tmp_path / f"run{size}"
@@ -71,10 +71,10 @@ def test_parts_on_two_hosts_are_one_data_set(tmp_path: Path) -> None:
         flags = [*FLAGS, *data, *place, "--global-batch-size", "10", "--workers", "0"]
         finished = run([*command, *hvdtrain("train", *flags)], timeout_s=200)
         assert finished.exit_code == 0, finished.output
-        assert "parts of 27 + 12 samples on 2 hosts" in finished.output
+        assert "parts of 18 + 8 samples on 2 hosts" in finished.output
         found.append(summary_and_weights(folder))
     for summary, _ in found:
-        assert (summary["samples_seen"], summary["valid_samples"]) == (2 * 39, 12)
+        assert (summary["samples_seen"], summary["valid_samples"]) == (2 * 26, 8)
         assert summary["audit"]["failed"] == 0
     assert largest_difference(found[1][1], found[0][1]) < 1e-9
 
@@ -82,15 +82,15 @@ def test_parts_on_two_hosts_are_one_data_set(tmp_path: Path) -> None:
 def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     """Fails when hosts train on parts whose class numbers mean different things."""
     for host in range(2):
-        write_images(tmp_path / f"part{host}", 2, 1, seed=host)
+        make_folder(tmp_path / f"part{host}", 2, 1)
     for part in ("train", "valid"):
-        (tmp_path / "part1" / part / "dark").rename(tmp_path / "part1" / part / "dusky")
+        (tmp_path / "part1" / part / "dog").rename(tmp_path / "part1" / part / "wolf")
     command = [str(BIN / "horovodrun"), "-np", "2", "--gloo", "-H", "localhost:1,127.0.0.1:1"]
     data = ["--data", f"imagefolder:{tmp_path}/part{{host}}", "--data-placement", "per-host"]
     flags = [*FLAGS, *data, "--global-batch-size", "4", "--output", str(tmp_path / "runs")]
     finished = run([*command, *hvdtrain("train", *flags)], timeout_s=100)
     assert finished.exit_code != 0
-    assert re.search(r"without \['dark'\], and with \['dusky'\]", finished.output)
+    assert re.search(r"without \['dog'\], and with \['wolf'\]", finished.output)
     assert not (tmp_path / "runs").exists()
 
 
