@@ -14,10 +14,8 @@ import torch
 
 from hvdtrain.cli.train import connect
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, join, joined
 from hvdtrain.topology import Topology
-
-_workers: Exchange | None = None
 
 
 def init() -> Exchange:
@@ -26,10 +24,7 @@ def init() -> Exchange:
     Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
     returns the same. Raises PreflightError where Horovod does not work.
     """
-    global _workers
-    if _workers is None:
-        _workers = connect(Topology.from_environment())
-    return _workers
+    return join(lambda: connect(Topology.from_environment()))
 
 
 def distribute(
@@ -41,6 +36,7 @@ def distribute(
     `grad_accum_steps`: backward passes before each step. Raises UsageError before `init`, and
     TrainingError, naming the ranks, if parameters differ afterwards.
     """
-    if _workers is None:
+    workers = joined()
+    if workers is None:
         raise UsageError("hvdtrain.distribute: call hvdtrain.init() before")
-    return _workers.distribute(optimizer, model, grad_accum_steps)
+    return workers.distribute(optimizer, model, grad_accum_steps)
