@@ -10,6 +10,8 @@ their *sum*, times `workers.size / len(batch)`. The README shows a whole script.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from hvdtrain.cli.train import connect
@@ -22,9 +24,17 @@ def init() -> Exchange:
     """Collective: join the other workers of this job; without a launcher, a single process.
 
     Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
-    returns the same. Raises PreflightError where Horovod does not work.
+    returns the same. Several workers get one compute thread each, as in `hvdtrain train`, unless
+    OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work.
     """
-    return join(lambda: connect(Topology.from_environment()))
+    return join(_connect)
+
+
+def _connect() -> Exchange:
+    workers = connect(Topology.from_environment())
+    if workers.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # else those of one host take the cores from each other
+    return workers
 
 
 def distribute(
