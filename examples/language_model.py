@@ -1,9 +1,8 @@
 """A small causal Transformer that learns Python source text, character by character.
 
     horovodrun -np 2 hvdtrain train --task examples.language_model:BatchFirst --opt adamw --lr 0.003
-    hvdtrain train --task examples.language_model:BatchSecond --opt adamw --lr 0.003
 
-Both tasks learn the same. In the second the batch is dimension 1 of the tensors that the network
+`BatchSecond` learns the same. There the batch is dimension 1 of the tensors that the network
 sees, as recurrent and older Transformer code has it: only the data and the loss need to know.
 """
 
@@ -17,9 +16,9 @@ import textwrap
 
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
-from hvdtrain import Split, Splits, Sums, Task
+from hvdtrain import Splits, Sums, Task
 
 SOURCES = (bisect, heapq, string, textwrap)  # of Python's library
 CONTEXT = 32  # characters that are predicted at a time, each from those before it
@@ -58,8 +57,7 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(WIDTH, CHARACTERS)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        places = self.places.weight.unsqueeze(self.batch_dimension)
-        inputs = self.characters(codes) + places
+        inputs = self.characters(codes) + self.places.weight.unsqueeze(self.batch_dimension)
         mask = nn.Transformer.generate_square_subsequent_mask(
             CONTEXT, device=inputs.device, dtype=inputs.dtype
         )
@@ -75,10 +73,8 @@ class BatchFirst(Task):
     def build_data(self) -> Splits:
         text = "".join(inspect.getsource(module) for module in SOURCES).encode("ascii", "replace")
         cut = len(text) * 9 // 10  # by position, so that no valid text is among the train text
-        parts: list[Split] = [
-            Windows(part, self.batch_dimension) for part in (text[:cut], text[cut:])
-        ]
-        return Splits("python-source", *parts, f"{CONTEXT} characters each")
+        train, valid = (Windows(part, self.batch_dimension) for part in (text[:cut], text[cut:]))
+        return Splits("python-source", train, valid, f"{CONTEXT} characters each")
 
     def build_model(self) -> nn.Module:
         return CharacterModel(self.batch_dimension)
@@ -90,10 +86,9 @@ class BatchFirst(Task):
         over them, and their number as `Sums.samples`. hvdtrain then divides by what all ranks have.
         """
         time = 1 - self.batch_dimension
-        known, wanted = batch.narrow(time, 0, CONTEXT), batch.narrow(time, 1, CONTEXT)
+        known, wanted = batch.narrow(time, 0, CONTEXT), batch.narrow(time, 1, CONTEXT).flatten()
         scores = model(known).flatten(0, 1)
-        wanted = wanted.flatten()
-        loss = functional.cross_entropy(scores, wanted, reduction="sum") / CONTEXT
+        loss = cross_entropy(scores, wanted, reduction="sum") / CONTEXT
         right = (scores.detach().argmax(dim=1) == wanted).sum() / CONTEXT
         return Sums(loss, batch.shape[self.batch_dimension], {"accuracy": right})
 
