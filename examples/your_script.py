@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
-EPOCHS, BATCH_SIZE = 5, 100
+EPOCHS, BATCH_SIZE = 3, 100
 
 torch.manual_seed(0)
 pixels, labels = load_digits(return_X_y=True)

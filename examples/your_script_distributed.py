@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 
-EPOCHS, BATCH_SIZE = 5, 100
+EPOCHS, BATCH_SIZE = 3, 100
 
 workers = hvdtrain.init()
 torch.manual_seed(0)
