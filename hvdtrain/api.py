@@ -10,26 +10,31 @@ their *sum*, times `workers.size / len(batch)`. The README shows a whole script.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from hvdtrain.cli.train import connect
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, join, joined
 from hvdtrain.topology import Topology
-
-_workers: Exchange | None = None
 
 
 def init() -> Exchange:
     """Collective: join the other workers of this job; without a launcher, a single process.
 
     Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
-    returns the same. Raises PreflightError where Horovod does not work.
+    returns the same. Several workers get one compute thread each, as in `hvdtrain train`, unless
+    OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work.
     """
-    global _workers
-    if _workers is None:
-        _workers = connect(Topology.from_environment())
-    return _workers
+    return join(_connect)
+
+
+def _connect() -> Exchange:
+    workers = connect(Topology.from_environment())
+    if workers.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # else those of one host take the cores from each other
+    return workers
 
 
 def distribute(
@@ -41,6 +46,7 @@ def distribute(
     `grad_accum_steps`: backward passes before each step. Raises UsageError before `init`, and
     TrainingError, naming the ranks, if parameters differ afterwards.
     """
-    if _workers is None:
+    workers = joined()
+    if workers is None:
         raise UsageError("hvdtrain.distribute: call hvdtrain.init() before")
-    return _workers.distribute(optimizer, model, grad_accum_steps)
+    return workers.distribute(optimizer, model, grad_accum_steps)

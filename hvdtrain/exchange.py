@@ -20,6 +20,7 @@ from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.in_process import in_process_ring
 
 Result = TypeVar("Result")
+_joined: Exchange | None = None
 
 
 class Exchange(Protocol):
@@ -151,6 +152,19 @@ class SingleProcess:
 
     def abandon(self) -> None:
         """There is nobody to tell."""
+
+
+def join(connect: Callable[[], Exchange]) -> Exchange:
+    """Collective: what `connect` gives, once in a process; from then on it is `joined`."""
+    global _joined
+    if _joined is None:
+        _joined = connect()
+    return _joined
+
+
+def joined() -> Exchange | None:
+    """The job that a script of somebody's own has joined by `hvdtrain.init`."""
+    return _joined
 
 
 def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:

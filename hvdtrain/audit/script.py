@@ -22,6 +22,7 @@ import torch
 from hvdtrain.audit.auditor import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SingleProcess, joined
 from hvdtrain.ring import Transport
 
 DEFAULT_EVERY = 100
@@ -44,7 +45,8 @@ class GradientAudit:
         """Collective: every rank makes one, at the same point, before the first backward pass.
 
         `model`: the plain one or its DDP wrapper. `optimizer`: Horovod's DistributedOptimizer, to
-        be checked by itself. `parts`: look at one of so many parts of the gradients at each audit.
+        be checked by itself; or what `hvdtrain.distribute` gave, which in a single process leaves
+        nothing to check. `parts`: look at one of so many parts of the gradients at each audit.
         `compression`: none or fp16, as the optimizer exchanges. `evidence`: the folder for the
         gradients of a mismatch, or None. `transport`: by default a ring over the ranks of the job
         that this process is in. Raises UsageError for a wrong argument, or where there is no job.
@@ -68,7 +70,7 @@ class GradientAudit:
             evidence=None if evidence is None else Path(evidence),
         )
         self._auditor.begin(self._step)
-        if optimizer is not None:
+        if optimizer is not None and not isinstance(joined(), SingleProcess):
             self._follow(optimizer)
 
     def check(self) -> None:
@@ -109,7 +111,10 @@ class GradientAudit:
 
 
 def _ring_of_this_job() -> Transport:
-    """Collective: a ring over the ranks of Horovod or of torch.distributed, whichever runs."""
+    """Collective: a ring over the ranks of the job that this process is in, however it joined."""
+    workers = joined()
+    if workers is not None:
+        return workers.ring()
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         from hvdtrain.peers import ring_of_torch_distributed
@@ -120,6 +125,6 @@ def _ring_of_this_job() -> Transport:
 
         return ring_of_horovod()
     raise UsageError(
-        "GradientAudit: this process is in no job: call hvd.init() or "
-        "torch.distributed.init_process_group() before"
+        "GradientAudit: this process is in no job: call hvdtrain.init(), "
+        "hvd.init() or torch.distributed.init_process_group() before"
     )

@@ -1,0 +1,35 @@
+"""Handwritten digits, learned by a small network in a training loop of one's own.
+
+your_script.py is for one device, your_script_distributed.py for any number; see the difference by
+diff examples/your_script.py examples/your_script_distributed.py
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+
+EPOCHS, BATCH_SIZE = 3, 100
+
+workers = hvdtrain.init()
+torch.manual_seed(0)
+pixels, labels = load_digits(return_X_y=True)
+x, y = torch.tensor(pixels / 16), torch.tensor(labels)
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+model.double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvdtrain.distribute(model, optimizer)
+audit = hvdtrain.GradientAudit(model, optimizer, every=10)
+sampler, shares = hvdtrain.GlobalBatchSampler(len(y), BATCH_SIZE, 0), hvdtrain.Shares(workers.size)
+
+for epoch in range(EPOCHS):
+    for batch in sampler.global_batches(epoch * len(y)):
+        own = shares.of(batch, workers.rank)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x[own]), y[own], reduction="sum") * workers.size / len(batch)
+        loss.backward()
+        optimizer.step()
+
+if workers.rank == 0:
+    print(f"final loss {cross_entropy(model(x), y):.12f}")

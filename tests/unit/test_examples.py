@@ -1,0 +1,140 @@
+"""The examples in one process. tests/parallel/test_examples.py has them on several."""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.language_model import CONTEXT, BatchFirst, BatchSecond
+from examples.regression import Diabetes
+from hvdtrain import Settings, Task, exchange
+from hvdtrain.tasks import check_sums
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TWINS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
+TOLERANCE = 1e-12  # float64, a single backward pass
+
+
+def make(task: type[Task]) -> Task:
+    return task(Settings("none", "none", Path(), 0, torch.float64))
+
+
+def gradients(task: Task, indices: list[int]) -> tuple[float, float, list[torch.Tensor]]:
+    """Loss, first metric, and gradients of the sum over these samples, at the seed's weights."""
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().double()
+    sums = task.loss(model, data.train.batch(np.array(indices)))
+    check_sums(sums, task, len(indices), training=True)
+    sums.loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return sums.loss.item(), float(sums.metrics[task.metrics[0]]), found
+
+
+def assert_close(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_batch_may_be_the_second_dimension() -> None:
+    """Fails if either variant takes places for samples: in its data, network or loss."""
+    indices = [5, 1, 700]
+    first, second = (gradients(make(task), indices) for task in (BatchFirst, BatchSecond))
+    assert first[0] == pytest.approx(second[0], rel=TOLERANCE)
+    assert first[1] == pytest.approx(second[1], rel=TOLERANCE)
+    assert_close(first[2], second[2])
+
+
+@pytest.mark.parametrize("task", [BatchFirst, BatchSecond, Diabetes])
+def test_parts_of_a_batch_add_up(task: type[Task]) -> None:
+    """Fails if a task gives means instead of sums."""
+    whole, one, rest = (gradients(make(task), part) for part in ([4, 9, 2, 30], [4], [9, 2, 30]))
+    assert whole[0] == pytest.approx(one[0] + rest[0], rel=TOLERANCE)
+    assert whole[1] == pytest.approx(one[1] + rest[1], rel=TOLERANCE)
+    assert_close(whole[2], [a + b for a, b in zip(one[2], rest[2], strict=True)])
+
+
+@pytest.mark.parametrize("task", [BatchFirst, BatchSecond])
+def test_the_model_cannot_see_ahead(task: type[BatchFirst]) -> None:
+    """Fails if a character's scores depend on later ones, or on another sample."""
+    torch.manual_seed(0)
+    model = make(task).build_model().double()
+    codes = torch.randint(128, (3, CONTEXT))
+    changed = codes.clone()
+    changed[1, 20:] = 7
+
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        return model(rows) if task.batch_dimension == 0 else model(rows.t()).transpose(0, 1)
+
+    moved = (scores(codes) - scores(changed)).abs().amax(dim=2)
+    assert moved[1, 20:].min() > 1e-3
+    moved[1, 20:] = 0
+    assert moved.max() < TOLERANCE
+
+
+def test_valid_text_comes_after_the_train_text() -> None:
+    """Fails if windows overlap, are lost, or are in both splits."""
+    data = make(BatchFirst).build_data()
+    train, valid = (part.windows.flatten().tolist() for part in (data.train, data.valid))
+    text = bytes(train).decode() + bytes(valid).decode()
+    assert "def bisect_left(" in text[: len(train)]
+    assert "def dedent(" in text[len(train) :]
+    assert len(data.train) > 1000 and len(data.valid) > 100
+
+
+def test_absolute_error_is_in_units_of_the_data() -> None:
+    """Fails if the error is of scaled targets, or the validation split gave the scale."""
+    task = make(Diabetes)
+    data = task.build_data()
+    _, labels = data.train.batch(np.arange(len(data.train)))
+    assert labels.mean().abs() < TOLERANCE
+    assert labels.std() == pytest.approx(1)
+    nothing = torch.nn.Sequential(torch.nn.Linear(10, 1), torch.nn.Flatten(0)).double()
+    for parameter in nothing.parameters():
+        torch.nn.init.zeros_(parameter)
+    sums = task.evaluate(nothing, data.valid.batch(np.arange(len(data.valid))))
+    assert 50 < float(sums.metrics["abs_error"]) / sums.samples < 80  # of 25 to 346
+
+
+def test_the_twin_differs_by_ten_lines() -> None:
+    """Fails if distributing a script takes more than the ten lines that the README promises."""
+    ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
+    lines = list(difflib.unified_diff(ordinary, distributed, n=0, lineterm=""))[2:]
+    added = [line for line in lines if line.startswith("+") and line[1:].strip()]
+    removed = [line for line in lines if line.startswith("-") and line[1:].strip()]
+    assert len(added) <= 10, added
+    assert len(removed) <= 5, removed
+
+
+def test_the_readme_shows_the_difference_as_it_is() -> None:
+    """Fails if the README's diff is no longer that of the scripts."""
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
+    for line in difflib.unified_diff(ordinary, distributed, n=0, lineterm=""):
+        if line[0] in "+-" and line[1:].strip() and not line.startswith(("+++", "---")):
+            assert f"\n{line}\n" in readme, line
+
+
+def test_alone_the_twin_is_the_ordinary_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if one process needs a launcher or Horovod, or computes anything else."""
+    monkeypatch.setattr(exchange, "_joined", None)
+    ordinary, distributed = (runpy.run_path(str(path), run_name="__main__") for path in TWINS)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert first.startswith("final loss 0.")
+    expected, found = (made["model"].state_dict() for made in (ordinary, distributed))
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short(path: Path) -> None:
+    """Fails at 100 lines: an example is to be read."""
+    assert len(path.read_text().splitlines()) < 100
