@@ -19,7 +19,7 @@ from tests.parallel.launching import BIN, CHECKOUT, horovodrun
 TOLERANCE = 1e-9  # of each tensor's largest weight, in float64: the promise of design.md
 # 53 samples a step: uneven on 2. Plain SGD, as Adam would magnify the rounding of gradients that
 # are zero but for it (those of attention's key biases).
-LANGUAGE = ["--global-batch-size", "53", "--max-steps", "20", "--lr", "0.1"]
+LANGUAGE = ["--global-batch-size", "53", "--max-steps", "8", "--lr", "0.1"]
 REGRESSION = ["--global-batch-size", "33", "--epochs", "3", "--lr", "0.05"]
 STEPS_CHECKED = 5  # every tenth of 3 epochs of 18 steps
 
@@ -44,7 +44,7 @@ def test_the_language_model(
     task: str, size: int, controller: str, one_worker: tuple[dict, Weights], tmp_path: Path
 ) -> None:
     """Fails if the number of workers, or the place of the batch among the dimensions, matters."""
-    checks = ["--audit-every", "10"]
+    checks = ["--audit-every", "4"]
     folder = tmp_path / "run"
     finished = train(flags(f"language_model:{task}", LANGUAGE + checks), folder, size, controller)
     assert finished.exit_code == 0, finished.output
