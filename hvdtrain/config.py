@@ -6,71 +6,21 @@ keys of its YAML file. Only `hvdtrain.cli` sees them all; the layers below are h
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.fields import (
+    are_weights,
+    flag,
+    is_file_name,
+    one_of,
+    positive,
+    profiled_steps,
+    require,
+)
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
-
-
-def flag(
-    default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True, short: str = ""
-) -> Any:
-    """A field that is also a command-line flag; `text` is its help.
-
-    `learns`: it decides what is learned, so a resumed run must have it as it was. `short`: another
-    spelling of the flag.
-    """
-    metadata = {"help": text, "choices": choices, "learns": learns, "short": short}
-    return field(default=default, metadata=metadata)
-
-
-def _require(*checks: tuple[bool, str]) -> None:
-    problems = [problem for holds, problem in checks if not holds]
-    if problems:
-        raise UsageError(*problems)
-
-
-def _positive(name: str, value: float | None, zero: bool = False) -> tuple[bool, str]:
-    """A check that `value` is None, or finite and above zero (or zero, where that is allowed)."""
-    text = f"--{name.replace('_', '-')}={value}: must be {'at least' if zero else 'above'} 0"
-    if value is None:
-        return True, text
-    finite = isinstance(value, int) or math.isfinite(value)
-    return finite and (value > 0 or (zero and value == 0)), text
-
-
-def _one_of(config: Any, name: str) -> tuple[bool, str]:
-    choices = config.__dataclass_fields__[name].metadata["choices"]
-    value = getattr(config, name)
-    return value in choices, f"--{name.replace('_', '-')}={value}: choose from {', '.join(choices)}"
-
-
-def _are_weights(text: str) -> bool:
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        return False
-    return (
-        all(math.isfinite(weight) and weight >= 0 for weight in weights)
-        and 0 < sum(weights) < math.inf
-    )
-
-
-def profiled_steps(text: str) -> tuple[int, int] | None:
-    """First and last step of "20-22"; None where it is not that."""
-    first, dash, last = text.partition("-")
-    numbers = all(part.isascii() and part.isdigit() and len(part) < 19 for part in (first, last))
-    if not dash or not numbers or not 1 <= int(first) <= int(last):
-        return None
-    return int(first), int(last)
-
-
-def _is_file_name(text: str) -> bool:
-    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
 @dataclass(frozen=True)
@@ -95,12 +45,12 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (bool(self.model), "--model is empty"),
             (self.task != "", "--task is empty"),
-            _positive("num_classes", self.num_classes),
+            positive("num_classes", self.num_classes),
             (self.pretrained != "", "--pretrained is empty: give a file or a folder"),
-            *(_one_of(self, name) for name in ("dtype", "device")),
+            *(one_of(self, name) for name in ("dtype", "device")),
         )
 
 
@@ -143,24 +93,24 @@ class DataConfig:
     skip_bad_samples: bool = flag(False, "leave out, and count, images that cannot be read")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (bool(self.data), "--data is empty"),
-            _one_of(self, "data_placement"),
+            one_of(self, "data_placement"),
             (
                 self.valid_split is None or 0 < self.valid_split < 1,
                 f"--valid-split={self.valid_split}: must be above 0 and below 1",
             ),
-            _positive("image_size", self.image_size),
+            positive("image_size", self.image_size),
             (
                 self.hflip is None or 0 <= self.hflip <= 1,
                 f"--hflip={self.hflip}: must be from 0 to 1",
             ),
-            _positive("crop_padding", self.crop_padding, zero=True),
+            positive("crop_padding", self.crop_padding, zero=True),
             (
                 self.crop_scale is None or 0 < self.crop_scale <= 1,
                 f"--crop-scale={self.crop_scale}: must be above 0, and at most 1",
             ),
-            _positive("workers", self.workers, zero=True),
+            positive("workers", self.workers, zero=True),
         )
 
 
@@ -178,17 +128,17 @@ class BatchConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _positive("global_batch_size", self.global_batch_size),
-            _positive("batch_size", self.batch_size),
+        require(
+            positive("global_batch_size", self.global_batch_size),
+            positive("batch_size", self.batch_size),
             (
                 self.global_batch_size is None or self.batch_size is None,
                 f"--batch-size={self.batch_size} and --global-batch-size="
                 f"{self.global_batch_size}: give one of them (the first is per worker)",
             ),
-            _positive("grad_accum_steps", self.grad_accum_steps),
+            positive("grad_accum_steps", self.grad_accum_steps),
             (
-                self.rank_weights is None or _are_weights(self.rank_weights),
+                self.rank_weights is None or are_weights(self.rank_weights),
                 f"--rank-weights={self.rank_weights}: must be numbers of at least 0, not all 0, "
                 "with commas between them",
             ),
@@ -231,17 +181,17 @@ class OptimizerConfig:
     model_ema_decay: float = flag(0.9998, "how much of the moving average stays at each step")
 
     def __post_init__(self) -> None:
-        _require(
-            _positive("lr", self.lr, zero=True),
-            _positive("momentum", self.momentum, zero=True),
-            _positive("weight_decay", self.weight_decay, zero=True),
-            _positive("lr_base_batch_size", self.lr_base_batch_size),
-            _positive("clip_grad", self.clip_grad),
+        require(
+            positive("lr", self.lr, zero=True),
+            positive("momentum", self.momentum, zero=True),
+            positive("weight_decay", self.weight_decay, zero=True),
+            positive("lr_base_batch_size", self.lr_base_batch_size),
+            positive("clip_grad", self.clip_grad),
             (
                 0 <= self.model_ema_decay < 1,
                 f"--model-ema-decay={self.model_ema_decay}: must be at least 0 and below 1",
             ),
-            _one_of(self, "scale_lr"),
+            one_of(self, "scale_lr"),
         )
 
 
@@ -263,11 +213,11 @@ class ScheduleConfig:
     warmup_epochs: float = flag(0.0, "raise the learning rate linearly over so many epochs")
 
     def __post_init__(self) -> None:
-        _require(
-            _positive("epochs", self.epochs),
-            _positive("max_steps", self.max_steps),
-            _positive("warmup_epochs", self.warmup_epochs, zero=True),
-            _one_of(self, "sched"),
+        require(
+            positive("epochs", self.epochs),
+            positive("max_steps", self.max_steps),
+            positive("warmup_epochs", self.warmup_epochs, zero=True),
+            one_of(self, "sched"),
         )
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -290,7 +240,7 @@ class PrecisionConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(*(_one_of(self, name) for name in ("amp", "compression")))
+        require(*(one_of(self, name) for name in ("amp", "compression")))
 
 
 @dataclass(frozen=True)
@@ -314,11 +264,11 @@ class CheckConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _positive("audit_every", self.audit_every, zero=True),
-            _positive("audit_parts", self.audit_parts),
-            _one_of(self, "audit"),
-            _positive("hash_every", self.hash_every, zero=True),
+        require(
+            positive("audit_every", self.audit_every, zero=True),
+            positive("audit_parts", self.audit_parts),
+            one_of(self, "audit"),
+            positive("hash_every", self.hash_every, zero=True),
         )
 
 
@@ -347,11 +297,11 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _positive("log_interval", self.log_interval),
-            _positive("eval_interval", self.eval_interval),
-            _positive("checkpoint_interval", self.checkpoint_interval, zero=True),
-            _positive("keep_checkpoints", self.keep_checkpoints),
+        require(
+            positive("log_interval", self.log_interval),
+            positive("eval_interval", self.eval_interval),
+            positive("checkpoint_interval", self.checkpoint_interval, zero=True),
+            positive("keep_checkpoints", self.keep_checkpoints),
             (
                 self.profile is None or profiled_steps(self.profile) is not None,
                 f"--profile={self.profile}: give the first and the last step, such as 20-22",
@@ -359,7 +309,7 @@ class RunConfig:
             (self.resume != "", "--resume is empty: give auto, or a checkpoint's path"),
             (0 <= self.seed < 2**63, f"--seed={self.seed}: must be from 0 to 2^63 - 1"),
             (
-                self.experiment is None or _is_file_name(self.experiment),
+                self.experiment is None or is_file_name(self.experiment),
                 f"--experiment={self.experiment!r}: must be one folder name",
             ),
         )

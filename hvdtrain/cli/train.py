@@ -17,9 +17,10 @@ from hvdtrain.cli.report import NoReport, Report
 from hvdtrain.cli.resume import Resumable, Resumed, find_resumable
 from hvdtrain.cli.signals import StopSignals
 from hvdtrain.cli.tasks import find_source
-from hvdtrain.config import TrainConfig, profiled_steps
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, PreflightError, Stopped
 from hvdtrain.exchange import Exchange, SingleProcess, agree
+from hvdtrain.fields import profiled_steps
 from hvdtrain.log import say
 from hvdtrain.loop_state import restore
 from hvdtrain.metering import Meter

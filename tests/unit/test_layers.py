@@ -21,6 +21,7 @@ LAYERS = {
     **dict.fromkeys(
         (
             "hvdtrain.errors",
+            "hvdtrain.fields",
             "hvdtrain.config",
             "hvdtrain.topology",
             "hvdtrain.log",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.config import profiled_steps
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.fields import profiled_steps
 from hvdtrain.profiling import StepProfiler
 
 
