@@ -22,7 +22,7 @@ def flag(
 
 
 def require(*checks: tuple[bool, str]) -> None:
-    """Each check is whether it holds, and what to say if not. Raises UsageError with all of them."""
+    """Each check: whether it holds, and what to say if not. Raises UsageError with all of them."""
     problems = [problem for holds, problem in checks if not holds]
     if problems:
         raise UsageError(*problems)

@@ -154,29 +154,27 @@ def _demand_repetition(exchange: Exchange) -> None:
 def _try_once(
     model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
-    """A model that cannot take its data is told before anything is written. No chance is used up,
-    and no statistics move.
+    """A model that cannot take its data is told before anything is written.
+
+    No statistics move; random generators may, so they are to be seeded afterwards.
     """
     name, split = config.model.task, source.data.train
     own = source.shares.of(np.arange(len(split)), rank)[:TRIED_SAMPLES]
     if len(own) == 0:
         return
-    with torch.random.fork_rng(devices=[]):
-        try:
-            read = ("--task", name) if name else ("--data", config.data.data)
-            batch = to_device(plugins.call(*read, split.batch, own), device)
-        except BadSample as error:
-            raise UsageError(str(error)) from error
-        tried = len(batch[1]) if may_skip(split) else len(own)
-        if tried == 0:
-            return  # neither can be read; others may be
-        was_training = model.training
-        model.eval()
+    model.eval()
+    try:
+        read = ("--task", name) if name else ("--data", config.data.data)
+        batch = to_device(plugins.call(*read, split.batch, own), device)
+    except BadSample as error:
+        raise UsageError(str(error)) from error
+    tried = len(batch[1]) if may_skip(split) else len(own)
+    if tried > 0:  # else neither can be read; others may be
+        used = ("--task", name) if name else ("--model", config.model.model)
         with torch.no_grad():
-            used = ("--task", name) if name else ("--model", config.model.model)
             sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
-        model.train(was_training)
-    check_sums(sums, source.task, tried, training=False)
+        check_sums(sums, source.task, tried, training=False)
+    model.train()
 
 
 def choose_device(wanted: str, topology: Topology) -> torch.device:
