@@ -31,7 +31,9 @@ class Net(nn.Module):
         self.layer = nn.Linear(64, classes)
 
     def forward(self, images):
-        raise LookupError("a fault of the user's own")
+        if WHEN:
+            raise LookupError("a fault of the user's own")
+        return self.layer(images.flatten(1))
 """
 
 
@@ -267,10 +269,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_fault_in_the_users_model_is_shown(tmp_path: Path) -> None:
     """Fails when an exception of a plugin is swallowed, or its place is not shown."""
-    (tmp_path / "my_net.py").write_text(PLUGIN)
-    done = run(tmp_path, "train", *TINY, "--model", "my_net:Net", "--output", "out")
+    command = ("train", *TINY, "--model", "my_net:Net", "--output", "out")
+    (tmp_path / "my_net.py").write_text(PLUGIN.replace("WHEN", "True"))
+    done = run(tmp_path, *command)
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert "my_net.py:12: LookupError: a fault of the user's own" in done.stderr
+    (tmp_path / "my_net.py").write_text(PLUGIN.replace("WHEN", "self.training"))
+    done = run(tmp_path, *command)
     assert done.returncode == 1
     assert "LookupError: a fault of the user's own" in done.stderr
-    assert 'my_net.py", line 11, in forward' in done.stderr
+    assert 'my_net.py", line 12, in forward' in done.stderr
     summary = read_summary(tmp_path / "out" / "my_net_Net-digits")
     assert summary["status"] == "failed" and "LookupError" in summary["error"]
