@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import HvdtrainError, UsageError
+
+PACKAGE = Path(__file__).parent
+LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
 
 
 def is_plugin(name: str) -> bool:
@@ -82,22 +86,23 @@ def _describe(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """'FILE:LINE: ' in the user's code where `error` arose, or '' when it never came there.
 
-    The innermost line counts that lies in the folder of the user's module: further in are the
-    libraries that it calls, further out is the import machinery.
+    The innermost line counts that is neither ours nor a library's that the user's code calls.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__
+        if PACKAGE not in Path(frame.filename).parents
         and not frame.filename.startswith("<frozen importlib")
         and Path(frame.filename) != Path(importlib.__file__)
     ]
     if not frames:
         return ""
-    folder = Path(frames[0].filename).parent
-    own = [frame for frame in frames if Path(frame.filename).parent == folder]
+    own = [frame for frame in frames if not LIBRARIES & {*Path(frame.filename).parents}]
+    if not own:  # it is installed itself
+        folder = Path(frames[0].filename).parent
+        own = [frame for frame in frames if Path(frame.filename).parent == folder]
     return f"{own[-1].filename}:{own[-1].lineno}: "
 
 
