@@ -38,7 +38,7 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Weights]
 
 @pytest.mark.parametrize(
     ("task", "size", "controller"),
-    [("BatchSecond", 1, "none"), ("BatchFirst", 2, "mpi"), ("BatchSecond", 2, "gloo")],
+    [("BatchFirst", 2, "mpi"), ("BatchSecond", 2, "gloo")],
 )
 def test_the_language_model(
     task: str, size: int, controller: str, one_worker: tuple[dict, Weights], tmp_path: Path
