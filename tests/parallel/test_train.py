@@ -58,7 +58,6 @@ def test_n_workers_learn_what_one_does(size: int, controller: str, alone, tmp_pa
         ("lenet batch 100 accumulation 3", 3, "mpi"),
         ("lenet rank weights, one of them 0", 3, "gloo"),
         ("lenet adamw, clipping, average of weights", 2, "mpi"),
-        ("lenet float32, 10 steps", 4, "mpi"),
     ],
 )
 def test_features_do_not_depend_on_n(case: str, size: int, controller: str, tmp_path: Path) -> None:
