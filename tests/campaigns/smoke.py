@@ -19,11 +19,12 @@ from tests.parallel.experiments import train
 from tests.parallel.launching import CONTROLLERS
 from tests.unit.folders import make_folder
 
-MODELS = ("lenet", "mlp", "resnet18-small", "resnet18", "mobilenet_v3_small", "densenet121")
+MODELS = ("lenet", "mlp", "resnet18-small", "resnet18", "mobilenet_v3_small", "regnet_y_400mf")
 DATA = ("digits", "synthetic:1x28x28,samples=64", "synthetic:3x32x32,samples=64", "png")
 STEPS = ["--max-steps", "3", "--global-batch-size", "9", "--audit-every", "1", "--sync-bn"]
-# Float32 sums in another order, through three updates: far below what is learned in them.
-SAME_LOSS = 1e-3
+# In float32 batch norm over nine samples of 1x1 pixels makes much of rounding (6e-3 was seen).
+STEPS += ["--dtype", "float64"]
+SAME_LOSS = 1e-6
 
 
 def run_all(sizes: list[int], controllers: list[str], folder: Path) -> int:
