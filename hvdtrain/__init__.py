@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hvdtrain.audit.script import GradientAudit as GradientAudit
     from hvdtrain.data import Dataset as Dataset
     from hvdtrain.data import GlobalBatchSampler as GlobalBatchSampler
+    from hvdtrain.data import ImageFormat as ImageFormat
     from hvdtrain.data import Shares as Shares
     from hvdtrain.data import Split as Split
     from hvdtrain.data import Splits as Splits
@@ -26,7 +27,10 @@ _HOMES = {
     "init": "hvdtrain.api",
     "GradientAudit": "hvdtrain.audit.script",
     **dict.fromkeys(
-        ("Dataset", "GlobalBatchSampler", "Shares", "Split", "Splits", "TensorSplit"),
+        (
+            *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares", "Split", "Splits"),
+            "TensorSplit",
+        ),
         "hvdtrain.data",
     ),
     **dict.fromkeys(("Settings", "Sums", "Task"), "hvdtrain.tasks"),

@@ -18,3 +18,8 @@ def complain(text: str) -> None:
     """Write lines to standard error, at once."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 file', '2,000 files'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

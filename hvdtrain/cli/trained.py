@@ -15,16 +15,18 @@ from hvdtrain.cli.prepare import choose_device
 from hvdtrain.cli.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.cli.trained_options import OVERRIDES
 from hvdtrain.data import Shares
+from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import centred, normalised, read_image
 from hvdtrain.data.resize import resize
 from hvdtrain.data.splits import ImageFormat
 from hvdtrain.data.streaming import BadSample
-from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.evaluate import Evaluation, class_accuracy
 from hvdtrain.evaluate import evaluate as evaluate_split
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.log import say
+from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
+from hvdtrain.plugins import is_plugin
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.weights import find_weights
@@ -52,38 +54,42 @@ def evaluate(arguments: dict[str, Any]) -> int:
     model = _with_weights(build_model(task, config), weights, source).to(device)
     found = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
     assert found is not None
-    say(_describe(found, f"{data.name}, {len(data.valid):,} samples"))
+    if found.samples == 0:
+        raise HvdtrainError(f"none of the {len(data.valid):,} samples of {data.name} could be read")
+    bad = len(data.valid) - found.samples
+    skipped = f"; {bad:,} more could not be read, and were left out" if bad else ""
+    say(_describe(found, f"{data.name}, {counted(found.samples, 'sample')}{skipped}"))
     if arguments["json"]:
         _write_json(Path(arguments["json"]), asdict(found) | {"classes": takeaway.get("classes")})
     return EXIT_OK
 
 
 def predict(arguments: dict[str, Any]) -> int:
-    """Tell the likeliest classes of images. Returns the exit code."""
+    """Tell the likeliest classes of images. Returns the exit code.
+
+    Images that cannot be read are named; the others are told all the same.
+    """
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
-    if takeaway.get("images") is None:
-        raise UsageError(
-            f"{source}: was not trained on images of 1 or 3 channels, so images tell it nothing"
-        )
-    form = ImageFormat(**takeaway["images"])
-    dtype = DTYPES[takeaway["dtype"]]
+    form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
     paths = _images(arguments["images"])
-    pixels = _read_all(paths, form)
     outputs = len(takeaway["classes"])
     model = build_network(takeaway["model"], tuple(takeaway["shape"]), outputs, dtype)
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
     size = (takeaway["shape"][1], takeaway["shape"][2])
-    predictions = []
-    with torch.no_grad():
-        for start in range(0, len(paths), PREDICTED_AT_A_TIME):
-            batch = torch.stack(pixels[start : start + PREDICTED_AT_A_TIME])
-            inputs = normalised(batch, form, dtype)
-            if inputs.shape[2:] != size:
-                inputs = resize(inputs, size)
-            predictions += model(inputs.to(device)).softmax(dim=1).cpu().tolist()
-    _tell(paths, predictions, takeaway["classes"], arguments)
+    told: list[dict[str, Any]] = []
+    for start in range(0, len(paths), PREDICTED_AT_A_TIME):
+        read, pixels = _read(paths[start : start + PREDICTED_AT_A_TIME], form)
+        if not read:
+            continue
+        inputs = resize(normalised(torch.stack(pixels), form, dtype), size)
+        with torch.no_grad():
+            scores = model(inputs.to(device)).softmax(dim=1).cpu().tolist()
+        told += _tell(read, scores, takeaway["classes"], arguments["top"])
+    if arguments["json"]:
+        _write_json(Path(arguments["json"]), told)
+    _count_bad(len(paths) - len(told), len(paths), arguments["skip_bad_samples"])
     return EXIT_OK
 
 
@@ -117,40 +123,75 @@ def _refuse_other_classes(task: Task, takeaway: Takeaway, data: str) -> None:
         raise UsageError(f"--data={data}: its classes are {own}, those of the model {trained}")
 
 
+def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
+    """How an image file becomes an input. Raises UsageError, saying why that is not known."""
+    if takeaway.get("images") is not None:
+        return ImageFormat(**takeaway["images"])
+    way_out = "take its weights into a script of yours: hvdtrain export"
+    if takeaway.get("task") != "classification":
+        raise UsageError(f"{source}: was trained by a --task, not to tell classes; {way_out}")
+    data, form = takeaway["data"], ", ".join(map(str, takeaway["shape"]))
+    reason = f"{source}: was trained on --data={data}, which does not tell how an image file "
+    reason += "becomes an input"
+    if is_plugin(data) and takeaway["shape"][0] in (1, 3):
+        reason += (
+            f": give its first data set `image_format = hvdtrain.ImageFormat({form})`, or its "
+        )
+        reason += "hvdtrain.Dataset the same as `images`, and train again"
+    raise UsageError(f"{reason}; or {way_out}")
+
+
 def _images(given: list[str]) -> list[Path]:
-    """The files, and the files in the folders."""
-    paths = []
+    """The files, and the images in and below the folders. Raises UsageError with all that is not
+    there.
+    """
+    paths: list[Path] = []
+    problems = []
     for path in map(Path, given):
-        inside = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
-        paths += inside or [path]
+        if path.is_dir():
+            images, others = images_under(path)
+            paths += map(Path, images)
+            if not images:
+                problems.append(f"{path}: no image is in this folder ({', '.join(EXTENSIONS)})")
+            if others:
+                complain(f"{path}: {left_out(others)}")
+        elif path.exists():
+            paths.append(path)
+        else:
+            problems.append(f"{path}: no such file or folder")
+    if problems:
+        raise UsageError(*problems)
     return paths
 
 
-def _read_all(paths: list[Path], form: ImageFormat) -> list[torch.Tensor]:
-    pixels, problems = [], []
+def _read(paths: list[Path], form: ImageFormat) -> tuple[list[Path], list[torch.Tensor]]:
+    """Those that can be read, and their pixels; of the others it is said why they cannot."""
+    read, pixels = [], []
     for path in paths:
         try:
             pixels.append(centred(read_image(path, form.channels), form))
+            read.append(path)
         except BadSample as error:
-            problems.append(str(error))
-    if problems:
-        raise UsageError(*problems)
-    return pixels
+            complain(f"skipped: {error}")
+    return read, pixels
+
+
+def _count_bad(bad: int, images: int, may_skip: bool) -> None:
+    """Raises HvdtrainError where too many could not be read."""
+    if bad == images or (bad and not may_skip):
+        advice = "" if bad == images else ". With --skip-bad-samples that is no failure"
+        raise HvdtrainError(f"{bad:,} of {counted(images, 'image')} could not be read{advice}")
 
 
 def _tell(
-    paths: list[Path],
-    predictions: list[list[float]],
-    classes: list[str],
-    arguments: dict[str, Any],
-) -> None:
+    paths: list[Path], predictions: list[list[float]], classes: list[str], top: int
+) -> list[dict[str, Any]]:
     records = []
     for path, scores in zip(paths, predictions, strict=True):
-        best = sorted(range(len(scores)), key=lambda number: -scores[number])[: arguments["top"]]
+        best = sorted(range(len(scores)), key=lambda number: -scores[number])[:top]
         say(f"{path}: " + ", ".join(f"{classes[number]} {scores[number]:.3f}" for number in best))
         records.append({"image": str(path), "scores": dict(zip(classes, scores, strict=True))})
-    if arguments["json"]:
-        _write_json(Path(arguments["json"]), records)
+    return records
 
 
 def _describe(found: Evaluation, what: str) -> str:

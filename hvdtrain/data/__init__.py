@@ -17,7 +17,7 @@ from hvdtrain.data.image_folder import load_image_folder
 from hvdtrain.data.options import ReadOptions
 from hvdtrain.data.plugin import load_plugin
 from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
-from hvdtrain.data.splits import Dataset, Split, Splits, TensorSplit
+from hvdtrain.data.splits import Dataset, ImageFormat, Split, Splits, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.errors import UsageError
 from hvdtrain.plugins import is_plugin
@@ -26,6 +26,7 @@ __all__ = [
     "AugmentedSplit",
     "Dataset",
     "GlobalBatchSampler",
+    "ImageFormat",
     "PlacedShares",
     "ReadOptions",
     "Shares",

@@ -6,7 +6,6 @@ the rank that reads a sample nor the process matters.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from hvdtrain.data.image_files import Labelled, find_files, left_out
 from hvdtrain.data.options import ReadOptions
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
-from hvdtrain.vision import import_torchvision, import_transforms
+from hvdtrain.log import counted
+from hvdtrain.vision import import_transforms
 
 PREFIX = "imagefolder:"
 IMAGE_SIZE = 224
@@ -31,8 +32,7 @@ HFLIP = 0.5
 CENTRE = 0.875  # of the shorter side, in validation: 224 of 256
 # Of ImageNet's training images, by channel, as all of torchvision's weights are made for.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-TRAIN_NAMES, VALID_NAMES = ("train",), ("valid", "val", "validation")
-Labelled = list[tuple[str, int]]
+SKIPPING = "Mend or remove it, or give --skip-bad-samples to leave out what cannot be read"
 
 
 def read_image(path: str | Path, channels: int) -> Image.Image:
@@ -49,7 +49,13 @@ def read_image(path: str | Path, channels: int) -> Image.Image:
                     picture = picture.convert("RGBA")
                 return picture.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # decoders raise whatever their parsing stumbles over
-        raise BadSample(f"{path} cannot be read as an image: {error}") from error
+        raise BadSample(f"{path} cannot be read as an image: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "it is damaged, or of a type that Pillow does not know"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _with_8_bits(picture: Image.Image) -> Image.Image:
@@ -139,124 +145,27 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
             "see --crop-scale"
         )
     folder = Path(name.removeprefix(PREFIX)).expanduser()
-    train, valid, classes = _find_files(name, folder, options.valid_split)
+    found = find_files(name, folder, options.valid_split)
     size = options.image_size or IMAGE_SIZE
     form = ImageFormat(3, size, size, crop=True, mean=MEAN, std=STD)
     hflip = HFLIP if options.hflip is None else options.hflip
     crop_scale = CROP_SCALE if options.crop_scale is None else options.crop_scale
-    to_train = ImageSamples(train, form, dtype, seed, hflip, crop_scale)
+    train, valid = (
+        StreamedSplit(samples, options.readers, options.skip_bad, stay, SKIPPING)
+        for samples, stay in (
+            (ImageSamples(found.train, form, dtype, seed, hflip, crop_scale), True),
+            (ImageSamples(found.valid, form, dtype, seed), False),
+        )
+    )
+    note = f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
+    note += f"{counted(options.readers, 'reader')} a worker"
     return Dataset(
         name,
         (form.channels, size, size),
-        len(classes),
-        StreamedSplit(to_train, options.readers, options.skip_bad, stay=True),
-        StreamedSplit(
-            ImageSamples(valid, form, dtype, seed), options.readers, options.skip_bad, stay=False
-        ),
-        note=f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
-        f"{options.readers} readers a worker",
-        names=tuple(classes),
+        len(found.classes),
+        train,
+        valid,
+        note=f"{note}; {left_out(found.others)}" if found.others else note,
+        names=tuple(found.classes),
         images=form,
     )
-
-
-def _find_files(
-    name: str, folder: Path, valid_split: float | None
-) -> tuple[Labelled, Labelled, list[str]]:
-    if not folder.is_dir():
-        raise UsageError(f"--data={name}: {folder} is not a folder")
-    inside = {path.name for path in _entries(name, folder)}
-    train = next((part for part in TRAIN_NAMES if part in inside), None)
-    valid = next((part for part in VALID_NAMES if part in inside), None)
-    if train and valid:
-        if valid_split is not None:
-            raise UsageError(
-                f"--valid-split={valid_split}: {folder} has train/ and {valid}/ already"
-            )
-        return _both_parts(name, folder / train, folder / valid)
-    if train or valid:
-        raise UsageError(
-            f"--data={name}: {folder} has {train or valid}/, but no "
-            f"{'valid/' if train else 'train/'}. Make both, or neither and give --valid-split"
-        )
-    if valid_split is None:
-        raise UsageError(
-            f"--data={name}: {folder} has no train/ and valid/. Make them, or state the part of "
-            "its images that is for validation: --valid-split 0.2"
-        )
-    labelled, classes = _labelled(name, folder)
-    train_files, valid_files = _cut(labelled, len(classes), valid_split)
-    if not train_files or not valid_files:
-        raise UsageError(
-            f"--valid-split={valid_split}: of {len(labelled)} images in {folder} it leaves "
-            f"{len(train_files)} to train on and {len(valid_files)} to validate with"
-        )
-    return train_files, valid_files, classes
-
-
-def _both_parts(name: str, train: Path, valid: Path) -> tuple[Labelled, Labelled, list[str]]:
-    problems: list[str] = []
-    found: list[tuple[Labelled, list[str]]] = []
-    for folder in (train, valid):
-        try:
-            found.append(_labelled(name, folder))
-        except UsageError as error:
-            problems += error.problems
-    if problems:
-        raise UsageError(*problems)
-    (train_files, classes), (valid_files, valid_classes) = found
-    if classes != valid_classes:
-        missing, more = set(classes) - set(valid_classes), set(valid_classes) - set(classes)
-        raise UsageError(
-            f"--data={name}: {train} and {valid} must have folders for the same classes; "
-            f"only in the first: {sorted(missing)[:5]}, only in the second: {sorted(more)[:5]}"
-        )
-    return train_files, valid_files, classes
-
-
-def _labelled(name: str, folder: Path) -> tuple[Labelled, list[str]]:
-    """Every image under a folder of classes, with the class's number; sorted."""
-    classes = sorted(path.name for path in _entries(name, folder) if path.is_dir())
-    if len(classes) < 2:
-        raise UsageError(
-            f"--data={name}: {folder} has {len(classes)} folders of classes "
-            f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
-        )
-    extensions = import_torchvision().datasets.folder.IMG_EXTENSIONS
-    labelled: Labelled = []
-    problems = []
-    for label, class_name in enumerate(classes):
-        files = sorted(
-            str(Path(root, file))
-            for root, _, names in os.walk(folder / class_name, followlinks=True)
-            for file in names
-            if file.lower().endswith(extensions)
-        )
-        if not files:
-            problems.append(
-                f"--data={name}: {folder / class_name} has no images that can be read "
-                f"({', '.join(extensions)})"
-            )
-        labelled += [(file, label) for file in files]
-    if problems:
-        raise UsageError(*problems)
-    return labelled, classes
-
-
-def _entries(name: str, folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError as error:
-        raise UsageError(f"--data={name}: {folder} cannot be read: {error.strerror}") from error
-
-
-def _cut(labelled: Labelled, classes: int, valid_split: float) -> tuple[Labelled, Labelled]:
-    """The same part of each class for validation, evenly spread over its sorted files."""
-    train: Labelled = []
-    valid: Labelled = []
-    for label in range(classes):
-        own = [item for item in labelled if item[1] == label]
-        for place, item in enumerate(own):
-            before, after = (int((place + step) * valid_split + 1e-9) for step in (0, 1))
-            (valid if after > before else train).append(item)
-    return train, valid

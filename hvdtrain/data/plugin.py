@@ -2,6 +2,8 @@
 
 The callable takes no arguments and returns an hvdtrain.Dataset, or two map-style torch data sets
 (train, valid) of samples (image tensor, class number), which are then read by worker processes.
+With an hvdtrain.ImageFormat as `images` of the Dataset, or as `image_format` of the first data set,
+`hvdtrain predict` knows how an image file becomes such a sample.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.data.options import ReadOptions
-from hvdtrain.data.splits import Batch, Dataset, Shape, TensorSplit, check_split
+from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Shape, TensorSplit, check_split
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 
@@ -47,6 +49,15 @@ def _check_description(name: str, data: Dataset) -> None:
         problems.append(f"classes must be a whole number of 2 or more, and is {data.classes}")
     elif data.names and len(data.names) != data.classes:
         problems.append(f"{len(data.names)} names of {data.classes} classes")
+    if data.images is not None:
+        channels = getattr(data.images, "channels", None)
+        if not isinstance(data.images, ImageFormat) or channels not in (1, 3):
+            problems.append(
+                "how images are read must be an hvdtrain.ImageFormat of 1 or 3 channels, and is "
+                f"{data.images}"
+            )
+        elif sizes[:1] != (channels,):
+            problems.append(f"its images have {channels} channels, its shape is {data.shape}")
     if problems:
         raise UsageError(*(f"--data={name}: {problem}" for problem in problems))
 
@@ -145,4 +156,12 @@ def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> 
         )
         for part, stay in ((train, True), (valid, False))
     )
-    return Dataset(name, shape, len(names), train_split, valid_split, names=tuple(map(str, names)))
+    return Dataset(
+        name,
+        shape,
+        len(names),
+        train_split,
+        valid_split,
+        names=tuple(map(str, names)),
+        images=getattr(train, "image_format", None),
+    )

@@ -45,6 +45,8 @@ def _resized_split(split: Split, size: tuple[int, int]) -> Split:
 
 def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(samples, channels, height, width) to `size`."""
+    if inputs.shape[2:] == size:
+        return inputs
     if len(inputs) == 0:
         return inputs.new_empty((0, inputs.shape[1], *size))
     return functional.interpolate(inputs, size, mode="bilinear", align_corners=False)

@@ -47,13 +47,16 @@ class Samples(Protocol):
 class StreamedSplit:
     """A split of such samples."""
 
-    def __init__(self, samples: Samples, readers: int, may_skip: bool, stay: bool) -> None:
+    def __init__(
+        self, samples: Samples, readers: int, may_skip: bool, stay: bool, advice: str = ""
+    ) -> None:
         """`readers`: processes; 0: this one. `may_skip`: leave out samples that cannot be read.
-        `stay`: whether the processes wait for the next epoch.
+        `stay`: whether the processes wait for the next epoch. `advice`: what to do about a sample
+        that cannot be read, where none may be left out.
         """
         self.may_skip = may_skip
         self._samples = samples
-        self._reader = _Reader(samples, may_skip)
+        self._reader = _Reader(samples, may_skip, advice)
         self._length = len(samples)
         self._readers = readers
         self._stay = stay
@@ -111,9 +114,10 @@ class _Order(Sampler[list[Key]]):
 class _Reader(torch.utils.data.Dataset[Any]):
     """Reads a batch at a time, in whichever process it is."""
 
-    def __init__(self, samples: Samples, may_skip: bool) -> None:
+    def __init__(self, samples: Samples, may_skip: bool, advice: str) -> None:
         self._samples = samples
         self._may_skip = may_skip
+        self._advice = advice
 
     def __getitems__(self, keys: list[Key]) -> Loaded | str:
         # Told rather than raised: the loader would wrap it in its own traceback.
@@ -130,7 +134,7 @@ class _Reader(torch.utils.data.Dataset[Any]):
                 read.append(self._samples.read(index, epoch))
             except BadSample as error:
                 if not self._may_skip:
-                    raise
+                    raise BadSample(f"{error}. {self._advice}" if self._advice else error) from None
                 bad += 1
                 if epoch == 0:
                     print(f"skipped: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain import Splits, Sums, Task
-from hvdtrain.data import Dataset, TensorSplit
+from hvdtrain.data import Dataset, ImageFormat, TensorSplit
 
 NOT_CALLABLE = 3
 
@@ -69,6 +69,14 @@ def one_class() -> Dataset:
 
 def few_names() -> Dataset:
     return replace(good(), names=("a", "b"))
+
+
+def no_format() -> Dataset:
+    return replace(good(), images="RGB")  # type: ignore[arg-type]
+
+
+def other_format() -> Dataset:
+    return replace(good(), images=ImageFormat(3, 4, 4))
 
 
 def empty_train() -> Dataset:

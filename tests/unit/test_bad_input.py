@@ -136,6 +136,8 @@ CASES = [
     data("flat_shape", "shape must be (channels, height, width), and is (16,)"),
     data("one_class", "classes must be a whole number of 2 or more, and is 1"),
     data("few_names", "2 names of 3 classes"),
+    data("no_format", "must be an hvdtrain.ImageFormat of 1 or 3 channels, and is RGB"),
+    data("other_format", "its images have 3 channels, its shape is (1, 4, 4)"),
     data("empty_train", "its train split has no samples"),
     data("empty_valid", "its valid split has no samples"),
     data("labels_beyond", "labels must be int64 from 0 to 2|from 0 to 3"),
@@ -208,7 +210,7 @@ CASES = [
     ),
     folder("twice", "--valid-split=0.2", "--valid-split=0.2: |already", images(lambda at: None)),
     folder(
-        *("one-class", "--valid-split=0.2", "has 1 folders of classes (cat)"),
+        *("one-class", "--valid-split=0.2", "has 1 folder of classes (cat)"),
         lambda at: make_class(at / "images" / "cat", 9),
     ),
     folder(
@@ -216,7 +218,11 @@ CASES = [
         lambda at: [make_class(at / "images" / name, 2) for name in ("cat", "dog")],
     ),
     folder(
-        *("corrupt", "", "images/train/cat/003.png cannot be read as an image"),
+        *(
+            "corrupt",
+            "",
+            "images/train/cat/003.png cannot be read as an image: it is damaged|--skip-bad-samples",
+        ),
         images(lambda at: (at / "train" / "cat" / "003.png").write_bytes(b"broken")),
         code=1,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+import hvdtrain as package
 from tests.unit.folders import make_class, make_folder, pixels
 
+ROOT = Path(package.__file__).parents[1]
 # As where hvdtrain is installed without Horovod: importing either is an ImportError.
 WITHOUT_HOROVOD = (
     "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; "
@@ -88,21 +91,116 @@ def test_predict_scales_to_what_the_data_was(folder: Path) -> None:
     assert name == str(folder / "photo.jpg") and len(scores.split(", ")) == 2
 
 
+@pytest.fixture
+def partly_broken(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the pictures; one to validate with is no image, and one file is of another type."""
+    copy = shutil.copytree(folder / "pictures", tmp_path / "pictures")
+    (copy / "valid" / "cat" / "100.png").write_text("no picture")
+    (copy / "valid" / "cat" / "notes.txt").write_text("no picture either")
+    return copy
+
+
+def test_a_bad_image_does_not_hide_the_others(folder: Path, partly_broken: Path) -> None:
+    """Fails when predict does not descend into folders of classes, tells nothing of the good
+    images, does not name the bad one, or takes it for a success without being told to.
+    """
+    run, valid, out = folder / "runs" / "cats", partly_broken / "valid", partly_broken / "p.json"
+    strict = hvdtrain("predict", run, valid, "--json", out)
+    assert strict.returncode == 1
+    assert len(strict.stdout.splitlines()) == len(json.loads(out.read_text())) == 9
+    left, skipped, told = strict.stderr.splitlines()
+    assert "1 file of other types left out (such as" in left and "notes.txt" in left
+    assert skipped.startswith(f"skipped: {valid}/cat/100.png cannot be read as an image: it is")
+    assert told.startswith("hvdtrain: error: 1 of 10 images could not be read. With --skip-bad")
+    out.unlink()
+    lenient = hvdtrain("predict", run, valid, "--json", out, "--skip-bad-samples")
+    assert (lenient.returncode, lenient.stdout) == (0, strict.stdout)
+    assert lenient.stderr.splitlines() == [left, skipped] and len(json.loads(out.read_text())) == 9
+    none = hvdtrain("predict", run, valid / "cat" / "100.png", "--skip-bad-samples")
+    assert none.returncode == 1 and "1 of 1 image could not be read" in none.stderr
+
+
+def test_evaluate_leaves_out_what_cannot_be_read(folder: Path, partly_broken: Path) -> None:
+    """Fails when the flag is not named where it would help, does not help, or what is left out is
+    not counted.
+    """
+    given = ("evaluate", folder / "runs" / "cats", "--data", f"imagefolder:{partly_broken}")
+    strict = hvdtrain(*given)
+    assert strict.returncode == 1 and "give --skip-bad-samples to leave out" in strict.stderr
+    lenient = hvdtrain(*given, "--skip-bad-samples")
+    assert lenient.returncode == 0 and lenient.stderr.startswith("skipped: ")
+    assert ", 9 samples; 1 more could not be read, and were left out" in lenient.stdout
+    for file in (partly_broken / "valid").rglob("*.png"):
+        file.write_text("no picture")
+    none = hvdtrain(*given, "--skip-bad-samples")
+    assert none.returncode == 1 and "none of the 10 samples of" in none.stderr
+
+
+PLUG_IN = """
+import torch
+import hvdtrain
+
+class Grey(torch.utils.data.Dataset):
+    classes = ["dark", "light"]
+    FORMAT
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((1, 4, 4), float(index % 2)), index % 2
+
+def make():
+    return Grey(), Grey()
+"""
+
+
+def test_predict_on_data_of_ones_own(tmp_path: Path, monkeypatch) -> None:
+    """Fails when the reason why predict cannot is a wrong one, or the fix that it names is none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Image.new("L", (30, 20), 255).save("light.png")
+    known = "image_format = hvdtrain.ImageFormat(1, 4, 4)"
+    for name, line in (("plug_silent", ""), ("plug_telling", known)):
+        Path(f"{name}.py").write_text(PLUG_IN.replace("FORMAT", line))
+        flags = ("--model", "mlp", "--data", f"{name}:make", "--global-batch-size", 8, "-j", 0)
+        assert hvdtrain("train", *flags, "--experiment", name, "--lr", 0.1).returncode == 0
+        told = hvdtrain("predict", f"runs/{name}", "light.png", "--top", 1)
+        if line:
+            assert (told.returncode, told.stderr) == (0, "")
+            assert told.stdout.startswith("light.png: light ")
+        else:
+            assert told.returncode == 2 and known in told.stderr
+            assert "--data=plug_silent:make, which does not tell how an image" in told.stderr
+
+
+def test_predict_for_a_task_says_that_it_is_one(tmp_path: Path, monkeypatch) -> None:
+    """Fails when a model of another task is said to lack channels."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    task = ("--task", "examples.regression:Diabetes", "--max-steps", 1, "--experiment", "one")
+    assert hvdtrain("train", *task, "--global-batch-size", 8).returncode == 0
+    told = hvdtrain("predict", "runs/one", __file__)
+    assert told.returncode == 2 and "was trained by a --task, not to tell classes" in told.stderr
+
+
 def test_what_cannot_be_used_is_told(folder: Path) -> None:
-    """Fails on a traceback, or when only the first of several bad images is named."""
+    """Fails on a traceback, another exit code, or when only the first missing file is named."""
     run = folder / "runs" / "cats"
     weights = run / "checkpoints" / "last"
     model = weights.parent / weights.read_text().strip() / "model.safetensors"
     assert load_file(model)
-    for number in range(2):
-        (folder / f"bad{number}.png").write_text("no picture")
+    (folder / "bad0.png").write_text("no picture")
+    (folder / "empty").mkdir()
     make_class(folder / "others" / "train" / "cat", 2)
     make_class(folder / "others" / "train" / "wolf", 2)
     make_class(folder / "others" / "valid" / "cat", 2)
     make_class(folder / "others" / "valid" / "wolf", 2)
     cases = {
-        ("predict", run, folder / "bad0.png", folder / "bad1.png"): ["bad0.png", "bad1.png"],
-        ("predict", run, folder / "nowhere.png"): ["nowhere.png cannot be read as an image"],
+        ("predict", run, folder / "nowhere.png", folder / "empty"): [
+            "nowhere.png: no such file or folder",
+            "empty: no image is in this folder (.avif, ",
+        ],
         ("predict", model, folder / "bad0.png"): ["not weights alone"],
         ("evaluate", folder / "nowhere"): ["nowhere: no such file or folder"],
         ("evaluate", run, "--data", f"imagefolder:{folder}/others"): ["cat', 'wolf", "cat', 'dog"],
