@@ -90,7 +90,9 @@ class DataConfig:
         learns=False,
         short="-j",
     )
-    skip_bad_samples: bool = flag(False, "leave out, and count, images that cannot be read")
+    skip_bad_samples: bool = flag(
+        False, "leave out images that cannot be read, and count how often"
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -293,7 +295,10 @@ class RunConfig:
         None, "steps to profile, such as 20-22: traces in the run's profile/", learns=False
     )
     resume: str | None = flag(
-        None, "auto: go on from the newest good checkpoint, or start; else a path", learns=False
+        None,
+        "auto: go on with the run of --output and --experiment from its newest good checkpoint, or "
+        "start it; or the folder of one of its checkpoints",
+        learns=False,
     )
 
     def __post_init__(self) -> None:

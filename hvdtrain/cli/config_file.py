@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,18 @@ from hvdtrain.errors import UsageError
 
 _BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
+ELSEWHERE = {  # what other programs call our options
+    "learning_rate": "lr",
+    "optimizer": "opt",
+    "scheduler": "sched",
+    "lr_scheduler": "sched",
+    "dataset": "data",
+    "arch": "model",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "num_workers": "workers",
+    "grad_clip": "clip_grad",
+}
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,18 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
     return values, problems
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The option that was probably meant."""
+    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)
+    return ELSEWHERE.get(close[0], close[0]) if close else None
+
+
 def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any]) -> Any:
     """One value in its option's type. Raises ValueError with the reason when there is none."""
     option = options.get(name)
     if option is None:
-        raise ValueError(f"unknown option {name!r}")
+        near = nearest(name, options)
+        raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near}?" if near else ""))
     if name in seen:
         raise ValueError(f"{name} is given twice")
     if not isinstance(node.value, str):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import types
 import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.cli.config_file import Option, read_options
+from hvdtrain.cli.config_file import Option, nearest, read_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 
@@ -114,9 +113,8 @@ def dump_yaml(config: TrainConfig) -> str:
 
 def _explain_unknown(text: str, options: dict[str, Option]) -> str:
     flag = text.partition("=")[0]
-    known = [f"--{name.replace('_', '-')}" for name in options]
-    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
-    return f"{flag}: no such flag" + (f"; did you mean {close[0]}?" if close else "")
+    near = nearest(flag.lstrip("-").replace("-", "_"), options)
+    return f"{flag}: no such flag" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")
 
 
 def as_flat_dict(config: TrainConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
+from hvdtrain.models import advice_on_size
 from hvdtrain.optimizers import build_optimizer
 from hvdtrain.ring import split_evenly
 from hvdtrain.schedule import make_schedule, scaled_lr
@@ -45,7 +46,7 @@ def prepare(
     device = choose_device(config.model.device, topology)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    sampler = source.sampler(global_batch_size, config.run.seed)
+    sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
     _seed(config.run.seed)
     model = build_model(source.task, config).to(device)
     if config.model.pretrained is not None:
@@ -171,8 +172,12 @@ def _try_once(
     tried = len(batch[1]) if may_skip(split) else len(own)
     if tried > 0:  # else neither can be read; others may be
         used = ("--task", name) if name else ("--model", config.model.model)
-        with torch.no_grad():
-            sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
+        try:
+            with torch.no_grad():
+                sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
+        except UsageError as error:
+            advice = "" if name else advice_on_size(config.model.model, batch[0].shape)
+            raise UsageError(f"{error}{advice}") from error
         check_sums(sums, source.task, tried, training=False)
     model.train()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hvdtrain.checkpoint import Checkpoints, DamagedCheckpoint, load_checkpoint
+from hvdtrain.checkpoint import MANIFEST_FILE, Checkpoints, DamagedCheckpoint, load_checkpoint
+from hvdtrain.cli.config_file import Option
 from hvdtrain.cli.options import as_flat_dict, train_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -49,13 +51,24 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     if not (output / name / "config.yaml").is_file():
         if config.run.resume == "auto":
             return None
-        raise UsageError(f"--resume={config.run.resume}: {output / name} holds no run")
+        raise UsageError(
+            f"--resume={config.run.resume}: there is no run in {output / name}, which --output and "
+            f"--experiment name. {_way_to(Path(config.run.resume))}"
+        )
     directory = RunDirectory(output, name, reopen=True)
     try:
         return Resumable(directory, _read(config, directory))
     except BaseException:
         directory.close()
         raise
+
+
+def _way_to(path: Path) -> str:
+    """How to go on with the run that `path` is, or is a checkpoint of."""
+    for run in (path, path.parent, path.parent.parent):
+        if (run / "config.yaml").is_file():
+            return f"To go on with {run}: --config {run / 'config.yaml'} --resume auto"
+    return "Give those of the run to go on with, and --resume auto"
 
 
 def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
@@ -87,12 +100,23 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [
         f"--{option.name.replace('_', '-')}={wanted[option.name]}: the run in {path} was started "
-        f"with {stored[option.name]}; a resumed run is the same experiment"
+        f"with {stored[option.name]}; a resumed run is the same experiment: "
+        f"{_as_flag(option, stored[option.name])}, or give --config {path / 'config.yaml'}"
         for option in train_options().values()
         if option.learns and wanted[option.name] != stored[option.name]
     ]
     if problems:
         raise UsageError(*problems)
+
+
+def _as_flag(option: Option, value: Any) -> str:
+    """How to say it on the command line."""
+    flag = option.name.replace("_", "-")
+    if value is None:
+        return f"leave --{flag} out"
+    if isinstance(value, bool):
+        return f"give --{'' if value else 'no-'}{flag}"
+    return f"give --{flag} {shlex.quote(str(value))}"
 
 
 def _finished_summary(
@@ -110,8 +134,15 @@ def _finished_summary(
 def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
     """The state of the newest good checkpoint, saying which ones were passed over."""
     if config.run.resume != "auto":
+        path = Path(str(config.run.resume))
+        if not (path / MANIFEST_FILE).is_file():
+            example = next(iter(Checkpoints(folder, keep=1).complete()), folder / "step-00000100")
+            raise UsageError(
+                f"--resume={path}: is no checkpoint. Give auto, for the newest good one, or the "
+                f"folder of one, such as {example}"
+            )
         try:
-            return load_checkpoint(Path(str(config.run.resume)))[1]
+            return load_checkpoint(path)[1]
         except DamagedCheckpoint as error:
             raise UsageError(f"--resume={config.run.resume}: {error}") from error
     for path in Checkpoints(folder, keep=1).complete():

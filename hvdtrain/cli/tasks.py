@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain import plugins
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import BatchConfig, TrainConfig
 from hvdtrain.data import (
     GlobalBatchSampler,
     PlacedShares,
@@ -23,6 +23,7 @@ from hvdtrain.data.placement import PartSplit
 from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
+from hvdtrain.log import counted
 from hvdtrain.models import build_model as build_network
 from hvdtrain.models import check_model, fit_dataset, image_size_of
 from hvdtrain.tasks import Settings, Task, undefined_methods
@@ -42,13 +43,22 @@ class Source:
     shares: SharesLike
     valid_shares: SharesLike
 
-    def sampler(self, global_batch_size: int, seed: int) -> GlobalBatchSampler:
-        """The order of the training samples. Raises UsageError for a batch beyond them."""
+    def sampler(self, global_batch_size: int, seed: int, given: BatchConfig) -> GlobalBatchSampler:
+        """The order of the training samples. Raises UsageError for a batch beyond them.
+
+        `given`: the flags that `global_batch_size` comes from.
+        """
         samples = len(self.data.train)
         if global_batch_size > samples:
+            text = f"--global-batch-size={global_batch_size}"
+            if given.batch_size is not None:
+                workers = counted(len(self.shares.weights), "worker")
+                text = f"--batch-size={given.batch_size}: on {workers} that is {global_batch_size}"
+            elif given.global_batch_size is None:
+                text += " (the default)"
             raise UsageError(
-                f"--global-batch-size={global_batch_size}: {self.data.name} has only "
-                f"{samples} samples to train on"
+                f"{text}: {self.data.name} has only {counted(samples, 'sample')} to train on. "
+                f"Give --global-batch-size {samples} or less"
             )
         return GlobalBatchSampler(samples, global_batch_size, seed, self.parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hvdtrain.models import from_torchvision, lenet
 
 NAMES = ("lenet", "mlp", "resnet18-small")
 MLP_HIDDEN = 2048
+IMAGENET_SIDE = 224
 Builder = Callable[[Shape, int], nn.Module]
 
 
@@ -28,6 +29,20 @@ IMAGE_SIZES = {"lenet": lenet.IMAGE_SIZE[0], "resnet18-small": 32, "inception_v3
 def image_size_of(model_name: str) -> int | None:
     """The height and width that the model was made for, or None where that is the usual one."""
     return IMAGE_SIZES.get(model_name)
+
+
+def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
+    """What to add where a model fails on inputs of `shape` (..., height, width): something for a
+    network of torchvision, made for larger images than these.
+    """
+    height, width = shape[-2:]
+    if model_name in NAMES or ":" in model_name or min(height, width) >= IMAGENET_SIDE:
+        return ""
+    return (
+        f". The network was made for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
+        f"{height}x{width} may be too small for it: give a folder's images a larger --image-size, "
+        f"or choose another --model ({', '.join(NAMES)})"
+    )
 
 
 def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:

@@ -154,6 +154,13 @@ CASES = [
     case("model-no_module", f"--model={HERE}:no_module", "no_module: gave a str, no torch.nn.Mod"),
     case("model-empty", f"--model={HERE}:nothing_to_train", "nothing_to_train: has no parameter"),
     case("model-raises", f"--model={HERE}:model_raises", "model_raises: |no such layer"),
+    case(
+        *(
+            "model-large-images",
+            "--model=squeezenet1_1",
+            "too small|8x8|--image-size|resnet18-small",
+        ),
+    ),
     forward("for_other_shape", "mat1 and mat2 shapes cannot be multiplied|x16 and 999x3"),
     forward("fewer_classes", "2]|3]"),
     case(
@@ -246,7 +253,7 @@ CASES = [
     case("cifar10", "--data=cifar10", "--data=cifar10: |unreachable|batches.meta|--data-dir"),
     case("num-classes", "--num-classes=9", "--num-classes=9: digits has 10 classes"),
     case("num-classes-0", "--num-classes=0", "--num-classes=0: must be above 0"),
-    case("batch", "--global-batch-size=2000", "--global-batch-size=2000: digits has only 1433 sam"),
+    case("batch", "--global-batch-size=2000", "--global-batch-size=2000: digits has only 1,433 s"),
     case("rank-weights", "--rank-weights=1,2", "--rank-weights=1,2: |1 worker"),
     # weights
     case("pretrained-missing", "--pretrained=absent.pt", "--pretrained=absent.pt: no such file"),

@@ -126,7 +126,9 @@ def test_what_is_learned_is_told_from_the_rest() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "expected"),
     [
-        ("lr: 0.1\nlearning_rate: 1\n", 2, "unknown option 'learning_rate'"),
+        ("lr: 0.1\nlearning_rate: 1\n", 2, "unknown option 'learning_rate'; did you mean lr?"),
+        ("lr: 0.1\nmomentun: 1\n", 2, "unknown option 'momentun'; did you mean momentum?"),
+        ("quux: 1\n", 1, "unknown option 'quux'"),
         ("lr: 0.1\n\nepochs: many\n", 3, "epochs: 'many' is not of type int"),
         ("epochs: true\n", 1, "epochs: 'true' is not of type int"),
         ("epochs: 1.5\n", 1, "epochs: '1.5' is not of type int"),
@@ -196,6 +198,8 @@ def test_file_and_flag_problems_are_told_at_once(yaml_file) -> None:
         ("--global-batchsize", "--global-batch-size"),
         ("--log_intervall", "--log-interval"),
         ("--max-step-s=3", "--max-steps"),
+        ("--learning-rate=3", "--lr"),
+        ("--num_workers", "--workers"),
     ],
 )
 def test_unknown_flags_get_a_suggestion(given_flag: str, suggested: str) -> None:

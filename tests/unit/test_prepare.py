@@ -158,9 +158,19 @@ def test_the_flags_reach_the_job() -> None:
 
 
 def test_a_batch_of_more_samples_than_there_are_is_refused() -> None:
-    """Fails when a global batch that can never be filled starts."""
-    with pytest.raises(UsageError, match="--global-batch-size=101: "):
-        prepared(100, 101, model=PLAIN)
+    """Fails when a global batch that can never be filled starts, or it is not said where the
+    number comes from and how large it may be.
+    """
+    told = {
+        "--global-batch-size=101: ": {"global_batch_size": 101},
+        "--global-batch-size=101 (the default): ": {},
+        "--batch-size=101: on 1 worker that is 101: ": {"batch_size": 101},
+    }
+    for expected, flags in told.items():
+        with pytest.raises(UsageError) as caught:
+            prepared(100, 101, model=PLAIN, **flags)
+        assert str(caught.value).startswith(expected)
+        assert "only 100 samples to train on. Give --global-batch-size 100 or" in str(caught.value)
     assert prepared(100, 100, model=PLAIN).sampler.steps_per_epoch == 1
 
 

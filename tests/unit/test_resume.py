@@ -128,6 +128,7 @@ def test_another_experiment_is_refused(folder: Path) -> None:
     code, _, err = finish(start(folder, "whole", lr=0.03))
     assert code == 2 and len(err.splitlines()) == 1
     assert "--lr=0.03: the run in whole/lenet-digits was started with 0.02" in err
+    assert "give --lr 0.02, or give --config whole/lenet-digits/config.yaml" in err
     assert read_tree(folder / "whole") == before
 
 
@@ -215,8 +216,31 @@ def test_a_path_names_the_checkpoint(unfinished: Path) -> None:
     assert told.startswith(f"--resume={places[1]}: ")
     told = refused(unfinished, resume="auto", experiment=None, seed=4, opt="adam")
     assert "--seed=4: " in told and "--opt=adam: " in told
-    with pytest.raises(UsageError, match="holds no run"):
-        find(unfinished.with_name("none"), resume="somewhere", experiment="none")
+
+
+def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: Path) -> None:
+    """Fails when the path of a run is taken for a damaged checkpoint, when it is not said how to go
+    on with that run, or when the place that is told is not the one that was looked at.
+    """
+    newest = unfinished / "checkpoints" / "step-00000060"
+    told = refused(unfinished, resume=str(unfinished))
+    assert told.startswith(f"--resume={unfinished}: is no checkpoint. Give auto")
+    assert told.endswith(f"such as {newest}")
+    for path in (unfinished, newest):
+        with pytest.raises(UsageError) as caught:
+            find(unfinished, resume=str(path), experiment="none")
+        assert f"there is no run in {unfinished.with_name('none')}, which" in str(caught.value)
+        config = unfinished / "config.yaml"
+        assert str(caught.value).endswith(f"{unfinished}: --config {config} --resume auto")
+    with pytest.raises(UsageError, match="Give those of the run to go on with"):
+        find(unfinished, resume="somewhere", experiment="none")
+
+
+def test_the_way_back_to_an_experiment_is_told_as_flags(unfinished: Path) -> None:
+    """Fails when a flag is advised that does not exist, or None is given as a value."""
+    told = refused(unfinished, model_ema=False, clip_grad=1.0, seed=4, sync_bn=True)
+    for flags in ("give --model-ema,", "leave --clip-grad out,", "give --seed 3,", "--no-sync-bn,"):
+        assert flags in told
 
 
 @pytest.mark.parametrize("content", [b"", b"lr: [", b"lenet", b"\xff\xfe", b"- 1"])

@@ -13,6 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import hvdtrain as package
+from hvdtrain.cli.trained import _format_of
+from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
 
 ROOT = Path(package.__file__).parents[1]
@@ -142,7 +144,7 @@ import hvdtrain
 
 class Grey(torch.utils.data.Dataset):
     classes = ["dark", "light"]
-    FORMAT
+    image_format = hvdtrain.ImageFormat(1, 4, 4)
 
     def __len__(self):
         return 8
@@ -156,32 +158,34 @@ def make():
 
 
 def test_predict_on_data_of_ones_own(tmp_path: Path, monkeypatch) -> None:
-    """Fails when the reason why predict cannot is a wrong one, or the fix that it names is none."""
+    """Fails when data that tells how images are read is not listened to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Image.new("L", (30, 20), 255).save("light.png")
-    known = "image_format = hvdtrain.ImageFormat(1, 4, 4)"
-    for name, line in (("plug_silent", ""), ("plug_telling", known)):
-        Path(f"{name}.py").write_text(PLUG_IN.replace("FORMAT", line))
-        flags = ("--model", "mlp", "--data", f"{name}:make", "--global-batch-size", 8, "-j", 0)
-        assert hvdtrain("train", *flags, "--experiment", name, "--lr", 0.1).returncode == 0
-        told = hvdtrain("predict", f"runs/{name}", "light.png", "--top", 1)
-        if line:
-            assert (told.returncode, told.stderr) == (0, "")
-            assert told.stdout.startswith("light.png: light ")
-        else:
-            assert told.returncode == 2 and known in told.stderr
-            assert "--data=plug_silent:make, which does not tell how an image" in told.stderr
+    Path("plug_grey.py").write_text(PLUG_IN)
+    flags = ("--model", "mlp", "--data", "plug_grey:make", "--global-batch-size", 8, "-j", 0)
+    trained = hvdtrain("train", *flags, "--experiment", "grey", "--lr", 0.1)
+    assert trained.returncode == 0, trained.stderr
+    told = hvdtrain("predict", "runs/grey", "light.png", "--top", 1)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert told.stdout.startswith("light.png: light ")
 
 
-def test_predict_for_a_task_says_that_it_is_one(tmp_path: Path, monkeypatch) -> None:
-    """Fails when a model of another task is said to lack channels."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    task = ("--task", "examples.regression:Diabetes", "--max-steps", 1, "--experiment", "one")
-    assert hvdtrain("train", *task, "--global-batch-size", 8).returncode == 0
-    told = hvdtrain("predict", "runs/one", __file__)
-    assert told.returncode == 2 and "was trained by a --task, not to tell classes" in told.stderr
+@pytest.mark.parametrize(
+    ("takeaway", "expected"),
+    [
+        ({"data": "plug:make"}, "`image_format = hvdtrain.ImageFormat(1, 28, 28)`"),
+        ({"data": "plug:make"}, "--data=plug:make, which does not tell how an image file becomes"),
+        ({"data": "synthetic:1x28x28"}, "an input; or take its weights into a script"),
+        ({"task": None}, "was trained by a --task, not to tell classes; take its weights"),
+    ],
+)
+def test_the_true_reason_why_predict_cannot(takeaway: dict, expected: str) -> None:
+    """Fails when the reason is another one than that nothing is known of image files."""
+    known = {"task": "classification", "shape": [1, 28, 28], "images": None} | takeaway
+    with pytest.raises(UsageError) as caught:
+        _format_of(Path("runs/one"), known)
+    assert str(caught.value).startswith("runs/one: ") and expected in str(caught.value)
 
 
 def test_what_cannot_be_used_is_told(folder: Path) -> None:
