@@ -6,16 +6,18 @@ line) it is a plain line per interval.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
 
 from hvdtrain import __version__
 from hvdtrain.evaluate import Evaluation
-from hvdtrain.exchange import Exchange
-from hvdtrain.log import say
+from hvdtrain.exchange import Exchange, SingleProcess
+from hvdtrain.log import counted, say
 from hvdtrain.metering import Totals
 from hvdtrain.training import Job
 
@@ -71,6 +73,11 @@ def _figures(metrics: Mapping[str, float], end: str, digits: int, but: Sequence[
     )
 
 
+def is_live(exchange: Exchange, stream: TextIO) -> bool:
+    """Whether a bar has a terminal of its own: what a launcher gives may be one, but is a log."""
+    return isinstance(exchange, SingleProcess) and stream.isatty()
+
+
 def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     """What is about to be trained, on what, by whom."""
     data, sampler, size = job.data, job.sampler, exchange.size
@@ -101,17 +108,22 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
 
 def verdict(summary: dict[str, Any], folder: str) -> str:
     """The last lines of a finished run."""
+    speed = summary["samples_per_s"]  # None where no step was made
     lines = [
-        f"finished: {summary['epochs']} epochs, {summary['steps']} steps, "
-        f"{summary['samples_seen']:,} samples, {summary['samples_per_s']:,.0f} samples/s; "
-        f"validation {_best_figure(summary)} on {summary['valid_samples']:,}"
+        f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
+        f"{counted(summary['samples_seen'], 'sample')}"
+        + (f", {speed:,.0f} samples/s" if speed is not None and math.isfinite(speed) else "")
+        + f"; validation {_last_figure(summary)} on {summary['valid_samples']:,}"
     ]
+    if best := summary.get("best"):
+        lines.append(_best(best))
     if summary.get("bad_samples"):
-        lines.append(f"{summary['bad_samples']} samples could not be read, and were left out")
+        times = counted(summary["bad_samples"], "time")
+        lines.append(f"samples that could not be read were left out {times}, over all epochs")
     audit = summary["audit"]
     if audit["checked"]:
         lines.append(
-            f"audit: {audit['checked']} steps compared with the ring reference, "
+            f"audit: {counted(audit['checked'], 'step')} compared with the ring reference, "
             f"{audit['failed']} failed; worst error {audit['worst_error_over_bound']:.2f} of the "
             "rounding bound"
         )
@@ -120,6 +132,22 @@ def verdict(summary: dict[str, Any], folder: str) -> str:
     return "\n".join(lines)
 
 
-def _best_figure(summary: dict[str, Any]) -> str:
+def way_on(checkpoints: Sequence[Path]) -> str:
+    """What to do after a stop; `checkpoints`: newest first."""
+    if not checkpoints:
+        return "stopped before a checkpoint was saved"
+    saved = int(checkpoints[0].name.partition("-")[2])
+    return f"saved at step {saved:,}: the same command with --resume auto goes on from there"
+
+
+def _best(best: dict[str, Any]) -> str:
+    (name,) = (key for key in best if key.startswith("valid_"))
+    return (
+        f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
+        f"{best['step']:,}, epoch {best['epoch']}; evaluate, predict and export use its checkpoint"
+    )
+
+
+def _last_figure(summary: dict[str, Any]) -> str:
     name = "loss" if summary.get("valid_accuracy") is None else "accuracy"
     return f"{name} {summary[f'valid_{name}']:.4f}"

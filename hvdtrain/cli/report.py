@@ -13,7 +13,7 @@ import torch
 from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
 from hvdtrain.checkpoint import Checkpoints, Snapshot
-from hvdtrain.cli.console import Console, verdict
+from hvdtrain.cli.console import Console, is_live, verdict, way_on
 from hvdtrain.errors import AuditMismatch, HvdtrainError, Stopped
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
@@ -46,7 +46,7 @@ class Report:
         self._best: float | None = None
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        self._console = Console(job.total_steps, live=exchange.size == 1 and sys.stdout.isatty())
+        self._console = Console(job.total_steps, live=is_live(exchange, sys.stdout))
         self._takeaway = job.task.takeaway() | {"config": config}
         classes = self._takeaway.get("classes", ())
         self._recorder = Recorder(directory, resumed["step"] if resumed else 0, classes)
@@ -64,6 +64,7 @@ class Report:
             "samples_seen": 0,
             "train_loss": None,
             **dict.fromkeys(self._evaluated),
+            "best": None,
             "bad_samples": 0,
             "samples_per_s": None,
             "params_sha256": None,
@@ -87,6 +88,7 @@ class Report:
         self._summary["epochs"] = totals.epoch
         if evaluation:
             self._note_evaluation(evaluation)
+            self._note_best(evaluation, totals.step)
         self._recorder.epoch_end(totals, evaluation, lr)
         self._console.epoch_end(totals, evaluation, lr)
 
@@ -100,10 +102,10 @@ class Report:
 
     def progress(self) -> dict[str, Any]:
         """What a resumed run's report goes on from."""
-        names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", *self._evaluated)
+        names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
             "audit": dict(self._audit),
-            "summary": {name: self._summary[name] for name in names},
+            "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
             "best": self._best,
         }
 
@@ -111,17 +113,24 @@ class Report:
         """Write a checkpoint, in the background."""
         assert snapshot is not None
         self._params_sha256 = snapshot.params_sha256
-        self._checkpoints.save(snapshot, self._is_best(evaluation), self._takeaway)
+        if evaluation:
+            self._note_best(evaluation, snapshot.step)
+        best = self._summary["best"] or {}
+        is_best = evaluation is not None and best.get("step") == snapshot.step
+        self._checkpoints.save(snapshot, is_best, self._takeaway)
 
-    def _is_best(self, evaluation: Evaluation | None) -> bool:
-        if evaluation is None:
-            return False
+    def _note_best(self, evaluation: Evaluation, step: int) -> None:
+        """Before the state is captured, so that a resumed run knows of it."""
         found = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
         sign = 1 if self._task.best_is_highest else -1
-        if self._best is not None and sign * found <= sign * self._best:
-            return False
-        self._best = found
-        return True
+        if self._best is None or sign * found > sign * self._best:
+            self._best = found
+            epoch = self._summary["epochs"]
+            self._summary["best"] = {
+                "step": step,
+                "epoch": epoch,
+                f"valid_{self._task.best}": found,
+            }
 
     def wait_until_saved(self) -> None:
         """Until the last checkpoint is on disk."""
@@ -155,8 +164,10 @@ class Report:
             self._directory.write_summary(self._summary)
 
     def close(self) -> None:
-        """Close all files and give the run directory free."""
+        """Close all files and give the run directory free; after a stop, say how to go on."""
         self._console.close()
+        if self._summary["status"] == "stopped":
+            say(way_on(self._checkpoints.complete()))
         self._recorder.close()
         self._directory.close()
 

@@ -38,6 +38,7 @@ def compare_runs(runs: Sequence[Run]) -> Table:
             name.replace("_", " "): _column_of(name)
             for name in dict.fromkeys(name for run in runs for name in _evaluated(run))
         },
+        "best": lambda run: _best(_final(run)),
         "samples/s": lambda run: _rate(run.summary),
         "audits": lambda run: _count(_audit(run), "checked"),
         "audits failed": lambda run: _count(_audit(run), "failed"),
@@ -74,6 +75,13 @@ def status_of(run: Run) -> str:
 def notes_of(run: Run) -> list[str]:
     """What a reader must know beside the figures."""
     notes = list(run.notes)
+    if run.epochs and not run.steps:
+        interval = _text(run.config, "log_interval")
+        notes.append(
+            "no throughput, time per phase and learning rate: no step was logged, as the run came to "
+            f"step {_count(_reached(run), 'steps')}, and --log-interval was {interval}. Choose a "
+            "smaller one"
+        )
     if run.went_on:
         notes.append(
             "summary.json is of an earlier end, after which the run was resumed: it was killed, or "
@@ -108,6 +116,17 @@ def _evaluated(run: Run) -> Record:
         and name != "valid_samples"
         and math.isfinite(number(source, name))
     }
+
+
+def _best(summary: Record) -> str:
+    """'valid accuracy 0.96 at step 207'."""
+    held = summary.get("best")
+    best: Record = held if isinstance(held, dict) else {}
+    names = [name for name in best if name.startswith("valid_")]
+    if not names:
+        return NOTHING
+    figure = _figure(best, names[0])
+    return f"{names[0].replace('_', ' ')} {figure} at step {_count(best, 'step')}"
 
 
 def _column_of(name: str) -> Callable[[Run], str]:

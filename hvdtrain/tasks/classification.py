@@ -20,7 +20,6 @@ class Classification(Task):
     """What `train` does unless it is given another `--task`."""
 
     metrics = ("accuracy",)
-    valid_metrics = ("accuracy", "accuracy_top5")
     best = "accuracy"
     best_is_highest = True
 
@@ -31,6 +30,8 @@ class Classification(Task):
         super().__init__(settings)
         self.dataset = dataset
         self._build = build
+        top = ("accuracy_top5",) if dataset.classes > TOP_K else ()  # else it is always 1
+        self.valid_metrics: tuple[str, ...] = ("accuracy", *top)
         self.tables = {"confusion": (dataset.classes, dataset.classes)}
 
     def build_data(self) -> Splits:
@@ -55,15 +56,14 @@ class Classification(Task):
         classes = self.dataset.classes
         scores = self._scores(model, inputs).double()
         best = scores.topk(min(TOP_K, classes), dim=1).indices
+        right = best == labels[:, None]
+        figures = {"accuracy": right[:, 0].sum(), "accuracy_top5": right.any(dim=1).sum()}
         pairs = torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
         return Sums(
             functional.cross_entropy(scores, labels, reduction="sum"),
             len(labels),
-            {
-                "accuracy": (best[:, 0] == labels).sum(),
-                "accuracy_top5": (best == labels[:, None]).any(dim=1).sum(),
-                "confusion": pairs.reshape(classes, classes),
-            },
+            {name: figures[name] for name in self.valid_metrics}
+            | {"confusion": pairs.reshape(classes, classes)},
         )
 
     def _scores(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ def make_run(folder: Path, metric: str = "accuracy", **options: Any) -> Path:
     summary |= {"steps": 20, "samples_seen": 160, "train_loss": 0.1, "valid_loss": 0.2}
     summary |= {f"valid_{metric}": 0.8125, "valid_samples": 24, "samples_per_s": 1234.5}
     summary |= {"audit": {"checked": 3, "failed": 1, "worst_error_over_bound": 7.5}}
+    summary |= {"best": {"step": 10, "epoch": 1, f"valid_{metric}": 0.875}}
     summary |= {"params_sha256": "0123456789abcdef" * 4, "resumed_from": None}
     (folder / "summary.json").write_text(json.dumps(summary))
     steps = [step_record(step, metric) for step in range(2, 21, 2)]

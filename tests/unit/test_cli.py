@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,6 +180,8 @@ def test_a_run_writes_its_files(first_run: Path) -> None:
         ("epoch", 3, 96),
     ]
     assert records[1]["valid_accuracy"] == summary["valid_accuracy"]
+    best = {"step": 3, "epoch": 1, "valid_accuracy": summary["valid_accuracy"]}
+    assert summary["best"] == best
     scalars = EventAccumulator(str(first_run / "tensorboard")).Reload().Scalars("valid/accuracy")
     assert [event.step for event in scalars] == [3]
 
@@ -228,13 +231,15 @@ def test_the_seed_decides_the_result(first_run: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_a_run_in_good_order(tmp_path: Path) -> None:
-    """Fails when the exit code is not 143, the summary is missing, or a traceback shows."""
+    """Fails when the exit code is not 143, the summary is missing, a traceback shows, or it is not
+    said which step was saved and how to go on.
+    """
     flags = ("--max-steps", "1000000", "--global-batch-size", "8", "--log-interval", "1")
     with subprocess.Popen(
         command("train", *flags, "--output", "out"),
         cwd=tmp_path,
         env=environment(),
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -245,11 +250,14 @@ def test_sigterm_ends_a_run_in_good_order(tmp_path: Path) -> None:
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=30)
+            stdout, stderr = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 143
     assert stderr == "hvdtrain: error: stopped by SIGTERM\n"
+    (saved,) = re.findall(r"saved at step ([\d,]+): the same command with --resume auto", stdout)
+    last = (metrics.parent / "checkpoints" / "last").read_text()
+    assert int(last.removeprefix("step-")) == int(saved.replace(",", ""))
     summary = read_summary(metrics.parent)
     assert (summary["status"], summary["world_size"]) == ("stopped", 1)
     assert summary["steps"] >= 1

@@ -19,7 +19,7 @@ from hvdtrain.report.canvas import PALETTE
 from hvdtrain.report.page import draw_plots
 from hvdtrain.report.runs import read_runs
 from hvdtrain.report.tables import compare_options, compare_runs, notes_of
-from tests.unit.reported import lines_of, make_run, plots_of, step_record, write_lines
+from tests.unit.reported import epoch_record, lines_of, make_run, plots_of, step_record, write_lines
 
 SCRIPT = "<script>alert(1)<script>"
 
@@ -89,6 +89,7 @@ def test_the_figures_of_a_run_stand_in_the_table(tmp_path: Path) -> None:
         "train loss": "0.1",
         "valid loss": "0.2",
         "valid accuracy": "0.8125",
+        "best": "valid accuracy 0.875 at step 10",
         "samples/s": "1,234",
         "audits": "3",
         "audits failed": "1",
@@ -140,6 +141,16 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     missing, cut = notes_of(read_runs([run])[0])
     assert missing.startswith("summary.json is missing: the run was killed")
     assert cut == "metrics.jsonl:13: the last line was cut short, and was left out"
+
+
+def test_a_run_shorter_than_its_log_interval_says_so(tmp_path: Path, monkeypatch) -> None:
+    """Fails when plots are missing without a reason, or the reason is told of other runs too."""
+    run = make_run(tmp_path / "one", log_interval=50)
+    assert not [note for note in notes_of(read_runs([run])[0]) if "--log-interval" in note]
+    write_lines(run / "metrics.jsonl", [epoch_record(10), epoch_record(20)])
+    assert report(monkeypatch, run) == 0
+    text = " ".join(Elements((run / "report" / "index.html").read_text()).text.split())
+    assert "no step was logged, as the run came to step 20, and --log-interval was 50." in text
 
 
 def test_the_summary_of_an_earlier_end_is_not_taken_for_the_runs(tmp_path: Path) -> None:

@@ -62,6 +62,18 @@ def test_audits_far_apart_are_drawn_on_a_log_axis(tmp_path: Path, ratios, scale:
     assert plots_of(run)["audit"].figure.axes[0].get_yscale() == scale
 
 
+@pytest.mark.parametrize(
+    ("losses", "scale"), [((2.3, 1.9), "linear"), ((2.3, 0.001), "log"), ((2.3, 0.0), "linear")]
+)
+def test_losses_far_apart_are_drawn_on_a_log_axis(tmp_path: Path, losses, scale: str) -> None:
+    """Fails when a small loss lies on the axis, near ones are drawn by their logarithms, or a loss
+    of 0 vanishes."""
+    run = make_run(tmp_path / "one")
+    records = [step_record(step, train_loss=loss) for step, loss in enumerate(losses, 1)]
+    write_lines(run / "metrics.jsonl", records)
+    assert plots_of(run)["loss"].figure.axes[0].get_yscale() == scale
+
+
 def test_phases_are_stacked_over_the_steps_that_they_are_means_of(tmp_path: Path) -> None:
     """Fails when a phase's height, place in the stack, or interval of steps is wrong, when the
     runs' panels do not share axes, or a run without phases gets one."""

@@ -112,6 +112,20 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(folder: Path) -> None:
     assert kept[0] == kept[1]
 
 
+def test_a_checkpoint_knows_of_the_best_one(folder: Path) -> None:
+    """Fails when a run that goes on from its best checkpoint has forgotten how good that was, or
+    the summary names another one as the best.
+    """
+    run = folder / "kept" / NAME
+    best = read_summary(run)["best"]
+    name = (run / "checkpoints" / "best").read_text().strip()
+    assert name == f"step-{best['step']:08}"
+    accuracies = {r["step"]: r["valid_accuracy"] for r in records(run) if "valid_accuracy" in r}
+    assert best["valid_accuracy"] == max(accuracies.values()) == accuracies[best["step"]]
+    progress = load_checkpoint(run / "checkpoints" / name)[1]["progress"]
+    assert progress["best"] == best["valid_accuracy"] and progress["summary"]["best"] == best
+
+
 def test_a_finished_run_is_left_alone(folder: Path) -> None:
     """Fails when resuming a finished run changes a byte of it, or does not end in 0."""
     before = read_tree(folder / "whole")
