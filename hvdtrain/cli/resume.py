@@ -101,11 +101,12 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
     problems = [
         f"--{option.name.replace('_', '-')}={wanted[option.name]}: the run in {path} was started "
         f"with {stored[option.name]}; a resumed run is the same experiment: "
-        f"{_as_flag(option, stored[option.name])}, or give --config {path / 'config.yaml'}"
+        f"{_as_flag(option, stored[option.name])}"
         for option in train_options().values()
         if option.learns and wanted[option.name] != stored[option.name]
     ]
     if problems:
+        problems[-1] += f"; or give all its options: --config {path / 'config.yaml'}"
         raise UsageError(*problems)
 
 

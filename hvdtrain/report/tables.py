@@ -78,9 +78,9 @@ def notes_of(run: Run) -> list[str]:
     if run.epochs and not run.steps:
         interval = _text(run.config, "log_interval")
         notes.append(
-            "no throughput, time per phase and learning rate: no step was logged, as the run came to "
-            f"step {_count(_reached(run), 'steps')}, and --log-interval was {interval}. Choose a "
-            "smaller one"
+            "no throughput, time per phase and learning rate: no step was logged, as the run came "
+            f"to step {_count(_reached(run), 'steps')}, and --log-interval was {interval}. Choose "
+            "a smaller one"
         )
     if run.went_on:
         notes.append(

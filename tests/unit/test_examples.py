@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ import torch
 from examples.language_model import CONTEXT, BatchFirst, BatchSecond
 from examples.regression import Diabetes
 from hvdtrain import Settings, Task, exchange
+from hvdtrain.data.image_files import EXTENSIONS
 from hvdtrain.tasks import check_sums
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
 TWINS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
 TOLERANCE = 1e-12  # float64, a single backward pass
 
@@ -113,11 +117,31 @@ def test_the_twin_differs_by_ten_lines() -> None:
 
 def test_the_readme_shows_the_difference_as_it_is() -> None:
     """Fails if the README's diff is no longer that of the scripts."""
-    readme = (EXAMPLES.parent / "README.md").read_text()
+    readme = README.read_text()
     ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
     for line in difflib.unified_diff(ordinary, distributed, n=0, lineterm=""):
         if line[0] in "+-" and line[1:].strip() and not line.startswith(("+++", "---")):
             assert f"\n{line}\n" in readme, line
+
+
+def test_the_task_of_the_readme_is_whole() -> None:
+    """Fails if what a user copies from there lacks an import, or is no task."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "class Squares" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    task = make(names["Squares"])
+    batch = task.build_data().train.batch(np.array([3, 500]))
+    sums = task.loss(task.build_model().double(), batch)
+    assert check_sums(sums, task, 2, training=True).loss > 0
+
+
+def test_the_readme_lists_the_types_of_images() -> None:
+    """Fails if a type is read that is not listed there, or the other way round."""
+    text = " ".join(README.read_text().split())
+    (listed,) = re.findall(r"Files of the types (.*?) are images;", text)
+    words = listed.replace(" (its first frame)", "").replace(" and ", ", ").split(", ")
+    assert [f".{word}" for word in words] == list(EXTENSIONS)
 
 
 def test_alone_the_twin_is_the_ordinary_script(
