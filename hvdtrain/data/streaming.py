@@ -79,10 +79,13 @@ class StreamedSplit:
                 if isinstance(loaded, str):
                     raise TrainingError(loaded)
                 yield replace(loaded, batch=self._samples.finish(loaded.batch))
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, EOFError, ConnectionError) as error:
+            # It may end while it hands over a batch: the connection to it breaks off then.
+            handing_over = self._readers > 0 and not isinstance(error, RuntimeError)
+            if "DataLoader worker" not in str(error) and not handing_over:
                 raise
-            raise TrainingError(f"a process that reads data ahead has ended: {error}") from error
+            reason = str(error) or "it broke off while it handed over a batch"
+            raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
 
     def _make_loader(self) -> DataLoader[Loaded]:
         if self._readers:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -95,6 +97,20 @@ def test_a_killed_reader_ends_training() -> None:
     with pytest.raises(TrainingError, match="a process that reads data ahead has ended: "):
         list(batches)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError("reset by peer")])
+def test_a_reader_killed_while_it_hands_over_ends_training(error: Exception, monkeypatch) -> None:
+    """Fails when the moment at which a process is killed makes its end a surprise."""
+
+    def broken() -> Iterator[Any]:
+        raise error
+        yield
+
+    split = StreamedSplit(Numbers(), 1, False, stay=True)
+    monkeypatch.setattr(split, "_make_loader", broken)
+    with pytest.raises(TrainingError, match="a process that reads data ahead has ended: "):
+        read(split)
 
 
 def test_readers_end_with_a_killed_trainer() -> None:
