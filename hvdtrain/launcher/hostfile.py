@@ -8,8 +8,8 @@
     ann@epsilon slots=2          or username=ann
     fe80::1 slots=2              an IPv6 address; with `:N` in brackets: [fe80::1]:2
 
-A bare host has one slot. Open MPI would give it one for each core from version 2 on, but Horovod
-has no such rule, and the launcher cannot count the cores of a host that it has not reached.
+A bare host has one slot, as with -H. (Newer Open MPI gives it one for each core; the launcher has
+not reached the host yet and cannot count them.)
 What Open MPI also has and is refused here: `^host`, `+n0`, `rank 0=host`, cores=, sockets=.
 """
 
@@ -170,8 +170,8 @@ def _parse_options(
     most: int | None = None
     unknown = []
     for word in words:
-        key, _, value = word.partition("=")
-        kind = key.lower().replace("-", "_")
+        key, equals, value = word.partition("=")
+        kind = key.lower().replace("-", "_") if equals else None
         if kind in SLOTS:
             if slots is not None:
                 problems.append(f"{shown(word)}: the number of slots is given twice")
