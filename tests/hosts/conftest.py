@@ -1,0 +1,35 @@
+"""Hosts for tests: skipped, with the reason, where the machine cannot make them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from tests.hosts.namespaces import Cluster, why_not
+
+_why_not = functools.cache(why_not)
+
+
+@pytest.fixture
+def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """A maker of clusters that are gone after the test: make_cluster([1, 2, 1], ssh_port=2222)."""
+    if reason := _why_not():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+
+        def make(slots: Sequence[int] = (1, 2, 1), **options: object) -> Cluster:
+            folder = tmp_path_factory.mktemp("cluster")
+            visible = [tmp_path_factory.getbasetemp()]
+            cluster = Cluster(slots, folder, visible=visible, **options)  # type: ignore[arg-type]
+            return stack.enter_context(cluster)
+
+        yield make
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    """Three hosts, alpha, beta and gamma, with 1, 2 and 1 slots."""
+    return make_cluster()

@@ -1,0 +1,62 @@
+"""Run a command on a test host: `python enter.py PID COMMAND...`, PID being the host's init.
+
+Standard library only. The command is a session leader in the host's namespaces. This process
+stays outside: it waits, passes signals on, ends as the command does, and takes it with it when
+it is killed itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: the others' files are seen from here
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(pid: int) -> None:
+    """Move this process into the namespaces of another (of pid: only its later children)."""
+    folder = os.getcwd()
+    handles = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    for handle in handles:
+        if _libc.setns(handle, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(handle)
+    os.chdir(folder)
+
+
+def become(command: list[str]) -> None:
+    """In the child: the command itself."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(127)
+
+
+def main() -> None:
+    enter(int(sys.argv[1]))
+    child = os.fork()
+    if child == 0:
+        become(sys.argv[2:])
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main()

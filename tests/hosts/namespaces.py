@@ -1,0 +1,331 @@
+"""Real hosts for tests, made of Linux namespaces: own network, names, processes and sshd.
+
+Three hosts and the switch that joins them, each a `Node`; the switch's bridge lives in a
+namespace of its own, so the machine's own network is not touched:
+
+    alpha 10.77.0.1          beta 10.77.0.2          gamma 10.77.0.3
+    eth0 ---- port0 [ switch: a bridge ] port1 ---- eth0 ...
+
+Nothing of it has a name outside: with the test's process all of it is gone, however that ends,
+and two clusters at the same time do not see each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.hosts.node import UNSHARE, HostProcess, HostsError, Node, run_tool
+from tests.hosts.ssh_files import write_ssh_files
+from tests.parallel.launching import BIN, CHECKOUT, VANISH_S, Finished, kill_all
+
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+INTERFACE = "eth0"  # on every host
+SSHD = "/usr/sbin/sshd"
+SSHD_START_S = 10.0
+FILLER = "filler"
+TOOLS = {
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "ssh-keygen": "openssh-client",
+    SSHD: "openssh-server",
+}
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make hosts, or None."""
+    if os.geteuid() != 0:
+        return "test hosts are made of namespaces, which needs root"
+    if missing := sorted({package for tool, package in TOOLS.items() if not shutil.which(tool)}):
+        return f"test hosts need these Debian packages: {' '.join(missing)}"
+    try:
+        run_tool([*UNSHARE, "ip", "link", "add", "port0", "type", "bridge"])
+    except HostsError as error:
+        return f"test hosts are made of namespaces, which this machine does not allow: {error}"
+    return None
+
+
+@dataclass(frozen=True)
+class TestHost:
+    """One host; `folder` holds its SSH files (`ssh/` is its ~/.ssh) and its sshd's log."""
+
+    __test__ = False  # not a test, whatever its name
+    name: str
+    address: str
+    address6: str
+    slots: int
+    folder: Path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it is called; NAME-v6 is its IPv6 address."""
+        return (self.name, f"{self.name}-v6", self.address, self.address6)
+
+
+class Cluster:
+    """Hosts joined by one switch, each with an sshd; a context manager.
+
+    `hostfile` lists them with their slots. `folder` is for the cluster's own files, and must be
+    empty or absent; of /tmp the hosts see only `folder` and `visible`. A host is meant by its
+    index.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        folder: Path,
+        names: Sequence[str] = NAMES,
+        ssh_port: int = 22,
+        visible: Sequence[Path] = (),
+    ) -> None:
+        self.folder = folder
+        self.ssh_port = ssh_port
+        self.hosts = tuple(
+            TestHost(name, f"10.77.0.{i}", f"fd77::{i}", count, folder / name)
+            for i, (name, count) in enumerate(zip(names, slots, strict=False), start=1)
+        )
+        assert len(self.hosts) == len(slots), "more hosts than names"
+        self.hostfile = folder / "hostfile"
+        self._visible = _outermost([folder, *visible, CHECKOUT, Path(sys.prefix)])
+        self._switch: Node
+        self._nodes: list[Node] = []
+        self._sshds: dict[int, HostProcess] = {}
+        self._started: list[HostProcess] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._discard)
+            self._write_files()
+            self._switch = self._open(Node("switch"), stack)
+            up = ["link add bridge0 type bridge", "link set bridge0 up"]
+            self._switch.tool(["net"], "ip", "-batch", "-", lines=up)
+            stack.callback(lambda: [node.close() for node in self._nodes])
+            for host in range(len(self.hosts)):
+                self._nodes.append(self._make_node(host))
+                self._plug_in(host)
+            for host in range(len(self.hosts)):
+                self.start_sshd(host)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def host_list(self) -> str:
+        """As -H takes it: alpha:1,beta:2,..."""
+        return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+
+    # Running commands
+
+    def start(
+        self,
+        command: Sequence[str],
+        host: int = 0,
+        variables: Mapping[str, str] | None = None,
+        cwd: Path = CHECKOUT,
+        **options: object,
+    ) -> HostProcess:
+        """Start a command on a host; `options` are Popen's (output and errors: one pipe)."""
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)} | (variables or {})
+        defaults = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        options = defaults | {"cwd": cwd, "env": environment} | options
+        self._started.append(HostProcess(self._nodes[host], command, **options))
+        return self._started[-1]
+
+    def run(
+        self,
+        command: Sequence[str],
+        timeout_s: float = 120,
+        host: int = 0,
+        variables: Mapping[str, str] | None = None,
+        cwd: Path = CHECKOUT,
+    ) -> Finished:
+        """Run a command on a host to its end.
+
+        Raises AssertionError when it does not end in time, or when VANISH_S later something is
+        left on any host that was not there before; it is killed.
+        """
+        before = self.processes()
+        started = time.monotonic()
+        process = self.start(command, host, variables, cwd)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kill_all(self.processes_since(before))
+            output, _ = process.communicate(timeout=VANISH_S)
+            raise AssertionError(f"no end after {timeout_s} s: {command}\n{output}") from None
+        seconds = time.monotonic() - started
+        left = self.wait_until_gone(before)
+        kill_all(left)
+        assert not left, f"processes left behind by {command}: {left}\n{output}"
+        return Finished(process.returncode, output, seconds)
+
+    def processes(self, host: int | None = None) -> list[psutil.Process]:
+        """What runs on a host (or on all), without its init and its listening sshd."""
+        listening = {process.inner.pid for process in self._sshds.values()}
+        chosen = self._nodes if host is None else [self._nodes[host]]
+        found = [process for node in chosen if node.is_alive for process in node.processes()]
+        return [process for process in found if process.pid not in listening]
+
+    def processes_since(self, before: Sequence[psutil.Process]) -> list[psutil.Process]:
+        """What runs on the hosts, without what did before."""
+        return [process for process in self.processes() if process not in before]
+
+    def wait_until_gone(
+        self, before: Sequence[psutil.Process] = (), timeout_s: float = VANISH_S
+    ) -> list[psutil.Process]:
+        """What is still there, on any host, once its time to vanish is over."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes_since(before)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    # Faults
+
+    def ip(self, host: int, *command: str) -> str:
+        """The `ip` tool in a host's network, such as `ip(1, "link", "set", "eth0", "mtu", "900")`."""
+        return self._nodes[host].tool(["net"], "ip", *command)
+
+    def cut(self, host: int) -> None:
+        """Pull its network cable: nothing arrives any more, in either direction."""
+        self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """Put the cable back."""
+        self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "up")
+
+    def break_ssh(self, host: int) -> list[psutil.Process]:
+        """Kill the sshd of each connection into the host, not the listening one nor its commands."""
+        broken = [item for item in self.processes(host) if item.name().startswith("sshd")]
+        kill_all(broken)
+        return broken
+
+    def stop_sshd(self, host: int) -> None:
+        """No new connections; those that are there stay."""
+        self._sshds.pop(host).discard()
+
+    def start_sshd(self, host: int) -> None:
+        """Start the listening sshd, and wait until it listens. Raises HostsError."""
+        assert host not in self._sshds, "it runs"
+        folder = self.hosts[host].folder
+        log = folder / "sshd.log"
+        with log.open("w") as file:
+            command = [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
+            process = HostProcess(self._nodes[host], command, stdin=subprocess.DEVNULL, stderr=file)
+        self._sshds[host] = process
+        deadline = time.monotonic() + SSHD_START_S
+        while log.read_text().count("Server listening on") < 2:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise HostsError(f"sshd does not start: {log.read_text()}")
+            time.sleep(0.01)
+
+    def path(self, host: int, path: Path | str) -> Path:
+        """A path of a host as it is seen from outside, its private mounts included."""
+        return self._nodes[host].path(path)
+
+    def make_private(self, host: int, folder: Path, mib: int = 64) -> None:
+        """Mount an empty file system of its own, so large, at a folder of this host alone."""
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["-t", "tmpfs", "-o", f"size={mib}m,mode=755", "tmpfs", str(folder)]
+        self._nodes[host].tool(["mount"], "mount", *options)
+
+    def fill(self, host: int, folder: Path, free_kib: int = 0) -> None:
+        """Fill the disk at a folder of this host, which is made private first if it is not."""
+        if not os.path.ismount(self.path(host, folder)):
+            self.make_private(host, folder, mib=1)
+        place = os.statvfs(self.path(host, folder))
+        with (self.path(host, folder) / FILLER).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, place.f_bavail * place.f_frsize - free_kib * 1024)
+
+    def drain(self, host: int, folder: Path) -> None:
+        """Take away what `fill` has put there."""
+        (self.path(host, folder) / FILLER).unlink()
+
+    def kill_host(self, host: int) -> None:
+        """As a power cut: everything on it ends at once, and it answers nothing."""
+        with contextlib.suppress(HostsError):  # first, so that no socket says good-bye
+            self._switch.tool(["net"], "ip", "link", "delete", f"port{host}")
+        self._nodes[host].close()
+        if host in self._sshds:
+            self._sshds.pop(host).discard()
+
+    def revive(self, host: int) -> None:
+        """Bring it back, with the same address and keys, and with nothing else running."""
+        assert not self._nodes[host].is_alive, "it is alive"
+        self._nodes[host] = self._make_node(host)
+        self._plug_in(host)
+        self.start_sshd(host)
+
+    # Making
+
+    def _write_files(self) -> None:
+        assert not self.folder.exists() or not any(self.folder.iterdir()), "folder in use"
+        for host in self.hosts:
+            host.folder.mkdir(parents=True)
+        lines = [f"{host.name} slots={host.slots}\n" for host in self.hosts]
+        self.hostfile.write_text("".join(lines))
+        names = ["127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"]
+        names += [f"{host.address} {host.name}\n" for host in self.hosts]
+        names += [f"{host.address6} {host.name}-v6\n" for host in self.hosts]
+        (self.folder / "names").write_text("".join(names))
+        folders = {host.name: host.folder for host in self.hosts}
+        write_ssh_files(folders, {host.name: host.names for host in self.hosts}, self.ssh_port)
+
+    def _open(self, node: Node, stack: contextlib.ExitStack) -> Node:
+        stack.callback(node.close)
+        return node
+
+    def _make_node(self, host: int) -> Node:
+        home = Path("~/.ssh").expanduser()
+        home.mkdir(mode=0o700, exist_ok=True)  # a place to mount at; what is in it is not touched
+        folder = self.hosts[host].folder
+        binds = {str(home): folder / "ssh", "/etc/hosts": self.folder / "names"}
+        return Node(self.hosts[host].name, self._visible, binds)
+
+    def _plug_in(self, host: int) -> None:
+        """A cable from the switch to the host, whose interface gets its addresses."""
+        node, port, its = self._nodes[host], f"port{host}", self.hosts[host]
+        hardware = f"02:00:00:77:00:{host + 1:02x}"  # the same after `revive`: others remember it
+        cable = f"link add {port} type veth peer name {INTERFACE} netns {node.pid}"
+        cable += f" address {hardware}"
+        plug = [cable, f"link set {port} master bridge0", f"link set {port} up"]
+        self._switch.tool(["net"], "ip", "-batch", "-", lines=plug)
+        addresses = [
+            "link set lo up",
+            f"address add {its.address}/24 dev {INTERFACE}",
+            f"address add {its.address6}/64 dev {INTERFACE} nodad",
+            f"link set {INTERFACE} up",
+        ]
+        node.tool(["net"], "ip", "-batch", "-", lines=addresses)
+
+    def _discard(self) -> None:
+        for process in [*self._sshds.values(), *self._started]:
+            process.discard()
+
+
+def _outermost(folders: Sequence[Path]) -> list[Path]:
+    """Those that lie in /tmp, without those that lie in another one of them."""
+    found: list[Path] = []
+    for folder in sorted(path.resolve() for path in folders):
+        if folder.is_relative_to("/tmp") and not any(folder.is_relative_to(it) for it in found):
+            found.append(folder)
+    return found

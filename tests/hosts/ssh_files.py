@@ -1,0 +1,60 @@
+"""Keys and configuration of SSH between test hosts; the machine's own are not used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.hosts.node import run_tool
+from tests.parallel.launching import CHECKOUT
+
+# PYTHONPATH: a login on a host finds this checkout, as it does where it is installed.
+SSHD_CONFIG = """\
+Port {port}
+ListenAddress 0.0.0.0
+ListenAddress ::
+HostKey {folder}/host_key
+PidFile none
+AuthorizedKeysFile .ssh/authorized_keys
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+UseDNS no
+PrintMotd no
+MaxStartups 100
+SetEnv PYTHONPATH={checkout}
+"""
+
+
+def make_key(path: Path) -> str:
+    """A new key pair without a passphrase; returns the public key."""
+    run_tool(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", str(path)])
+    kind, key = path.with_suffix(".pub").read_text().split()[:2]
+    return f"{kind} {key}"
+
+
+def write_ssh_files(
+    folders: Mapping[str, Path], names: Mapping[str, Sequence[str]], port: int
+) -> None:
+    """For each host `ssh/` (what is ~/.ssh on it), `host_key` and `sshd_config` in its folder.
+
+    All hosts have one key pair, and know the host keys of all under all their `names`.
+    """
+    first = next(iter(folders.values()))
+    public = make_key(first.parent / "id_ed25519")
+    known = []
+    for host, folder in folders.items():
+        key = make_key(folder / "host_key")
+        places = [name if port == 22 else f"[{name}]:{port}" for name in names[host]]
+        known.append(f"{','.join(places)} {key}\n")
+        text = SSHD_CONFIG.format(port=port, folder=folder, checkout=CHECKOUT)
+        (folder / "sshd_config").write_text(text)
+    for folder in folders.values():
+        own = folder / "ssh"
+        own.mkdir(mode=0o700)
+        for name in ("id_ed25519", "id_ed25519.pub"):
+            shutil.copy2(first.parent / name, own / name)
+        (own / "authorized_keys").write_text(f"{public}\n")
+        (own / "known_hosts").write_text("".join(known))
