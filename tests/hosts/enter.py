@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: the others' files are seen from here
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -22,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def enter(pid: int) -> None:
     """Move this process into the namespaces of another (of pid: only its later children)."""
-    folder = os.getcwd()
+    folder = Path.cwd()
     handles = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     for handle in handles:
         if _libc.setns(handle, 0) != 0:

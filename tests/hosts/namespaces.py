@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.hosts.node import UNSHARE, HostProcess, HostsError, Node, run_tool
+from tests.hosts.node import UNSHARE, HostProcess, HostsError, Node, name_of, run_tool
 from tests.hosts.ssh_files import write_ssh_files
 from tests.parallel.launching import BIN, CHECKOUT, VANISH_S, Finished, kill_all
 
@@ -191,10 +190,10 @@ class Cluster:
         return [process for process in self.processes() if process not in before]
 
     def wait_until_gone(
-        self, before: Sequence[psutil.Process] = (), timeout_s: float = VANISH_S
+        self, before: Sequence[psutil.Process] = (), timeout_s: float | None = None
     ) -> list[psutil.Process]:
-        """What is still there, on any host, once its time to vanish is over."""
-        deadline = time.monotonic() + timeout_s
+        """What is still there, on any host, once its time to vanish (VANISH_S) is over."""
+        deadline = time.monotonic() + (VANISH_S if timeout_s is None else timeout_s)
         while (left := self.processes_since(before)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
@@ -202,7 +201,7 @@ class Cluster:
     # Faults
 
     def ip(self, host: int, *command: str) -> str:
-        """The `ip` tool in a host's network, such as `ip(1, "link", "set", "eth0", "mtu", "900")`."""
+        """The `ip` tool in a host's network: ip(1, "link", "set", "eth0", "mtu", "900")."""
         return self._nodes[host].tool(["net"], "ip", *command)
 
     def cut(self, host: int) -> None:
@@ -214,8 +213,8 @@ class Cluster:
         self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "up")
 
     def break_ssh(self, host: int) -> list[psutil.Process]:
-        """Kill the sshd of each connection into the host, not the listening one nor its commands."""
-        broken = [item for item in self.processes(host) if item.name().startswith("sshd")]
+        """Kill the sshd of each connection into the host; its commands go on. Returns them."""
+        broken = [item for item in self.processes(host) if name_of(item).startswith("sshd")]
         kill_all(broken)
         return broken
 

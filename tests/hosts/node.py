@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +18,8 @@ from tests.parallel.launching import kill_all
 
 HERE = Path(__file__).parent
 TOOL_TIMEOUT_S = 20.0
-UNSHARE = "unshare --net --uts --mount --ipc --pid --fork --kill-child --mount-proc".split()
+NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
+UNSHARE = ("unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc")
 PYTHON = (sys.executable, "-I", "-S")  # standard library only, so that it starts quickly
 
 
@@ -43,6 +44,7 @@ class Node:
             "binds": {target: str(source) for target, source in (binds or {}).items()},
         }
         self.name = name
+        self._init: psutil.Process | None = None
         self._keeper = subprocess.Popen(
             [*UNSHARE, *PYTHON, str(HERE / "init.py"), json.dumps(plan)],
             stdin=subprocess.PIPE,
@@ -52,7 +54,8 @@ class Node:
         )
         try:
             self._wait_until_ready()
-            self.pid = psutil.Process(self._keeper.pid).children()[0].pid
+            self._init = psutil.Process(self._keeper.pid).children()[0]
+            self.pid = self._init.pid
             self._namespace = _pid_namespace(self.pid)
         except BaseException:
             self.close()
@@ -92,15 +95,14 @@ class Node:
 
     def close(self) -> None:
         """End everything on it; returns when all is gone."""
-        for process in psutil.Process(self._keeper.pid).children() if self.is_alive else []:
-            kill_all([process])
-        assert self._keeper.stdin and self._keeper.stdout
-        self._keeper.stdin.close()
+        kill_all([self._init] if self._init else [])
+        for pipe in (self._keeper.stdin, self._keeper.stdout):
+            assert pipe
+            pipe.close()
         try:
-            self._keeper.wait(TOOL_TIMEOUT_S)
+            self._keeper.wait(TOOL_TIMEOUT_S)  # it ends after the last process of the namespace
         finally:
             self._keeper.kill()
-            self._keeper.stdout.close()
 
 
 class HostProcess(subprocess.Popen[str]):
@@ -108,31 +110,37 @@ class HostProcess(subprocess.Popen[str]):
 
     def __init__(self, node: Node, command: Sequence[str], **options: object) -> None:
         enter = [*PYTHON, str(HERE / "enter.py"), str(node.pid), *command]
-        super().__init__(enter, text=True, errors="replace", start_new_session=True, **options)  # type: ignore[call-overload]
+        self._inner: psutil.Process | None = None
+        options |= {"text": True, "errors": "replace", "start_new_session": True}
+        super().__init__(enter, **options)  # type: ignore[call-overload]
 
     @property
     def inner(self) -> psutil.Process:
-        """The command itself, with its pid outside. Raises HostsError once it has ended."""
+        """The command itself, with its pid outside. Raises HostsError if it ended at once."""
         deadline = time.monotonic() + TOOL_TIMEOUT_S
-        while self.poll() is None and time.monotonic() < deadline:
-            try:
-                return psutil.Process(self.pid).children()[0]
-            except (IndexError, psutil.NoSuchProcess):
-                time.sleep(0.01)
-        raise HostsError(f"{self.args} has ended")
+        while not self._inner:
+            if self.poll() is not None or time.monotonic() > deadline:
+                raise HostsError(f"{self.args} has ended")
+            with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+                self._inner = psutil.Process(self.pid).children()[0]
+                break
+            time.sleep(0.01)
+        return self._inner
 
     def send_signal(self, sig: int) -> None:
+        """To the command, if it still runs."""
         if self.poll() is None:
-            self.inner.send_signal(sig)
+            with contextlib.suppress(HostsError, psutil.NoSuchProcess):
+                self.inner.send_signal(sig)
 
     def signal_group(self, sig: int) -> None:
         """To the command and all of its process group, as a terminal would."""
-        os.killpg(self.inner.pid, sig)
+        os.killpg(self.inner.pid, sig)  # enter.py has made it its group's leader
 
     def discard(self) -> None:
         """Kill it if it runs, and close its pipes."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            self.kill()
             self.wait(TOOL_TIMEOUT_S)
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe:
@@ -152,6 +160,14 @@ def run_tool(command: Sequence[str], lines: Sequence[str] = ()) -> str:
     if answer.returncode != 0:
         raise HostsError(f"{' '.join(command)}: {(answer.stderr + answer.stdout).strip()}")
     return answer.stdout
+
+
+def name_of(process: psutil.Process) -> str:
+    """A process's name; empty once it has ended."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _pid_namespace(pid: int) -> int:

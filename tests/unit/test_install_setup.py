@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.install import machine
+from hvdtrain.launcher.install import machine, packages
 from hvdtrain.launcher.install.machine import Mpi, Requirement
 
 program = importlib.import_module("hvdtrain.launcher.install.__main__")
@@ -42,6 +42,63 @@ def test_missing_requirements_are_named_at_once(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "argv", ["setup", "--check"])
     assert program.main() == 3
     assert text in capsys.readouterr().err
+
+
+def test_installed_services_stay_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a package may start its service, or the machine's own policy is lost."""
+    policy, seen = tmp_path / "policy-rc.d", []
+
+    def run(command: list[str], what: str) -> None:
+        allowed = not policy.exists() or subprocess.run([policy], check=False).returncode != 101
+        seen.append((command, allowed))
+        if command[-1] == "broken":
+            raise PreflightError("apt-get install failed")
+
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    packages.install(["iproute2", "openssh-server"], run, policy)
+    update, install, disable = seen
+    assert update[0][:2] == ["apt-get", "update"]
+    assert install[0][-2:] == ["iproute2", "openssh-server"] and not install[1]
+    assert disable[0] == ["systemctl", "--quiet", "disable", "ssh.service", "ssh.socket"]
+    with pytest.raises(PreflightError):
+        packages.install(["broken"], run, policy)
+    assert not policy.exists()
+    policy.write_text("#!/bin/sh\nexit 0\n")
+    policy.chmod(0o755)
+    packages.install(["g++"], run, policy)
+    assert policy.read_text() == "#!/bin/sh\nexit 0\n"
+    assert len(seen) == 3 + 2 + 2  # nothing to disable in the last two
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], []),
+        (["--system-packages"], ["make"]),
+        (["--test-packages"], ["iproute2"]),
+        (["--system-packages", "--test-packages"], ["make", "iproute2"]),
+    ],
+)
+def test_packages_are_installed_where_asked(
+    flags: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a flag installs the other's packages, or anything is installed unasked."""
+    installed: list[str] = []
+    there = Requirement("venv", "why", "python3-venv", lambda: "/usr/bin/venv")
+    make = Requirement("make", "why", "make", lambda: None)
+    tool = Requirement("ip", "why", "iproute2", lambda: None)
+    monkeypatch.setattr(machine, "REQUIREMENTS", (there, make))
+    monkeypatch.setattr(machine, "TEST_REQUIREMENTS", (there, tool))
+    monkeypatch.setattr(packages, "install", lambda names, run: installed.extend(names))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(program, "_report", lambda checkout: 0)
+    monkeypatch.setattr(sys, "argv", ["setup", "--check", *flags])
+    program.main()
+    assert installed == expected
+    if flags:
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        assert program.main() == 2
+        assert installed == expected
 
 
 def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from hvdtrain.launcher.install import horovod_wheel, machine
+from hvdtrain.launcher.install import horovod_wheel, machine, packages
 from hvdtrain.launcher.install.horovod_source import HOROVOD_VERSION
-from hvdtrain.launcher.install.machine import Mpi
+from hvdtrain.launcher.install.machine import Mpi, Requirement
 
 EXTRAS = "distributed,test"
 STAMP = "hvdtrain-setup.sha256"
@@ -35,7 +35,9 @@ def main() -> int:
         if problem := machine.python_problem():
             raise PreflightError(problem)
         if arguments.system_packages:
-            _install_system_packages()
+            _install_system_packages(machine.REQUIREMENTS)
+        if arguments.test_packages:
+            _install_system_packages(machine.TEST_REQUIREMENTS)
         if missing := machine.missing_requirements():
             raise PreflightError(machine.explain_missing(missing))
         checkout = Checkout(Path(arguments.root).resolve())
@@ -65,6 +67,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--system-packages",
         action="store_true",
         help="install missing system packages with apt-get (as root)",
+    )
+    parser.add_argument(
+        "--test-packages",
+        action="store_true",
+        help="the same for the packages that only the tests need; no service is started",
     )
     return parser.parse_args(argv)
 
@@ -216,16 +223,15 @@ def _run(
     return output
 
 
-def _install_system_packages() -> None:
-    missing = machine.missing_requirements()
+def _install_system_packages(requirements: tuple[Requirement, ...]) -> None:
+    missing = machine.missing_requirements(requirements)
     if not missing:
         return
     if os.geteuid() != 0:
-        raise UsageError("--system-packages: installing system packages needs root")
-    packages = [requirement.debian_package for requirement in missing]
-    _say(f"apt-get install {' '.join(packages)}")
-    _run(["apt-get", "update", "--quiet"], "apt-get update")
-    _run(["apt-get", "install", "--yes", "--quiet", *packages], "apt-get install")
+        raise UsageError("installing system packages needs root")
+    names = [requirement.debian_package for requirement in missing]
+    _say(f"apt-get install {' '.join(names)}")
+    packages.install(names, _run)
 
 
 def _report(checkout: Checkout) -> int:

@@ -39,6 +39,12 @@ def _find_python_header() -> str | None:
     return str(header) if header.is_file() else None
 
 
+def _find_tool(name: str) -> str | None:
+    """As `which`, also in root's folders: they are not on everyone's PATH."""
+    path = os.environ.get("PATH", "")
+    return shutil.which(name, path=f"{path}{os.pathsep}/usr/sbin{os.pathsep}/sbin")
+
+
 REQUIREMENTS = (
     Requirement("C++ compiler", "Horovod is compiled here", "g++", _find_compiler),
     Requirement("make", "Horovod is compiled here", "make", lambda: shutil.which("make")),
@@ -49,6 +55,18 @@ REQUIREMENTS = (
         "horovodrun reaches hosts by ssh",
         "openssh-client",
         lambda: shutil.which("ssh"),
+    ),
+)
+
+# What the test suite needs beyond that: it makes hosts out of namespaces, and leaves these tests
+# out where one is missing.
+TEST_REQUIREMENTS = (
+    Requirement(
+        "ssh server", "test hosts are reached by ssh", "openssh-server", lambda: _find_tool("sshd")
+    ),
+    Requirement("ip", "test hosts have networks", "iproute2", lambda: _find_tool("ip")),
+    Requirement(
+        "unshare", "test hosts are namespaces", "util-linux", lambda: _find_tool("unshare")
     ),
 )
 

@@ -1,0 +1,39 @@
+"""Installing Debian packages; a service that they bring is not started, now or at a boot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLICY = Path("/usr/sbin/policy-rc.d")  # asked by packages before they start a service
+REFUSE = "#!/bin/sh\n# Written by launch/setup while it installs packages.\nexit 101\n"
+SERVICES = {"openssh-server": ("ssh.service", "ssh.socket")}
+
+Run = Callable[[list[str], str], object]
+
+
+def install(packages: list[str], run: Run, policy: Path = POLICY) -> None:
+    """apt-get install; `run` takes a command and what it does. Services stay as they were."""
+    apt = ["apt-get", "install", "--yes", "--quiet", *packages]
+    run(["apt-get", "update", "--quiet"], "apt-get update")
+    with _services_stay_off(policy):
+        run(["env", "DEBIAN_FRONTEND=noninteractive", *apt], "apt-get install")
+    services = [service for package in packages for service in SERVICES.get(package, ())]
+    if services and shutil.which("systemctl"):
+        run(["systemctl", "--quiet", "disable", *services], f"disable {' '.join(services)}")
+
+
+@contextmanager
+def _services_stay_off(policy: Path) -> Iterator[None]:
+    """A policy that starts nothing, unless the machine has one of its own."""
+    if policy.exists():
+        yield
+        return
+    policy.write_text(REFUSE)
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink(missing_ok=True)

@@ -1,0 +1,66 @@
+"""Plain horovodrun over real hosts, three of them with unequal slots, on both controllers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.namespaces import INTERFACE, Cluster
+from tests.parallel.launching import BIN, CONTROLLERS, hvdtrain
+
+# By rank: host, local rank, local size, cross rank, cross size. Hosts have 1, 2 and 1 slots, so
+# only one of them holds a second local rank.
+PLACES = [["alpha", 0, 1, 0, 3], ["beta", 0, 2, 1, 3], ["beta", 1, 2, 0, 1], ["gamma", 0, 1, 2, 3]]
+PLACE = """
+import json, socket, sys
+from pathlib import Path
+import horovod.torch as hvd
+hvd.init()
+place = [socket.gethostname(), hvd.local_rank(), hvd.local_size()]
+place += [hvd.cross_rank(), hvd.cross_size()]
+Path(sys.argv[1], str(hvd.rank())).write_text(json.dumps(place))
+hvd.barrier()
+"""
+EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=64", "--global-batch-size=16"]
+
+
+def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> list[str]:
+    """horovodrun on all slots of a cluster."""
+    launcher = ["horovodrun", "-np", str(sum(host.slots for host in cluster.hosts))]
+    launcher += ["-H", cluster.host_list, "-p", str(cluster.ssh_port), f"--{controller}"]
+    launcher += ["--disable-cache", "--network-interface", INTERFACE]
+    if controller == "mpi":
+        # A login has no virtual environment on its PATH: this is where each host finds orted.
+        mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+        assert mpirun, "no mpirun"
+        launcher += [f"--mpi-args=--prefix {Path(mpirun).parents[1]}"]
+    return [*launcher, *command]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_places(cluster: Cluster, controller: str, tmp_path: Path) -> None:
+    """Fails if a rank runs on another host than -H says, or counts its neighbours wrongly."""
+    command = horovodrun(cluster, controller, [sys.executable, "-c", PLACE, str(tmp_path)])
+    done = cluster.run(command, timeout_s=60)
+    assert done.exit_code == 0, done.output
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)] == PLACES
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_train(make_cluster: Callable[..., Cluster], controller: str, tmp_path: Path) -> None:
+    """Fails if training over hosts fails an audit, loses a sample, or leaves a process behind."""
+    cluster = make_cluster(ssh_port=2222)
+    flags = ["--epochs=1", "--audit-every=1", f"--output={tmp_path}", "--experiment=run"]
+    command = horovodrun(cluster, controller, hvdtrain("train", *EXPERIMENT, *flags))
+    done = cluster.run(command, timeout_s=90)
+    assert done.exit_code == 0, done.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["controller"]) == ("finished", controller)
+    assert (summary["world_size"], summary["steps"], summary["samples_seen"]) == (4, 4, 64)
+    assert (summary["audit"]["checked"], summary["audit"]["failed"]) == (4, 0)
