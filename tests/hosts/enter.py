@@ -17,6 +17,7 @@ from pathlib import Path
 
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: the others' files are seen from here
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+CHANGED_BY_PYTHON = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,6 +45,8 @@ def become(command: list[str]) -> None:
 
 
 def main() -> None:
+    for number in CHANGED_BY_PYTHON:  # before the fork: a signal is not lost in the child
+        signal.signal(number, signal.SIG_DFL)
     enter(int(sys.argv[1]))
     child = os.fork()
     if child == 0:

@@ -169,12 +169,12 @@ class Cluster:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            kill_all(self.processes_since(before))
+            self.kill_since(before)
             output, _ = process.communicate(timeout=VANISH_S)
             raise AssertionError(f"no end after {timeout_s} s: {command}\n{output}") from None
         seconds = time.monotonic() - started
         left = self.wait_until_gone(before)
-        kill_all(left)
+        self.kill_since(before)
         assert not left, f"processes left behind by {command}: {left}\n{output}"
         return Finished(process.returncode, output, seconds)
 
@@ -188,6 +188,15 @@ class Cluster:
     def processes_since(self, before: Sequence[psutil.Process]) -> list[psutil.Process]:
         """What runs on the hosts, without what did before."""
         return [process for process in self.processes() if process not in before]
+
+    def kill_since(self, before: Sequence[psutil.Process] = ()) -> None:
+        """Kill what runs on the hosts but did not before. Raises HostsError if it does not end."""
+        deadline = time.monotonic() + VANISH_S
+        while left := self.processes_since(before):
+            if time.monotonic() > deadline:
+                raise HostsError(f"cannot be killed: {left}")
+            kill_all(left)
+            time.sleep(0.02)
 
     def wait_until_gone(
         self, before: Sequence[psutil.Process] = (), timeout_s: float | None = None

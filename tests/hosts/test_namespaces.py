@@ -85,7 +85,7 @@ def test_break_ssh_ends_connections_only(cluster: Cluster) -> None:
     client = cluster.start([*SSH, "beta", *SLEEP])
     wait_for(lambda: "sleep" in map(name_of, cluster.processes(1)))
     assert cluster.break_ssh(1)
-    assert client.wait(10) == 255
+    assert client.wait(20) == 255
     wait_for(lambda: [name_of(it) for it in cluster.processes()] == ["sleep"])
     assert hostname_of(cluster, "beta") == "beta"
 
@@ -96,13 +96,12 @@ def test_signals_reach_the_command(cluster: Cluster) -> None:
     process = cluster.start(["sh", "-c", trap], host=1)
     assert process.stdout and process.stdout.readline() == "on\n"
     process.terminate()
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=20)
     assert (output, process.returncode) == ("caught\n", 5)
     for number in (signal.SIGKILL, signal.SIGINT):
         process = cluster.start(SLEEP)
-        assert process.inner.is_running()
-        process.send_signal(number)
-        assert process.wait(10) == -number
+        process.send_signal(number)  # also when the command has not quite begun
+        assert process.wait(20) == -number
     wait_for(lambda: not cluster.processes())
 
 

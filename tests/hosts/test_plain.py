@@ -47,7 +47,7 @@ def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> lis
 def test_places(cluster: Cluster, controller: str, tmp_path: Path) -> None:
     """Fails if a rank runs on another host than -H says, or counts its neighbours wrongly."""
     command = horovodrun(cluster, controller, [sys.executable, "-c", PLACE, str(tmp_path)])
-    done = cluster.run(command, timeout_s=60)
+    done = cluster.run(command, timeout_s=120)
     assert done.exit_code == 0, done.output
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)] == PLACES
 
@@ -58,7 +58,7 @@ def test_train(make_cluster: Callable[..., Cluster], controller: str, tmp_path: 
     cluster = make_cluster(ssh_port=2222)
     flags = ["--epochs=1", "--audit-every=1", f"--output={tmp_path}", "--experiment=run"]
     command = horovodrun(cluster, controller, hvdtrain("train", *EXPERIMENT, *flags))
-    done = cluster.run(command, timeout_s=90)
+    done = cluster.run(command, timeout_s=240)
     assert done.exit_code == 0, done.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["controller"]) == ("finished", controller)
