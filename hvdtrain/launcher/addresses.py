@@ -1,0 +1,49 @@
+"""The network interfaces of this machine and their addresses, by the standard library alone."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+
+_SIOCGIFCONF = 0x8912  # Linux: all interfaces that have an IPv4 address
+_RECORD = struct.calcsize("16s24x")  # struct ifreq: the name, then a sockaddr in a union
+_MOST_BYTES = 1024 * _RECORD
+_LABEL = re.compile(r":.*")  # of a second address, "eth0:1"
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """(interface, IPv4 address), in the system's order. Raises OSError where it does not tell."""
+    buffer = array.array("B", bytes(_MOST_BYTES))
+    request = struct.pack("iL", _MOST_BYTES, buffer.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request)
+    length = struct.unpack("iL", answer)[0]
+    data = buffer.tobytes()[:length]
+    found = []
+    for start in range(0, length, _RECORD):
+        name = data[start : start + 16].split(b"\0")[0].decode(errors="replace")
+        address = socket.inet_ntoa(data[start + 20 : start + 24])
+        found.append((_LABEL.sub("", name), address))
+    return found
+
+
+def interface_of(address: str, among: list[tuple[str, str]]) -> str | None:
+    """The name of the interface that has this address."""
+    return next((name for name, own in among if own == address), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can mean this one by the address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def resolves_here(name: str) -> bool:
+    """Whether horovodrun takes the name for this machine, and starts its workers without ssh."""
+    try:
+        return socket.gethostbyname(name) in {address for _, address in interfaces()}
+    except (OSError, UnicodeError):
+        return False

@@ -1,0 +1,182 @@
+"""The launcher's end of the probes: one child process a host (ssh, or Python itself for this
+machine), spoken to in lines, hosts in parallel, every wait with an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any, TypeVar
+
+from hvdtrain.launcher.doctor.facts import Facts
+from hvdtrain.launcher.doctor.probe import HANDED_ON, MARKER
+from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.ssh import SshSetup, is_local
+
+PROBE = ("-m", "hvdtrain.launcher.doctor.probe")
+MOST_LINES = 100_000  # of noise
+LONGEST_LINE = 4_000_000
+NOISE_KEPT = 20
+END_S = 2.0  # for a process to end once its input has
+
+Result = TypeVar("Result")
+
+
+class NoAnswer(Exception):
+    """A probe did not answer; what there is to know of the reason."""
+
+    def __init__(self, exit_code: int | None, stderr: str, noise: Sequence[str]) -> None:
+        """`exit_code` None: time was up."""
+        super().__init__(stderr)
+        self.exit_code = exit_code
+        self.stderr = stderr
+        self.noise = tuple(noise)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, and when it was asked for and had (by this machine's clock)."""
+
+    facts: Facts
+    asked: float
+    answered: float
+
+
+class Session:
+    """A probe on one host. A context manager: it is ended with the context."""
+
+    def __init__(self, host: Host, ssh: SshSetup) -> None:
+        self.host = host
+        self.local = is_local(host)
+        self.noise: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._closed = False
+        self._error_text = ""
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            self._command(ssh),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C is the launcher's to handle
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _command(self, ssh: SshSetup) -> list[str]:
+        if self.local:
+            return [sys.executable, *PROBE]
+        # As horovodrun's workers will: the same Python, by the same path, with this PYTHONPATH.
+        path = os.environ.get("PYTHONPATH")
+        environment = ["env", f"PYTHONPATH={path}"] if path else []
+        return ssh.argv(self.host, [*environment, sys.executable, *PROBE])
+
+    def ask(self, request: Mapping[str, Any], deadline: float) -> Reply:
+        """Send a request and wait for its answer until `deadline` (of time.monotonic).
+
+        Raises NoAnswer.
+        """
+        environment = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        asked = time.time()
+        line = json.dumps({"environment": environment, "local": self.local, **request}) + "\n"
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended: why, is read below
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        answer = self._next_answer(deadline)
+        answered = time.time()
+        try:
+            return Reply(Facts.from_json(json.loads(answer)), asked, answered)
+        except (ValueError, AttributeError):
+            self.noise.append(answer[:200])
+            raise self._no_answer(deadline) from None
+
+    def _next_answer(self, deadline: float) -> str:
+        while (line := self._line(deadline)) != MARKER:
+            if line.strip() and len(self.noise) < NOISE_KEPT:
+                self.noise.append(line[:200])
+        return self._line(deadline)
+
+    def _line(self, deadline: float) -> str:
+        try:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise self._no_answer(deadline) from None
+        if line is None:
+            raise self._no_answer(deadline)
+        return line
+
+    def _no_answer(self, deadline: float) -> NoAnswer:
+        """Why there is none: the process has ended, or time is up."""
+        in_time = time.monotonic() < deadline
+        self.close()
+        code = self._process.returncode
+        return NoAnswer(code if in_time else None, self._error_text, self.noise)
+
+    def _read(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        with contextlib.suppress(OSError, ValueError):  # closed under it
+            for _ in range(MOST_LINES):
+                line = output.readline(LONGEST_LINE)
+                if not line:
+                    break
+                self._lines.put(line.decode(errors="replace").rstrip("\r\n"))
+        self._lines.put(None)
+
+    def close(self) -> None:
+        """End the probe: it ends with its input; whoever does not is killed."""
+        process = self._process
+        if self._closed:
+            return
+        self._closed = True
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        _wait_unreaped(process.pid, END_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started too
+        process.wait()
+        self._reader.join(END_S)
+        process.stdout.close()
+        self._stderr.seek(0)
+        self._error_text = self._stderr.read(20_000).decode(errors="replace")
+        self._stderr.close()
+
+
+def _wait_unreaped(pid: int, seconds: float) -> None:
+    """Wait for a child to end, but keep its number taken, so that no other process can bear it."""
+    deadline = time.monotonic() + seconds
+    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while os.waitid(os.P_PID, pid, flags) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def on_all(work: Callable[[Host], Result], hosts: Sequence[Host]) -> dict[str, Result]:
+    """`work` for every host at the same time; by host.address."""
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as threads:
+        results = list(threads.map(work, hosts))
+    return {host.address: result for host, result in zip(hosts, results, strict=True)}

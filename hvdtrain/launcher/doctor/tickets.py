@@ -1,0 +1,86 @@
+"""What a launch leaves on each host for its agents: where to call, and a secret.
+
+It goes through a file that the user alone can read, since what horovodrun hands on shows in `ps`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Written by the probe on each host, for the agents of one launch."""
+
+    job: str  # id; letters, digits, - and _
+    text: str  # JSON, opaque to the doctor
+
+
+def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
+    """Where a ticket may lie, best first.
+
+    More than one, since workers get the launcher's HOME and XDG_CACHE_HOME, which need not be this
+    host's. The host's name keeps hosts apart that share a home directory.
+    """
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    cache = environment.get("XDG_CACHE_HOME", "")
+    caches = [cache] if Path(cache).is_absolute() else []
+    caches += [str(Path(environment.get("HOME", home), ".cache")), str(Path(home, ".cache"))]
+    name = f"{job}.{socket.gethostname()}"
+    return [Path(folder, "hvdtrain", "launch", name) for folder in dict.fromkeys(caches)]
+
+
+def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> Path:
+    """Write `content` (with its "job") where it can be written first. Raises OSError."""
+    problems = []
+    for path in ticket_paths(content["job"], environment):
+        try:
+            _write_private(path, json.dumps(content))
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+        else:
+            return path
+    raise OSError("; ".join(problems))
+
+
+def read_ticket(job: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """What the probe wrote on this host; None where there is nothing of ours."""
+    for path in ticket_paths(job, environment):
+        try:
+            status = path.stat()
+            if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                found = json.loads(path.read_text("utf-8"))
+                return found if isinstance(found, dict) else None
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def remove_ticket(job: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Take it away again, wherever it lies."""
+    for path in ticket_paths(job, environment):
+        try:
+            path.unlink()
+        except OSError:
+            continue
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.chmod(0o700)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".ticket-")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        Path(beside).replace(path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise

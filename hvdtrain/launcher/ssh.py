@@ -1,0 +1,169 @@
+"""Reaching hosts by SSH: a configuration of our own, and an `ssh` that keeps host keys checked.
+
+horovodrun takes plain names alone and switches the check of host keys off. So it is given, first on
+PATH, a small `ssh` that drops this option (what holds is the user's own configuration; without one,
+an unknown host is refused) and that knows users and IPv6 addresses by a configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launcher.addresses import resolves_here
+from hvdtrain.launcher.hosts import Host
+
+_TAKEN_BY_HOROVODRUN = re.compile(r"[\w.-]+", re.ASCII)
+_SAFE_IN_CONFIGURATION = re.compile(r'[^\s"\\\x00-\x1f]+')
+_WRAPPER = """\
+#!/bin/sh
+# Written by hvdtrain. horovodrun asks for host keys not to be checked; that request is dropped.
+for part do
+    shift
+    [ "$part" = StrictHostKeyChecking=no ] && part=BatchMode=yes
+    set -- "$@" "$part"
+done
+exec {command} "$@"
+"""
+_NO_SSH = """\
+#!/bin/sh
+echo "hvdtrain: there is no ssh command on PATH" >&2
+exit 127
+"""
+# After the user's own files, so that theirs win. A dead connection is noticed within a minute.
+_CONFIGURATION_END = """\
+Match all
+Include ~/.ssh/config
+Match all
+Include /etc/ssh/ssh_config
+Match all
+ServerAliveInterval 15
+ServerAliveCountMax 3
+"""
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the user says about SSH: --ssh-port, --ssh-identity-file."""
+
+    port: int | None = None
+    identity_file: Path | None = None
+    connect_timeout_s: int = 10
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.port is not None and not 1 <= self.port <= 65535:
+            problems.append(f"--ssh-port={self.port}: must be from 1 to 65535")
+        if self.identity_file is not None and not self.identity_file.expanduser().is_file():
+            problems.append(f"--ssh-identity-file={self.identity_file}: there is no such file")
+        if problems:
+            raise UsageError(*problems)
+
+
+class SshSetup:
+    """A private folder that holds `config` and an executable `ssh`, while the context lasts."""
+
+    path: Path
+
+    def __init__(self, hosts: Sequence[Host], options: SshOptions) -> None:
+        """Raises UsageError for a host that cannot be written into a configuration of ssh."""
+        self.hosts = tuple(hosts)
+        self.options = options
+        self._names = _names(self.hosts)
+
+    def __enter__(self) -> SshSetup:
+        self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-")  # mode 0700
+        self.path = Path(self._folder.name)
+        (self.path / "config").write_text(self._configuration(), "utf-8")
+        wrapper = self.path / "ssh"
+        wrapper.write_text(self._wrapper(), "utf-8")
+        wrapper.chmod(0o700)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._folder.cleanup()
+
+    def name_of(self, host: Host) -> str:
+        """What horovodrun is told: the host's name where it takes that, else an alias."""
+        return self._names[host.address]
+
+    def argv(self, host: Host, remote_command: Sequence[str]) -> list[str]:
+        """The command that runs `remote_command` on the host: no terminal, never a question."""
+        quiet = ["-T", "-o", "LogLevel=ERROR"]  # without the server's banner and warnings
+        remote = shlex.join(remote_command)
+        return [str(self.path / "ssh"), *quiet, "--", self.name_of(host), remote]
+
+    def by_hand(self, host: Host) -> str:
+        """The command that a person would type to get to the host."""
+        return " ".join(["ssh", *self.flags(), host.address])
+
+    def flags(self) -> list[str]:
+        """The user's options, as ssh and its companions take them."""
+        port = ["-p", str(self.options.port)] if self.options.port else []
+        identity = self.options.identity_file
+        return [*port, *(["-i", shlex.quote(str(identity))] if identity else [])]
+
+    def _wrapper(self) -> str:
+        real = shutil.which("ssh")
+        if real is None:
+            return _NO_SSH
+        command = [real, "-F", str(self.path / "config"), "-o", "BatchMode=yes"]
+        command += ["-o", f"ConnectTimeout={self.options.connect_timeout_s}"]
+        if self.options.port is not None:
+            command += ["-p", str(self.options.port)]
+        if self.options.identity_file is not None:
+            command += ["-i", str(self.options.identity_file.expanduser().absolute())]
+        return _WRAPPER.format(command=shlex.join(command))
+
+    def _configuration(self) -> str:
+        lines = []
+        for host in self.hosts:
+            name = self.name_of(host)
+            alias = name != host.name
+            if alias or host.user:
+                lines.append(f"Host {name}")
+            if alias:
+                lines.append(f'    HostName "{host.name.replace("%", "%%")}"')
+            if host.user:
+                lines.append(f'    User "{host.user}"')
+        return "\n".join([*lines, _CONFIGURATION_END])
+
+
+def is_local(host: Host) -> bool:
+    """Whether horovodrun starts the host's workers on this machine, without ssh."""
+    return _names_no_other_user(host) and resolves_here(host.name)
+
+
+def _names_no_other_user(host: Host) -> bool:
+    return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
+
+
+def _names(hosts: Sequence[Host]) -> dict[str, str]:
+    """An alias where horovodrun refuses the name, has it twice, or would not use ssh for it."""
+    names: dict[str, str] = {}  # by address, which stays the same when slots are cut
+    problems = []
+    for number, host in enumerate(hosts, 1):
+        for text in filter(None, (host.name, host.user)):
+            if text.startswith("-") or not _SAFE_IN_CONFIGURATION.fullmatch(text):
+                problems.append(f"{host.source or 'hosts'}: {text!r} is nothing that ssh can take")
+        plain = _TAKEN_BY_HOROVODRUN.fullmatch(host.name) and host.name not in names.values()
+        other_user_here = not _names_no_other_user(host) and resolves_here(host.name)
+        taken = plain and not other_user_here
+        names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
+    if problems:
+        raise UsageError(*problems)
+    return names

@@ -1,0 +1,96 @@
+"""A throw-away sshd on this machine: keys of its own, a high port, nothing of the user changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvdtrain.launcher.ssh import SshOptions
+
+ADDRESS = "127.0.1.1"  # of this machine, but of none of its interfaces: reached by ssh
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+START_S = 10.0
+
+
+class Sshd:
+    """Runs until `stop`. Its folder holds the keys, known hosts, and an `ssh` that knows them."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder = folder
+        for name in ("host_key", "key", "other_key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True)
+        shutil.copy(folder / "key.pub", folder / "authorized_keys")
+        self.port = free_port()
+        lines = [
+            f"Port {self.port}",
+            f"ListenAddress {ADDRESS}",
+            f"HostKey {folder / 'host_key'}",
+            f"AuthorizedKeysFile {folder / 'authorized_keys'}",
+            "StrictModes no",
+            "PidFile none",
+            "UsePAM no",
+            *settings,
+        ]
+        (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+        self.know_host_key()
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        known = folder / "known_hosts"
+        ssh.write_text(
+            f'#!/bin/sh\nexec {shutil.which("ssh")} -o UserKnownHostsFile={known} "$@"\n'
+        )
+        ssh.chmod(0o700)
+        self._start()
+
+    def _start(self) -> None:
+        Path("/run/sshd").mkdir(exist_ok=True)
+        assert SSHD is not None
+        command = [SSHD, "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection((ADDRESS, self.port), timeout=1).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline, (self.folder / "log").read_text()
+                time.sleep(0.02)
+
+    def options(self, key: str = "key") -> SshOptions:
+        return SshOptions(self.port, self.folder / key, connect_timeout_s=5)
+
+    def know_host_key(self, known: bool = True, key: str = "host_key") -> None:
+        """Fill known_hosts with a key, or with none."""
+        line = f"[{ADDRESS}]:{self.port} {(self.folder / (key + '.pub')).read_text()}"
+        (self.folder / "known_hosts").write_text(line if known else "")
+
+    def stop(self) -> None:
+        os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait(10)
+
+
+def free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def running_sshd(folder: Path, *settings: str) -> Iterator[Sshd]:
+    """An sshd, with its `ssh` first on PATH, while the context lasts."""
+    path = os.environ["PATH"]
+    sshd = Sshd(folder, *settings)
+    os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{path}"
+    try:
+        yield sshd
+    finally:
+        os.environ["PATH"] = path
+        sshd.stop()
