@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.cli.doctor import add_doctor_flags
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
 from hvdtrain.cli.reporting import add_report_flags
@@ -132,6 +133,15 @@ def _parser() -> Parser:
     )
     add_predict_flags(predict)
     predict.set_defaults(run=_predict)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, or every host of a hostfile",
+        description="Check what training on these hosts needs, each check ok, warn or fail, with "
+        "the fix. Without hosts: this machine. Exit code 3: a check failed.",
+        allow_abbrev=False,
+    )
+    add_doctor_flags(doctor)
+    doctor.set_defaults(run=_doctor)
     report = commands.add_parser(
         "report",
         help="plots of runs, and one page that compares them",
@@ -218,6 +228,12 @@ def _predict(arguments: dict[str, Any], unknown: list[str], topology: Topology) 
     from hvdtrain.cli.trained import predict
 
     return predict(arguments)
+
+
+def _doctor(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    from hvdtrain.cli.doctor import run
+
+    return run(arguments, unknown)
 
 
 def _report(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class Finding:
 ByHost = Mapping[str, Facts]  # by host.address
 
 
-def failed(findings: tuple[Finding, ...] | list[Finding]) -> bool:
+def failed(findings: Iterable[Finding]) -> bool:
     """Whether any check failed."""
     return any(finding.status == "fail" for finding in findings)
 

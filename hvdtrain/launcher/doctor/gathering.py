@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import pwd
@@ -42,6 +43,7 @@ def quick_sources(working_directory: str) -> dict[str, Callable[[], Any]]:
         "python": platform.python_version,
         "executable": lambda: sys.executable,
         "packages": package_versions,
+        "horovod_built_for": horovod_built_for,
         "hvdtrain": lambda: {
             "version": __version__,
             "folder": str(HVDTRAIN),
@@ -66,6 +68,16 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def horovod_built_for() -> str | None:
+    """The torch that Horovod was compiled for, as its build noted it."""
+    try:
+        file = metadata.distribution("horovod").locate_file("horovod/metadata.json")
+        found = json.loads(Path(str(file)).read_text("utf-8")).get("pytorch")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None
+    return str(found) if found else None
 
 
 def source_hash(folder: Path) -> str:

@@ -11,8 +11,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.addresses import interface_of, interfaces, is_loopback
@@ -20,21 +23,33 @@ from hvdtrain.launcher.doctor.gathering import gather, quick_sources
 from hvdtrain.launcher.doctor.tickets import write_ticket
 
 MARKER = "@@ hvdtrain probe answers @@"
+MARK = "HVDTRAIN_DOCTOR"  # in the environment of what the doctor starts, to find it again
 CONNECT_S = 2.0
 LONGEST_LIFE_S = 180
 HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")  # by horovodrun, to workers
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
+Source = Callable[[], Any]
 
 
 class Probe:
-    """Answers requests. Each answer holds `values` and `errors`."""
+    """Answers requests; each answer holds `values` and `errors`."""
 
     def __init__(self) -> None:
         self._own_environment = dict(os.environ)
+        self._listener: Any = None
         self._handlers: dict[str, Callable[[Request], Answer]] = {
             "quick": self._quick,
+            "all": self._all,
+            "reach": self._reach,
+            "ping": lambda request: gather({}),
+            "leave": lambda request: gather({"left": lambda: leave(request)}),
+            "look": lambda request: gather({"seen": lambda: look(request)}),
+            "remove": lambda request: gather({"removed": lambda: remove(request)}),
+            "make_file": lambda request: gather({"file": make_file}),
+            "take_file": lambda request: gather({"content": lambda: take_file(request)}),
+            "sweep": lambda request: gather({"killed": lambda: sweep(request["mark"])}),
         }
 
     def answer(self, request: Request) -> Answer:
@@ -50,32 +65,50 @@ class Probe:
         if request.get("channel_port"):
             found["values"]["channel"] = channel = self._call_back(request)
             if channel["address"] and request.get("ticket"):
-                _merge(found, gather({"ticket": lambda: self._keep_ticket(request, channel)}))
+                _merge(found, gather({"ticket": lambda: keep_ticket(request, channel)}))
         return found
+
+    def _all(self, request: Request) -> Answer:
+        """The quick facts and all others; those that take a process, at once."""
+        from hvdtrain.launcher.doctor.children import child_sources
+        from hvdtrain.launcher.doctor.machine import machine_sources
+
+        with ThreadPoolExecutor() as threads:
+            parts = [
+                threads.submit(gather, {name: source}) for name, source in child_sources().items()
+            ]
+            found = self._quick(request)
+            _merge(found, gather(machine_sources(request["output"])))
+            _merge(found, gather({"listener": self._listen}))
+            for part in parts:
+                _merge(found, part.result())
+        return found
+
+    def _listen(self) -> dict[str, Any]:
+        from hvdtrain.launcher.doctor.reaching import Listener
+
+        self._listener = Listener()
+        return {"port": self._listener.port, "token": self._listener.token}
+
+    def _reach(self, request: Request) -> Answer:
+        from hvdtrain.launcher.doctor.reaching import reach_all
+
+        return gather({"reached": lambda: reach_all(request["targets"])})
 
     def _call_back(self, request: Request) -> dict[str, Any]:
         """Which of the launcher's addresses answers, and by which interface it is reached."""
         tried = []
         for address in launcher_addresses(request, self._own_environment):
+            target = (address, request["channel_port"])
             try:
-                with socket.create_connection(
-                    (address, request["channel_port"]), timeout=CONNECT_S
-                ) as connection:
+                with socket.create_connection(target, timeout=CONNECT_S) as connection:
                     own = connection.getsockname()[0]
             except OSError as error:
-                tried.append([address, str(error)])
+                tried.append([address, error.strerror or str(error)])
             else:
                 interface = interface_of(own, interfaces())
                 return {"address": address, "interface": interface, "own": own, "tried": tried}
         return {"address": None, "interface": None, "own": None, "tried": tried}
-
-    def _keep_ticket(self, request: Request, channel: dict[str, Any]) -> str:
-        content = {
-            "channel": [channel["address"], request["channel_port"]],
-            "job": request["ticket"]["job"],
-            "ticket": request["ticket"]["text"],
-        }
-        return str(write_ticket(content, os.environ))
 
 
 def launcher_addresses(request: Request, environment: dict[str, str]) -> list[str]:
@@ -86,6 +119,65 @@ def launcher_addresses(request: Request, environment: dict[str, str]) -> list[st
     offered = [address for address in request.get("addresses", []) if not is_loopback(address)]
     candidates = [address.removeprefix("::ffff:") for address in client] + offered
     return [address for address in dict.fromkeys(candidates) if ":" not in address]
+
+
+def keep_ticket(request: Request, channel: dict[str, Any]) -> str:
+    """Write the launch's ticket; returns its path."""
+    content = {
+        "channel": [channel["address"], request["channel_port"]],
+        "job": request["ticket"]["job"],
+        "ticket": request["ticket"]["text"],
+    }
+    return str(write_ticket(content, os.environ))
+
+
+def leave(request: Request) -> str:
+    """A file that other hosts will look for, in the folder asked for."""
+    path = Path(request["folder"], request["name"])
+    path.write_text("left by hvdtrain doctor\n", "utf-8")
+    return str(path)
+
+
+def look(request: Request) -> bool:
+    """Whether it can be seen here (read anew from the file system, not guessed from a cache)."""
+    try:
+        return request["name"] in os.listdir(request["folder"])  # noqa: PTH208
+    except FileNotFoundError:
+        return False
+
+
+def remove(request: Request) -> bool:
+    Path(request["folder"], request["name"]).unlink(missing_ok=True)
+    return True
+
+
+def make_file() -> str:
+    """An empty file of this host's own, for a worker to write."""
+    handle, path = tempfile.mkstemp(prefix="hvdtrain-doctor-")
+    os.close(handle)
+    return path
+
+
+def take_file(request: Request) -> str:
+    """Its content; it is removed."""
+    path = Path(request["file"])
+    content = path.read_text("utf-8")
+    path.unlink()
+    return content
+
+
+def sweep(mark: str) -> int:
+    """End what is left of the doctor's own job on this host, recognised by its environment."""
+    wanted = f"{MARK}={mark}".encode()
+    killed = 0
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+        except OSError:
+            continue
+    return killed
 
 
 def _merge(found: Answer, more: Answer) -> None:

@@ -12,11 +12,11 @@ from hvdtrain.launcher.addresses import interfaces, is_loopback
 from hvdtrain.launcher.doctor import checks
 from hvdtrain.launcher.doctor.facts import ByHost, Facts, Finding
 from hvdtrain.launcher.doctor.gathering import gather, quick_sources
-from hvdtrain.launcher.doctor.sessions import NoAnswer, Reply, Session, on_all
+from hvdtrain.launcher.doctor.sessions import NoAnswer, Reply, Session, on_all, open_sessions
 from hvdtrain.launcher.doctor.ssh_failures import Attempt, explain
 from hvdtrain.launcher.doctor.tickets import Ticket
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.ssh import SshSetup, is_local
+from hvdtrain.launcher.ssh import SshSetup
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,13 @@ def preflight(
     `channel_port`: of this machine, on which somebody listens; each host connects to it and hangs
     up (0: not tried). `ticket`: kept on each host for the agents (see tickets.py).
     """
-    request = quick_request(channel_port, ticket)
-    deadline = time.monotonic() + timeout_s
-
-    def ask(host: Host) -> Answered:
-        with Session(host, ssh) as session:
-            return first_reply(session, ssh, request, deadline)
-
-    answered = on_all(ask, hosts)
-    here = facts_here()
-    facts = {host: item.reply.facts for host, item in answered.items() if item.reply}
-    findings = quick_findings(hosts, answered, here)
-    distant = distant_facts(hosts, facts)
-    interface, _ = checks.common_interface(distant, interfaces())
-    return Preflight(tuple(findings), interface, facts)
+    request = {"do": "quick", **common_request(channel_port, ticket)}
+    with open_sessions(hosts, ssh) as sessions:
+        answered = ask_first(sessions, ssh, request, time.monotonic() + timeout_s)
+    findings = quick_findings(answered, facts_here())
+    findings += checks.check_interface(distant_facts(answered), interfaces())
+    interface, _ = checks.common_interface(distant_facts(answered), interfaces())
+    return Preflight(tuple(findings), interface, facts_of(answered))
 
 
 def facts_here() -> Facts:
@@ -70,10 +63,9 @@ def facts_here() -> Facts:
     return Facts.from_json(gather(quick_sources(str(Path.cwd()))))
 
 
-def quick_request(channel_port: int, ticket: Ticket | None) -> Mapping[str, Any]:
-    """What each host is asked."""
+def common_request(channel_port: int, ticket: Ticket | None) -> dict[str, Any]:
+    """What each host is asked in both parts."""
     return {
-        "do": "quick",
         "working_directory": str(Path.cwd()),
         "channel_port": channel_port,
         "addresses": [address for _, address in interfaces() if not is_loopback(address)],
@@ -81,58 +73,61 @@ def quick_request(channel_port: int, ticket: Ticket | None) -> Mapping[str, Any]
     }
 
 
-def first_reply(
-    session: Session, ssh: SshSetup, request: Mapping[str, Any], deadline: float
-) -> Answered:
-    """Ask; a host that does not answer is explained."""
-    host = session.host
-    try:
-        return Answered(session, session.ask(request, deadline), None)
-    except NoAnswer as silence:
-        attempt = Attempt(
-            host=host.address,
-            name=host.name,
-            by_hand=ssh.by_hand(host),
-            flags=" ".join(ssh.flags()),
-            exit_code=silence.exit_code,
-            stderr=silence.stderr,
-            noise=silence.noise,
-        )
-        return Answered(session, None, explain(attempt))
+def ask_first(
+    sessions: Mapping[str, Session], ssh: SshSetup, request: Mapping[str, Any], deadline: float
+) -> dict[str, Answered]:
+    """Ask all; a host that does not answer is explained."""
+
+    def ask(session: Session) -> Answered:
+        host = session.host
+        try:
+            return Answered(session, session.ask(request, deadline), None)
+        except NoAnswer as silence:
+            attempt = Attempt(
+                host=host.address,
+                name=host.name,
+                by_hand=ssh.by_hand(host),
+                exit_code=silence.exit_code,
+                stderr=silence.stderr,
+                noise=silence.noise,
+            )
+            return Answered(session, None, explain(attempt))
+
+    return on_all(ask, sessions)
 
 
-def quick_findings(
-    hosts: Sequence[Host], answered: Mapping[str, Answered], here: Facts
-) -> list[Finding]:
-    """All checks of the quick part."""
-    facts = {host: item.reply.facts for host, item in answered.items() if item.reply}
-    distant = distant_facts(hosts, facts)
-    named = {host.address for host in hosts if host.user}
-    noise = {host: tuple(answered[host].session.noise) for host in distant}
-    seconds = {
-        host: reply.answered - reply.asked for host in distant if (reply := answered[host].reply)
+def facts_of(answered: Mapping[str, Answered]) -> dict[str, Facts]:
+    """Of the hosts that answered."""
+    return {host: item.reply.facts for host, item in answered.items() if item.reply}
+
+
+def distant_facts(answered: Mapping[str, Answered]) -> dict[str, Facts]:
+    """Of those that are reached by ssh."""
+    return {
+        host: facts
+        for host, facts in facts_of(answered).items()
+        if not answered[host].session.local
     }
+
+
+def quick_findings(answered: Mapping[str, Answered], here: Facts) -> list[Finding]:
+    """The checks of both parts."""
+    facts = facts_of(answered)
     failures = [item.failure for item in answered.values() if item.failure]
     if not facts:
         return failures
+    distant = [item for item in answered.values() if item.reply and not item.session.local]
+    noise = {item.session.host.address: tuple(item.session.noise) for item in distant}
+    named = {host for host, item in answered.items() if item.session.host.user}
     return [
         *failures,
         *checks.check_gathered(facts),
-        *checks.check_ssh(noise, seconds),
+        *checks.check_ssh(noise),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),
+        *checks.check_built_for(facts),
         *checks.check_hvdtrain(facts, here),
         *checks.check_user(facts, here, named),
         *checks.check_working_directory(facts),
         *checks.check_channel(facts),
-        *checks.check_interface(distant, interfaces()),
     ]
-
-
-def distant_facts(hosts: Sequence[Host], facts: ByHost) -> ByHost:
-    """Of the hosts that are reached by ssh."""
-    return {
-        host.address: facts[host.address]
-        for host in hosts
-        if host.address in facts and not is_local(host)
-    }

@@ -14,10 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any, TypeVar
 
 from hvdtrain.launcher.doctor.facts import Facts
@@ -55,7 +54,7 @@ class Reply:
 
 
 class Session:
-    """A probe on one host. A context manager: it is ended with the context."""
+    """A probe on one host, until it is closed."""
 
     def __init__(self, host: Host, ssh: SshSetup) -> None:
         self.host = host
@@ -63,6 +62,7 @@ class Session:
         self.noise: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._closed = False
+        self._closing = threading.Lock()
         self._error_text = ""
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -74,17 +74,6 @@ class Session:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _command(self, ssh: SshSetup) -> list[str]:
         if self.local:
@@ -149,10 +138,14 @@ class Session:
 
     def close(self) -> None:
         """End the probe: it ends with its input; whoever does not is killed."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
         process = self._process
-        if self._closed:
-            return
-        self._closed = True
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -175,8 +168,25 @@ def _wait_unreaped(pid: int, seconds: float) -> None:
         time.sleep(0.005)
 
 
-def on_all(work: Callable[[Host], Result], hosts: Sequence[Host]) -> dict[str, Result]:
-    """`work` for every host at the same time; by host.address."""
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as threads:
-        results = list(threads.map(work, hosts))
-    return {host.address: result for host, result in zip(hosts, results, strict=True)}
+@contextlib.contextmanager
+def open_sessions(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[dict[str, Session]]:
+    """A probe on every host while the context lasts; by host.address."""
+    sessions: dict[str, Session] = {}
+    try:
+        for host in hosts:
+            sessions[host.address] = Session(host, ssh)
+        yield sessions
+    finally:
+        on_all(Session.close, sessions)
+
+
+def on_all(work: Callable[[Session], Result], sessions: Mapping[str, Session]) -> dict[str, Result]:
+    """`work` for every host at the same time. When it is broken off, sessions are closed."""
+    with ThreadPoolExecutor(max_workers=max(1, len(sessions))) as threads:
+        futures = {host: threads.submit(work, session) for host, session in sessions.items()}
+        try:
+            return {host: future.result() for host, future in futures.items()}
+        except BaseException:  # Ctrl-C, say: nobody waits for answers any more
+            for session in sessions.values():
+                session.close()
+            raise

@@ -24,7 +24,6 @@ class Attempt:
     host: str  # as messages call it
     name: str  # without a user
     by_hand: str  # "ssh -p 2222 carol@beta"
-    flags: str  # "-p 2222 -i key", as ssh takes them
     exit_code: int | None  # None: time was up
     stderr: str
     noise: tuple[str, ...] = ()

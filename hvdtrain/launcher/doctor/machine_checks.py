@@ -1,0 +1,257 @@
+"""Checks of the machines: facts -> findings, nothing else. `slots`: workers by host.address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.launcher.doctor.facts import ALL_HOSTS, ByHost, Facts, Finding, Status, known
+
+GIB = 1 << 30
+MIB = 1 << 20
+# A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
+MEMORY_NEEDED = 0.3 * GIB
+MEMORY_WANTED = 1 * GIB
+SHM_WANTED = 256 * MIB  # a container has 64 MiB unless told otherwise: too little for data loaders
+DISK_NEEDED, DISK_WANTED = 100 * MIB, 2 * GIB
+FILES_NEEDED = 1000
+OPEN_FILES_WANTED = 1024
+PROCESSES_WANTED = 256  # beside those of the workers, each of which has some threads
+PROCESSES_PER_WORKER = 64
+LOCKED_WANTED = 1 * GIB  # InfiniBand registers the memory that it sends from
+SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
+
+Slots = Mapping[str, int]
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+
+
+def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
+    """As many cores as slots: those that the scheduler and the container let be used."""
+    findings, shown = [], {}
+    for host, cores in known(facts, "cores"):
+        quota = facts[host].get("cgroup", {}).get("cores")
+        usable = min(cores["usable"], quota) if quota else cores["usable"]
+        shown[host] = f"{usable:g}"
+        if slots.get(host, 1) > usable:
+            of = f" (of {cores['all']})" if usable < cores["all"] else ""
+            text = f"{slots[host]} slots, but {usable:g} usable cores{of}: workers will wait"
+            fix = "give the host fewer slots, or its container or job more cores"
+            findings.append(Finding("cores", "warn", host, text, fix))
+    return findings or _ok("cores", shown, "{} usable")
+
+
+def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
+    """Room for the workers, within the container's limit too."""
+    findings, shown = [], {}
+    for host, memory in known(facts, "memory"):
+        free = memory["available"]
+        group = facts[host].get("cgroup", {})
+        if group.get("memory") is not None:
+            free = min(free, max(0, group["memory"] - (group.get("memory_used") or 0)))
+        shown[host] = size(free)
+        each = free / max(1, slots.get(host, 1))
+        if each < MEMORY_WANTED:
+            status: Status = "fail" if each < MEMORY_NEEDED else "warn"
+            text = f"{size(free)} of memory free for {slots.get(host, 1)} workers"
+            fix = "free memory, give the host fewer slots, or raise the container's limit"
+            findings.append(Finding("memory", status, host, text, fix))
+    return findings or _ok("memory", shown, "{} free")
+
+
+def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
+    """Limits that are not cores or memory, and what containers forbid."""
+    findings, shown = [], {}
+    for host, group in known(facts, "cgroup"):
+        parts = [f"{group['cores']:g} cores"] if group["cores"] else []
+        parts += [f"memory {size(group['memory'])}"] if group["memory"] else []
+        parts += [f"{group['processes']} processes"] if group["processes"] else []
+        shown[host] = ", ".join(parts) or "no limits"
+        wanted = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots.get(host, 1)
+        if group["processes"] is not None and group["processes"] < wanted:
+            text = f"the container allows {group['processes']} processes and threads"
+            fix = f"allow {wanted} (docker run --pids-limit)"
+            findings.append(Finding("container", "warn", host, text, fix))
+        if facts[host].get("single_copy") is False:
+            text = "processes may not read each other's memory, which Open MPI does within a host"
+            fix = (
+                "start the container with --cap-add SYS_PTRACE, or set "
+                "OMPI_MCA_btl_vader_single_copy_mechanism=none"
+            )
+            findings.append(Finding("container", "warn", host, text, fix))
+    return findings or _ok("container", shown, "{}")
+
+
+def check_shm(facts: ByHost) -> list[Finding]:
+    """/dev/shm, through which data-loading workers hand over batches."""
+    findings, shown = [], {}
+    for host, found in facts.items():
+        shm = found.get("shm")
+        if shm is None or shm["free"] < SHM_WANTED:
+            text = "no /dev/shm" if shm is None else f"/dev/shm has {size(shm['free'])} free"
+            text += ": too little for data-loading workers (-j)"
+            fix = "docker run --shm-size=1g (compose: shm_size), or train with -j 0"
+            findings.append(Finding("shm", "warn", host, text, fix))
+        else:
+            shown[host] = size(shm["free"])
+    return findings or _ok("shm", shown, "/dev/shm {} free")
+
+
+def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
+    """ulimits: open files, processes, locked memory."""
+    findings = []
+    for host, found in known(facts, "limits"):
+        processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots.get(host, 1)
+        wanted = {"open_files": ("n", OPEN_FILES_WANTED), "processes": ("u", processes)}
+        if facts[host].get("infiniband"):
+            wanted["locked_memory"] = ("l", LOCKED_WANTED)
+        for name, (letter, least) in wanted.items():
+            if found[name] is not None and found[name] < least:
+                shown = size(found[name]) if name == "locked_memory" else found[name]
+                enough = "unlimited" if name == "locked_memory" else least
+                text = f"a process may have {shown} {name.replace('_', ' ')}"
+                fix = f"`ulimit -{letter} {enough}`, for ssh in /etc/security/limits.conf"
+                findings.append(Finding("limits", "warn", host, text, fix))
+    return findings or [Finding("limits", "ok", ALL_HOSTS, "ulimits are high enough")]
+
+
+def check_output(facts: ByHost, first: str) -> list[Finding]:
+    """Runs can be written, with room. `first`: the host of rank 0, which writes them."""
+    findings, shown = [], {}
+    for host, found in known(facts, "output"):
+        worst: Status = "fail" if host == first else "warn"
+        shown[host] = size(found["free"])
+        if found["problem"]:
+            text = f"{found['asked']} cannot be written: {found['problem']} ({found['path']})"
+            fix = "make it writable, or choose another folder by --output"
+            findings.append(Finding("output", worst, host, text, fix))
+        elif found["free"] < DISK_WANTED or _few_files(found):
+            scarce = found["free"] < DISK_NEEDED or _few_files(found)
+            left = "few more files" if _few_files(found) else f"{size(found['free'])}"
+            text = f"the disk of {found['asked']} has room for {left}"
+            fix = "free some of it, or choose another folder by --output"
+            findings.append(Finding("output", worst if scarce else "warn", host, text, fix))
+    return findings or _ok("output", shown, "writable, {} free")
+
+
+def _few_files(found: Mapping[str, Any]) -> bool:
+    return found["files_free"] is not None and found["files_free"] < FILES_NEEDED
+
+
+def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Finding]:
+    """Whether the other hosts see what the first one wrote. `seen`: by each of the others."""
+    if not seen:
+        return []
+    if all(seen.values()):
+        return [Finding("shared", "ok", ALL_HOSTS, f"all hosts share {folder}")]
+    without = ", ".join(host for host, sees in seen.items() if not sees)
+    text = (
+        f"{folder} of {first} is not shared with {without}: checkpoints are on {first} alone, and "
+        "a job that starts elsewhere does not find them"
+    )
+    fix = f"put --output on a file system that all hosts share, or keep {first} the first host"
+    return [Finding("shared", "warn", ALL_HOSTS, text, fix)]
+
+
+def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
+    """GPUs against slots, one driver, and a torch that can use them."""
+    findings, shown = [], {}
+    for host, found in known(facts, "gpus"):
+        count = len(found["list"])
+        names = sorted({gpu["name"] for gpu in found["list"]})
+        shown[host] = f"{count} x {', '.join(names)}" if count else "no NVIDIA GPU"
+        for status, text, fix in _gpu_problems(facts[host], slots.get(host, 1)):
+            findings.append(Finding("gpus", status, host, text, fix))
+    drivers = {
+        host: found["list"][0]["driver"] for host, found in known(facts, "gpus") if found["list"]
+    }
+    if len(set(drivers.values())) > 1:
+        listed = ", ".join(f"{host} {driver}" for host, driver in drivers.items())
+        text = f"different drivers: {listed}"
+        findings.append(Finding("gpus", "warn", ALL_HOSTS, text, "install one driver everywhere"))
+    return findings or _ok("gpus", shown, "{}")
+
+
+def _gpu_problems(facts: Facts, slots: int) -> list[tuple[Status, str, str]]:
+    found, loads = facts.get("gpus"), facts.get("horovod_loads", {})
+    if found["problem"]:
+        return [("fail", f"nvidia-smi fails: {found['problem']}", "mend or remove the driver")]
+    count = len(found["list"])
+    if count == 0:
+        return []
+    problems: list[tuple[Status, str, str]] = []
+    if slots > count:
+        text = f"{slots} slots, but {count} GPUs: workers share them"
+        problems.append(("warn", text, f"give the host {count} slots"))
+    if "torch" in loads and not loads["cuda"]:
+        text = f"there are GPUs, but torch {loads['torch']} is a build without CUDA"
+        problems.append(("warn", text, "install a CUDA build of torch, then launch/setup"))
+    elif "torch" in loads and not loads["nccl"]:
+        text = "there are GPUs, but Horovod is built without NCCL: gradients go through memory"
+        problems.append(("warn", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
+    return problems
+
+
+def check_horovod_loads(facts: ByHost) -> list[Finding]:
+    """Horovod's native library loads beside the torch that is there."""
+    findings, shown = [], {}
+    for host, found in known(facts, "horovod_loads"):
+        if found["problem"]:
+            fix = "build it anew for this torch: launch/setup"
+            findings.append(Finding("horovod loads", "fail", host, found["problem"], fix))
+        elif not found["gloo"]:
+            fix = "build it anew: launch/setup"
+            text = "Horovod is built without Gloo"
+            findings.append(Finding("horovod loads", "warn", host, text, fix))
+        else:
+            built = [name for name in ("gloo", "mpi", "nccl") if found[name]]
+            shown[host] = f"beside torch {found['torch']}, with {', '.join(built)}"
+    return findings or _ok("horovod loads", shown, "{}")
+
+
+def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
+    """Open MPI 4, the same everywhere. `needed`: the controller asked for is MPI."""
+    versions = dict(known(facts, "mpi"))
+    worst: Status = "fail" if needed else "warn"
+    if versions and not any(versions.values()):
+        text = "no mpirun on PATH: --controller gloo only"
+        return [Finding("mpi", worst, ALL_HOSTS, text, "launch/setup installs Open MPI 4")]
+    findings = []
+    for host, version in versions.items():
+        if version is None:
+            fix = "install the same MPI there, or use --controller gloo"
+            findings.append(Finding("mpi", worst, host, "no mpirun on PATH", fix))
+        elif not version.startswith("Open MPI 4."):
+            text = f"{version}: horovodrun's options fit Open MPI 4"
+            findings.append(Finding("mpi", worst, host, text, "install Open MPI 4: launch/setup"))
+    if len(different := set(filter(None, versions.values()))) > 1:
+        listed = ", ".join(f"{host} {version}" for host, version in versions.items())
+        fix = "install one version everywhere, or use --controller gloo"
+        findings.append(Finding("mpi", worst, ALL_HOSTS, f"different versions: {listed}", fix))
+    return findings or [Finding("mpi", "ok", ALL_HOSTS, version) for version in different]
+
+
+def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Clocks agree with this machine's. `offsets`: by host, (seconds ahead, give or take)."""
+    findings = []
+    for host, (ahead, uncertain) in offsets.items():
+        if abs(ahead) - uncertain > SKEW_WARN_S:
+            status: Status = "fail" if abs(ahead) - uncertain > SKEW_FAIL_S else "warn"
+            text = f"the clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
+            fix = "let it follow a time server: `timedatectl set-ntp true`"
+            findings.append(Finding("clock", status, host, text, fix))
+    if offsets and not findings:
+        widest = max(abs(ahead) + uncertain for ahead, uncertain in offsets.values())
+        text = f"clocks agree within {widest * 1000:.0f} ms"
+        findings.append(Finding("clock", "ok", ALL_HOSTS, text))
+    return findings
+
+
+def _ok(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:
+    """One finding where all hosts are alike, else one for each."""
+    if len(set(shown.values())) == 1:
+        return [Finding(check, "ok", ALL_HOSTS, text.format(next(iter(shown.values()))))]
+    return [Finding(check, "ok", host, text.format(value)) for host, value in shown.items()]

@@ -1,0 +1,193 @@
+"""One ring over all hosts: real `hvdtrain verify` under horovodrun, one worker a host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import EXIT_MISMATCH
+from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Finding
+from hvdtrain.launcher.doctor.probe import MARK
+from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.ssh import SshSetup
+
+LIMIT_S = 60.0
+END_S = 5.0
+SMALL, LARGE = 4, 4 << 20  # bytes: latency, bandwidth
+SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
+# Under Gloo the whole environment shows in `ps`: workers get what they need, and no secrets.
+KEPT = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TERM|TMPDIR|TZ|VIRTUAL_ENV|CONDA_PREFIX|PYTHONPATH|"
+    r"LD_LIBRARY_PATH|XDG_CACHE_HOME|(HOROVOD|OMPI|PMIX|NCCL|UCX|CUDA|OMP|MKL)_.*)"
+)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How the ring ended."""
+
+    workers: int
+    controller: str
+    exit_code: int | None  # of the launcher; None: time was up
+    output: str
+    measured: Mapping[str, Any] | None  # what verify wrote
+
+    def seconds(self, size: int) -> float | None:
+        """One all-reduce of `size` bytes."""
+        return self._of(size, "seconds")
+
+    def bandwidth(self) -> float | None:
+        """Bytes a second on each link, as nccl-tests defines busbw."""
+        return self._of(LARGE, "bus_bandwidth_bytes_per_s")
+
+    def _of(self, size: int, name: str) -> float | None:
+        for case in (self.measured or {}).get("cases", ()):
+            if case["bytes"] == size and case["submission"] == "alone":
+                return float(case[name])
+        return None
+
+
+def ring_command(
+    hosts: Sequence[Host], ssh: SshSetup, controller: str, interface: str | None, file: str
+) -> list[str]:
+    """One worker a host; two where there is only one."""
+    each = 2 if len(hosts) == 1 else 1
+    names = ",".join(f"{ssh.name_of(host)}:{each}" for host in hosts)
+    tools = Path(sys.executable).parent
+    return [
+        str(tools / "horovodrun"),
+        *("-np", str(each * len(hosts)), "-H", names, f"--{controller}", "--disable-cache"),
+        *("--start-timeout", "20"),
+        *(("--network-interface", interface) if interface else ()),
+        *(str(tools / "hvdtrain"), "verify", *SET, "--json", file),
+    ]
+
+
+def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
+    """Of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
+    kept = {name: value for name, value in environment.items() if KEPT.fullmatch(name)}
+    tools = str(Path(sys.executable).parent)
+    kept["PATH"] = os.pathsep.join([str(ssh.path), tools, environment.get("PATH", os.defpath)])
+    kept |= {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    kept.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    return kept
+
+
+def new_mark() -> str:
+    return secrets.token_hex(16)
+
+
+def run_ring(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float
+) -> tuple[int | None, str]:
+    """Exit code (None: time was up) and output. Nothing of it is left on this machine."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        finally:
+            _kill_session(process.pid)
+            process.wait()
+        output.seek(0)
+        return code, output.read(1 << 20).decode(errors="replace")
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _kill_session(session: int) -> None:
+    """Open MPI gives every worker a process group of its own, but all stay in one session."""
+    deadline = time.monotonic() + END_S
+    while (left := _members(session)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, number = stat.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(number) == session and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def parse_measured(text: str | None) -> Mapping[str, Any] | None:
+    """What verify wrote, if it came so far."""
+    try:
+        found = json.loads(text or "")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def check_ring(ring: Ring) -> list[Finding]:
+    """All sums are right; how fast it was."""
+    where = f"{ring.workers} workers, {ring.controller}"
+    latency, bandwidth = ring.seconds(SMALL), ring.bandwidth()
+    if ring.exit_code == 0 and latency is not None and bandwidth is not None:
+        text = (
+            f"{where}: all sums right; {SMALL} bytes in {latency * 1000:.1f} ms, bus bandwidth "
+            f"{bandwidth / 1e6:.0f} MB/s"
+        )
+        return [Finding("ring", "ok", ALL_HOSTS, text)]
+    told = last_words(ring.output)
+    if _wrong(ring):
+        text = f"{where}: sums are wrong: {told}"
+        fix = "run `hvdtrain verify --full` under horovodrun, host by host: memory or network lies"
+        return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
+    if ring.exit_code is None:
+        text = f"{where}: no end in time: {told}"
+        fix = "workers do not find one another: try --network-interface, look at firewalls"
+        return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
+    text = f"{where}: ended with exit code {ring.exit_code}: {told}"
+    fix = "mend what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
+    return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
+
+
+def _wrong(ring: Ring) -> bool:
+    if ring.exit_code == EXIT_MISMATCH or (ring.measured or {}).get("wrong", 0) > 0:
+        return True
+    return (
+        re.search(rf"(?i)exit (?:status with )?code:? +{EXIT_MISMATCH}\b", ring.output) is not None
+    )
+
+
+def last_words(output: str) -> str:
+    """The line of the output that says most: a worker's error, else the last one."""
+    lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if re.search(r"error|denied|refused|timed out", line, re.I)]
+    return (errors or lines or ["no output"])[-1][:300]
