@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import re
+import signal
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
-from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, UsageError
+from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.launcher.doctor.examining import Examination, Wishes, examine
 from hvdtrain.launcher.doctor.facts import failed
 from hvdtrain.launcher.doctor.telling import as_json, tell_findings, tell_verdict
@@ -44,6 +46,8 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: dict[str, Any], unknown: list[str]) -> int:
     """Examine, tell, and return the exit code: 3 when a check fails."""
     hosts, options, wishes = _read(arguments, unknown)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
         found = examine(hosts, ssh, wishes)
@@ -52,6 +56,11 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
         _write(Path(arguments["json"]), found)
     say(tell_verdict(found.findings, found.seconds))
     return EXIT_PREFLIGHT if failed(found.findings) else EXIT_OK
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End in order, so that what was started ends too."""
+    raise Stopped(number)
 
 
 def _read(

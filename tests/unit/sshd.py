@@ -73,6 +73,15 @@ class Sshd:
         line = f"[{ADDRESS}]:{self.port} {(self.folder / (key + '.pub')).read_text()}"
         (self.folder / "known_hosts").write_text(line if known else "")
 
+    @contextmanager
+    def again(self, setting: str) -> Iterator[SshOptions]:
+        """Run it with one more setting instead; gives the options to reach it."""
+        self.stop()
+        with (self.folder / "sshd_config").open("a") as file:
+            file.write(setting + "\n")
+        self._start()
+        yield self.options()
+
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait(10)

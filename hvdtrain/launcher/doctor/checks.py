@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hvdtrain.launcher.doctor.facts import (
@@ -16,7 +16,6 @@ from hvdtrain.launcher.doctor.facts import (
 )
 
 SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
-LOCAL = "127.0.0.1"
 NEEDED = {"torch", "horovod"}
 TOLD_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
 INSTALL = "launch/setup installs everything that is needed, in .venv"
@@ -154,8 +153,8 @@ def check_ssh(noise: Mapping[str, tuple[str, ...]]) -> list[Finding]:
     return findings
 
 
-def check_channel(facts: ByHost) -> list[Finding]:
-    """Every host can connect to the launcher's machine."""
+def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
+    """Every host can connect to the launcher's machine. `by_ssh`: those that are another one."""
     findings = []
     ways = dict(known(facts, "channel"))
     for host, channel in ways.items():
@@ -172,7 +171,7 @@ def check_channel(facts: ByHost) -> list[Finding]:
             text = f"no private file can be written in the user's cache: {found.errors['ticket']}"
             fix = "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME"
             findings.append(Finding("way back", "fail", host, text, fix))
-    if not findings and any(channel["address"] != LOCAL for channel in ways.values()):
+    if not findings and not ways.keys().isdisjoint(by_ssh):
         text = f"every host can connect to {THIS_MACHINE}"
         findings.append(Finding("way back", "ok", ALL_HOSTS, text))
     return findings

@@ -21,6 +21,7 @@ from hvdtrain.errors import EXIT_MISMATCH
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.mpi import mpi_environment
 from hvdtrain.launcher.ssh import SshSetup
 
 LIMIT_S = 60.0
@@ -30,7 +31,7 @@ SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
 # Under Gloo the whole environment shows in `ps`: workers get what they need, and no secrets.
 KEPT = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TERM|TMPDIR|TZ|VIRTUAL_ENV|CONDA_PREFIX|PYTHONPATH|"
-    r"LD_LIBRARY_PATH|XDG_CACHE_HOME|(HOROVOD|OMPI|PMIX|NCCL|UCX|CUDA|OMP|MKL)_.*)"
+    r"LD_LIBRARY_PATH|XDG_CACHE_HOME|(HOROVOD|OMPI|OPAL|PMIX|NCCL|UCX|CUDA|OMP|MKL)_.*)"
 )
 
 
@@ -82,7 +83,7 @@ def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -
     kept["PATH"] = os.pathsep.join([str(ssh.path), tools, environment.get("PATH", os.defpath)])
     kept |= {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
     kept.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    return kept
+    return mpi_environment() | kept
 
 
 def new_mark() -> str:
@@ -181,13 +182,16 @@ def _wrong(ring: Ring) -> bool:
     if ring.exit_code == EXIT_MISMATCH or (ring.measured or {}).get("wrong", 0) > 0:
         return True
     return (
-        re.search(rf"(?i)exit (?:status with )?code:? +{EXIT_MISMATCH}\b", ring.output) is not None
+        re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output) is not None
     )
 
 
 def last_words(output: str) -> str:
-    """The line of the output that says most: a worker's error, else the last one."""
+    """The line of the output that says most: an error of ours, a first cause, or the end."""
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
-    errors = [line for line in lines if re.search(r"error|denied|refused|timed out", line, re.I)]
-    return (errors or lines or ["no output"])[-1][:300]
+    for pattern in (r"^hvdtrain: |^verify: .*wrong", r"not found|denied|refused|timed out|Error:"):
+        for line in lines:
+            if re.search(pattern, line):
+                return line[:300]
+    return lines[-1][:300] if lines else "no output"

@@ -129,5 +129,5 @@ def quick_findings(answered: Mapping[str, Answered], here: Facts) -> list[Findin
         *checks.check_hvdtrain(facts, here),
         *checks.check_user(facts, here, named),
         *checks.check_working_directory(facts),
-        *checks.check_channel(facts),
+        *checks.check_channel(facts, noise),
     ]

@@ -1,0 +1,430 @@
+"""Each check of the doctor: good facts pass it, and one change makes it warn or fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain.launcher.doctor import checks, machine_checks, network
+from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Facts, Finding
+from hvdtrain.launcher.doctor.ring import Ring, check_ring, last_words
+from hvdtrain.launcher.doctor.telling import tell_findings, tell_verdict
+
+GIB = 1 << 30
+HOSTS = ("alpha", "beta", "gamma")
+SLOTS = dict.fromkeys(HOSTS, 2)
+LAUNCHER = [("lo", "127.0.0.1"), ("eth0", "10.0.0.9")]
+
+
+def good(host: str) -> dict[str, Any]:
+    """What a probe tells of a host on which everything is well."""
+    return {
+        "python": "3.11.7",
+        "executable": "/env/bin/python",
+        "packages": {"torch": "2.13.0", "torchvision": "0.28.0", "horovod": "0.28.1"},
+        "horovod_built_for": "2.13.0",
+        "hvdtrain": {"version": "0.1.0", "folder": "/src/hvdtrain", "sha256": "ab"},
+        "user": {"name": "carol", "uid": 1000, "home": "/home/carol"},
+        "working_directory": {"path": "/work", "usable": True},
+        "interfaces": [("lo", "127.0.0.1"), ("eth0", f"10.0.0.{HOSTS.index(host) + 1}")],
+        "channel": {"address": "10.0.0.9", "interface": "eth0", "tried": []},
+        "mpi": "Open MPI 4.1.8",
+        "gpus": {"list": [], "problem": None},
+        "horovod_loads": {
+            "problem": None, "torch": "2.13.0", "cuda": None,
+            "gloo": True, "mpi": True, "nccl": False,
+        },
+        "cores": {"all": 8, "usable": 8},
+        "memory": {"total": 32 * GIB, "available": 30 * GIB},
+        "cgroup": {
+            "version": 2, "cores": None, "memory": None, "memory_used": None, "processes": None,
+        },
+        "single_copy": True,
+        "shm": {"path": "/dev/shm", "total": GIB, "free": GIB, "files_free": None},
+        "limits": {"open_files": 65536, "locked_memory": 65536, "processes": None},
+        "infiniband": False,
+        "output": {
+            "asked": "/work/runs", "path": "/work", "problem": None,
+            "total": 100 * GIB, "free": 50 * GIB, "files_free": 10_000,
+        },
+        "speeds": {},
+    }  # fmt: skip
+
+
+GPU = {"name": "H200", "driver": "570.1", "memory_mb": "143771"}
+TWO_GPUS = {"list": [GPU, GPU], "problem": None}
+
+
+def facts_of(change: Callable[[dict[str, Any]], object] = lambda beta: None) -> dict[str, Facts]:
+    """Facts of three hosts, beta's changed."""
+    all_facts = {host: good(host) for host in HOSTS}
+    change(all_facts["beta"])
+    return {host: Facts(values) for host, values in all_facts.items()}
+
+
+def put(*path_and_value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change: facts[a][b] = value."""
+    *path, last, value = path_and_value
+
+    def change(facts: dict[str, Any]) -> None:
+        for name in path:
+            facts = facts[name]
+        facts[last] = value
+
+    return change
+
+
+HERE = Facts(good("alpha"))
+CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
+    "python": lambda facts: checks.check_python(facts, HERE),
+    "packages": lambda facts: checks.check_packages(facts, HERE),
+    "built_for": checks.check_built_for,
+    "hvdtrain": lambda facts: checks.check_hvdtrain(facts, HERE),
+    "user": lambda facts: checks.check_user(facts, HERE),
+    "path": checks.check_working_directory,
+    "channel": lambda facts: checks.check_channel(facts, HOSTS),
+    "interface": lambda facts: checks.check_interface(facts, LAUNCHER),
+    "loads": machine_checks.check_horovod_loads,
+    "mpi": lambda facts: machine_checks.check_mpi(facts, needed=False),
+    "mpi needed": lambda facts: machine_checks.check_mpi(facts, needed=True),
+    "gpus": lambda facts: machine_checks.check_gpus(facts, SLOTS),
+    "cores": lambda facts: machine_checks.check_cores(facts, SLOTS),
+    "memory": lambda facts: machine_checks.check_memory(facts, SLOTS),
+    "container": lambda facts: machine_checks.check_container(facts, SLOTS),
+    "shm": machine_checks.check_shm,
+    "limits": lambda facts: machine_checks.check_limits(facts, SLOTS),
+    "output": lambda facts: machine_checks.check_output(facts, "alpha"),
+    "output first": lambda facts: machine_checks.check_output(facts, "beta"),
+    "ports": network.check_ports,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_good_facts_pass(name: str) -> None:
+    """Fails when a check complains of hosts on which everything is well."""
+    findings = CHECKS[name](facts_of())
+    assert {finding.status for finding in findings} <= {"ok"}
+    assert name == "built_for" or findings
+
+
+# check, change of beta's facts, status, what the text says, what the fix says
+BAD = [
+    ("python", put("python", "3.11.2"), "warn", "Python 3.11.2, but 3.11.7 on this", "/env/bin"),
+    ("python", put("python", "3.12.7"), "fail", "Python 3.12.7, but 3.11.7", "same environment"),
+    ("packages", put("packages", "torch", "2.12.0"), "fail", "2.12.0, but 2.13.0", "torch 2.13.0"),
+    ("packages", put("packages", "torchvision", None), "fail", "not installed, but", "0.28.0"),
+    ("packages", put("packages", "horovod", "0.27.0"), "fail", "0.27.0, but 0.28.1", "0.28.1"),
+    ("built_for", put("horovod_built_for", "2.12.0"), "warn", "torch 2.12.0, but", "launch/setup"),
+    ("hvdtrain", put("hvdtrain", "version", "0.2.0"), "fail", "0.2.0, but 0.1.0", "same code"),
+    ("hvdtrain", put("hvdtrain", "sha256", "cd"), "fail", "not the same code", "same code"),
+    ("user", put("user", "name", "dave"), "warn", "logs in as dave", "dave@beta"),
+    (
+        "path",
+        put("working_directory", "usable", False),
+        "fail",
+        "no folder /work",
+        "mkdir -p /work",
+    ),
+    (
+        "channel",
+        put("channel", {"address": None, "interface": None, "tried": [["10.0.0.9", "timed out"]]}),
+        *("fail", "cannot connect back to this machine (10.0.0.9: timed out)", "firewall"),
+    ),
+    ("loads", put("horovod_loads", {"problem": "undefined symbol x"}), "fail", "undefined", "anew"),
+    ("loads", put("horovod_loads", "gloo", False), "warn", "without Gloo", "anew"),
+    ("mpi", put("mpi", None), "warn", "no mpirun", "gloo"),
+    ("mpi needed", put("mpi", None), "fail", "no mpirun", "gloo"),
+    ("gpus", put("gpus", "problem", "NVML: mismatch"), "fail", "NVML: mismatch", "driver"),
+    ("cores", put("cores", "usable", 1), "warn", "2 slots, but 1 usable cores (of 8)", "slots"),
+    ("cores", put("cgroup", "cores", 1.5), "warn", "2 slots, but 1.5 usable cores", "container"),
+    ("memory", put("memory", "available", GIB), "warn", "1.0 GiB of memory free for 2", "slots"),
+    ("memory", put("memory", "available", GIB // 2), "fail", "512 MiB of memory free", "slots"),
+    (
+        "memory",
+        lambda beta: beta["cgroup"].update(memory=2 * GIB, memory_used=GIB),
+        *("warn", "1.0 GiB of memory free", "container's limit"),
+    ),
+    ("container", put("cgroup", "processes", 100), "warn", "allows 100 processes", "--pids-limit"),
+    ("container", put("single_copy", False), "warn", "read each other's memory", "SYS_PTRACE"),
+    ("shm", put("shm", "free", 64 << 20), "warn", "/dev/shm has 64 MiB free", "--shm-size"),
+    ("shm", lambda beta: beta.pop("shm"), "warn", "no /dev/shm", "--shm-size"),
+    ("limits", put("limits", "open_files", 256), "warn", "256 open files", "ulimit -n 1024"),
+    ("limits", put("limits", "processes", 200), "warn", "200 processes", "ulimit -u 384"),
+    ("limits", put("infiniband", True), "warn", "0 MiB locked memory", "ulimit -l unlimited"),
+    ("output", put("output", "problem", "Permission denied"), "warn", "Permission denied", "--out"),
+    ("output first", put("output", "problem", "Read-only"), "fail", "runs cannot be", "--output"),
+    ("output", put("output", "free", GIB), "warn", "room for 1.0 GiB", "free some"),
+    ("output first", put("output", "free", 5 << 20), "fail", "room for 5 MiB", "free some"),
+    ("output first", put("output", "files_free", 3), "fail", "few more files", "free some"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "status", "text", "fix"), BAD)
+def test_each_check_notices(name: str, change: Any, status: str, text: str, fix: str) -> None:
+    """Fails when a check lets this pass, blames another host, or names no fix."""
+    bad = [found for found in CHECKS[name](facts_of(change)) if found.status != "ok"]
+    assert [(found.host, found.status) for found in bad] == [("beta", status)]
+    assert text in bad[0].text
+    assert fix in bad[0].fix
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "status", "text"),
+    [
+        ("user", put("user", "uid", 1001), "warn", "different numbers (alpha 1000, beta 1001"),
+        ("mpi", put("mpi", "Open MPI 4.0.1"), "warn", "different versions: alpha Open MPI 4.1.8"),
+        ("mpi needed", put("mpi", "Open MPI 4.0.1"), "fail", "beta Open MPI 4.0.1"),
+        ("interface", put("channel", "interface", "ens3"), "warn", "beta: ens3 to this machine's"),
+        ("interface", put("channel", "address", "1.2.3.4"), "warn", "1.2.3.4, which is none of"),
+    ],
+)
+def test_hosts_that_differ_from_one_another(name: str, change: Any, status: str, text: str) -> None:
+    """Fails when what is wrong between hosts goes unnoticed."""
+    (bad,) = CHECKS[name](facts_of(change))
+    assert (bad.host, bad.status) == (ALL_HOSTS, status)
+    assert text in bad.text
+    assert bad.fix
+
+
+def test_what_is_installed_nowhere() -> None:
+    """Fails when hosts are taken for well because they all lack the same."""
+    here = Facts(good("alpha") | {"packages": dict.fromkeys(("torch", "torchvision", "horovod"))})
+    facts = dict.fromkeys(HOSTS, here)
+    found = checks.check_packages(facts, here)
+    assert [(item.check, item.status) for item in found] == [
+        ("torch", "fail"),
+        ("torchvision", "warn"),
+        ("horovod", "fail"),
+    ]
+    none = facts_of()
+    for host in none.values():
+        dict.__setitem__(host.values, "mpi", None)  # type: ignore[arg-type]
+    assert [item.text for item in machine_checks.check_mpi(none, False)] == [
+        "no mpirun on PATH: --controller gloo only"
+    ]
+
+
+def test_open_mpi_5_is_refused() -> None:
+    """Fails when an Open MPI passes that horovodrun's options do not fit."""
+    facts = {"alpha": Facts({"mpi": "Open MPI 5.0.3"})}
+    found = machine_checks.check_mpi(facts, needed=True)
+    assert [(item.status, "fit Open MPI 4" in item.text) for item in found] == [("fail", True)]
+
+
+@pytest.mark.parametrize(
+    ("loads", "slots", "text"),
+    [
+        ({"torch": "2.13.0", "cuda": "12.8", "nccl": True}, 3, "3 slots, but 2 GPUs"),
+        ({"torch": "2.13.0+cpu", "cuda": None, "nccl": False}, 2, "a build without CUDA"),
+        ({"torch": "2.13.0", "cuda": "12.8", "nccl": False}, 2, "without NCCL"),
+    ],
+)
+def test_gpus(loads: dict[str, Any], slots: int, text: str) -> None:
+    """Fails when GPUs that cannot be used, or are too few, go unnoticed."""
+    facts = {"alpha": Facts({"gpus": TWO_GPUS, "horovod_loads": loads})}
+    (found,) = machine_checks.check_gpus(facts, {"alpha": slots})
+    assert (found.status, text in found.text) == ("warn", True)
+
+
+def test_gpu_drivers_that_differ() -> None:
+    """Fails when hosts with different drivers pass."""
+    other = copy.deepcopy(TWO_GPUS)
+    other["list"][0]["driver"] = "535.1"  # type: ignore[index]
+    facts = {"alpha": Facts({"gpus": TWO_GPUS}), "beta": Facts({"gpus": other})}
+    (found,) = machine_checks.check_gpus(facts, SLOTS)
+    assert "alpha 570.1, beta 535.1" in found.text
+
+
+def test_a_user_that_the_hostfile_names_is_meant() -> None:
+    """Fails when user@host in the hostfile is complained of."""
+    facts = facts_of(put("user", "name", "dave"))
+    assert [item.status for item in checks.check_user(facts, HERE, {"beta"})] == ["ok"]
+
+
+def test_facts_that_could_not_be_had_are_told() -> None:
+    """Fails when a check passes because its fact is missing, and nobody says so."""
+    facts = {"alpha": Facts({}, {"memory": "KeyError: 'MemTotal'", "ticket": "no"})}
+    (found,) = checks.check_gathered(facts)
+    assert (found.status, found.host) == ("warn", "alpha")
+    assert "memory could not be found out: KeyError" in found.text
+
+
+def test_a_ticket_that_could_not_be_written() -> None:
+    """Fails when agents would find no ticket, and nobody says so."""
+    channel = good("alpha")["channel"]
+    facts = {"alpha": Facts({"channel": channel}, {"ticket": "OSError: /x: Read-only"})}
+    (found,) = checks.check_channel(facts, HOSTS)
+    assert (found.status, "Read-only" in found.text) == ("fail", True)
+
+
+def test_noise_on_standard_output() -> None:
+    """Fails when what a login script prints goes unnoticed."""
+    (found,) = checks.check_ssh({"alpha": (), "beta": ("Welcome!", "You have mail")})
+    assert (found.status, found.host) == ("warn", "beta")
+    assert "'Welcome!'" in found.text
+    assert [item.status for item in checks.check_ssh({"alpha": ()})] == ["ok"]
+    assert checks.check_ssh({}) == []  # no host that is reached by ssh
+
+
+@pytest.mark.parametrize(
+    ("ahead", "uncertain", "status"),
+    [(0.5, 0.001, "ok"), (-3.0, 0.1, "warn"), (3.0, 2.5, "ok"), (90.0, 0.1, "fail")],
+)
+def test_clocks(ahead: float, uncertain: float, status: str) -> None:
+    """Fails when a wrong clock passes, or a slow connection is taken for one."""
+    (found,) = machine_checks.check_clocks({"beta": (ahead, uncertain)})
+    assert found.status == status
+    assert status == "ok" or ("ahead" if ahead > 0 else "behind") in found.text
+
+
+def test_latency() -> None:
+    """Fails when a slow connection passes."""
+    assert [item.status for item in network.check_latency({"a": 0.002, "b": 0.003})] == ["ok"]
+    (found,) = network.check_latency({"a": 0.002, "b": 0.9})
+    assert (found.status, found.host, "900 ms" in found.text) == ("warn", "b", True)
+
+
+def test_file_systems() -> None:
+    """Fails when a folder that one host alone has is taken for shared."""
+    assert machine_checks.check_shared({}, "alpha", "/work/runs") == []
+    (found,) = machine_checks.check_shared({"beta": True, "gamma": True}, "alpha", "/runs")
+    assert found.status == "ok"
+    (found,) = machine_checks.check_shared({"beta": True, "gamma": False}, "alpha", "/runs")
+    assert (found.status, "not shared with gamma" in found.text) == ("warn", True)
+
+
+def tries(**problems: str) -> dict[str, list[dict[str, Any]]]:
+    """Every pair's tries over eth0 and docker0; `problems`: FROM_TO_INTERFACE=what goes wrong.
+
+    docker0 has the same address on all hosts, so that whoever connects to it finds himself.
+    """
+    return {
+        source: [
+            {
+                "host": target,
+                "interface": interface,
+                "address": f"{interface} of {target}",
+                "seconds": 0.001,
+                "problem": problems.get(f"{source}_{target}_{interface}", usual),
+            }
+            for target in HOSTS
+            if target != source
+            for interface, usual in (("eth0", None), ("docker0", "another machine answers"))
+        ]
+        for source in HOSTS
+    }
+
+
+def judge(facts: dict[str, Facts], reached: Any, wanted: str | None = None) -> list[Finding]:
+    routes = network.find_routes(facts, reached)
+    return [
+        *network.check_pairs(routes, reached),
+        *network.check_route(facts, routes, wanted),
+    ]
+
+
+def test_every_pair_is_joined() -> None:
+    """Fails when the interface that joins all hosts is not the one proposed."""
+    found = judge(facts_of(), tries())
+    assert [(item.check, item.status) for item in found] == [("network", "ok"), ("interface", "ok")]
+    assert found[1].text == "Horovod should use eth0"
+
+
+def test_one_pair_is_cut_one_way() -> None:
+    """Fails when a pair that cannot connect in one direction goes unnoticed."""
+    (found,) = judge(facts_of(), tries(beta_gamma_eth0="timed out"))
+    assert (found.check, found.status, found.host) == ("network", "fail", "beta")
+    assert "gamma (eth0 of gamma: timed out; docker0 of gamma: another machine" in found.text
+
+
+def test_names_that_differ() -> None:
+    """Fails when hosts reach one another, but by no name that all have, and that passes."""
+    reached = tries()
+    for source in ("alpha", "gamma"):
+        for attempt in reached[source]:
+            if attempt["host"] == "beta" and attempt["interface"] == "eth0":
+                attempt["interface"] = "ens3"
+    found = judge(facts_of(put("interfaces", [("lo", "127.0.0.1"), ("ens3", "10.0.0.2")])), reached)
+    assert [(item.check, item.status) for item in found] == [
+        ("network", "ok"),
+        ("interface", "fail"),
+    ]
+    assert "alpha: eth0; beta: ens3; gamma: eth0" in found[1].text
+
+
+def test_the_interface_asked_for() -> None:
+    """Fails when an interface passes that does not join the hosts."""
+    (_, found) = judge(facts_of(), tries(), wanted="docker0")
+    assert (found.status, found.fix) == ("fail", "--network-interface eth0")
+    (_, found) = judge(facts_of(), tries(), wanted="eth0")
+    assert found.status == "ok"
+
+
+def test_the_faster_interface_is_best() -> None:
+    """Fails when the slow network or a container's bridge is proposed first."""
+    reached = tries()
+    for source, attempts in tries().items():
+        reached[source] += [a | {"interface": "ib0", "seconds": 0.1} for a in attempts if a]
+        reached[source] += [a | {"interface": "br-1", "seconds": 0.0} for a in attempts if a]
+        for attempt in reached[source]:
+            attempt["problem"] = None
+    facts = {host: Facts({"speeds": {"eth0": 1000, "ib0": 100_000}}) for host in HOSTS}
+    assert network.find_routes(facts, reached).usable == ("ib0", "eth0", "br-1", "docker0")
+
+
+def test_no_port_to_listen_on() -> None:
+    """Fails when a host that cannot listen passes."""
+    (found,) = network.check_ports({"alpha": Facts({}, {"listener": "OSError: in use"})})
+    assert (found.status, found.host) == ("fail", "alpha")
+
+
+CASES = [
+    {"bytes": 4, "submission": "together", "seconds": 9.0, "bus_bandwidth_bytes_per_s": 1.0},
+    {"bytes": 4, "submission": "alone", "seconds": 0.002, "bus_bandwidth_bytes_per_s": 3e3},
+    {"bytes": 4 << 20, "submission": "alone", "seconds": 1, "bus_bandwidth_bytes_per_s": 5e8},
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "measured", "status", "text"),
+    [
+        (0, "", {"wrong": 0, "cases": CASES}, "ok", "4 bytes in 2.0 ms, bus bandwidth 500 MB/s"),
+        (0, "", None, "fail", "exit code 0: no output"),
+        (None, "[0]<stderr>:waiting\n", None, "fail", "no end in time: waiting"),
+        (1, "[1]<stderr>:bash: x: command not found\nend", None, "fail", "x: command not found"),
+        (17, "hvdtrain: error: sum is off\nend", None, "fail", "sums are wrong: hvdtrain: error"),
+        (1, "Process 0 exit with status code 17.", None, "fail", "sums are wrong"),
+        (1, "Exit code:    17\n", None, "fail", "sums are wrong"),
+        (1, "", {"wrong": 2, "cases": CASES}, "fail", "sums are wrong"),
+        (1, "Exit code: 1\n", {"wrong": 0, "cases": []}, "fail", "ended with exit code 1"),
+    ],
+)
+def test_the_ring(code: Any, output: str, measured: Any, status: str, text: str) -> None:
+    """Fails when a ring that went wrong passes, or wrong sums are told as anything else."""
+    (found,) = check_ring(Ring(3, "gloo", code, output, measured))
+    assert found.status == status
+    assert text in found.text
+    assert status == "ok" or found.fix
+
+
+def test_last_words_name_the_cause() -> None:
+    """Fails when the launcher's farewell is shown instead of the worker's error."""
+    output = "[1,0]<stderr>:a\n[1,1]<stderr>:hvdtrain: error: no\nPrimary job terminated\n"
+    assert last_words(output) == "hvdtrain: error: no"
+
+
+def test_telling() -> None:
+    """Fails when hosts with the same finding are told apart, or a fix is lost."""
+    same = [Finding("shm", "warn", host, "small", "enlarge") for host in ("alpha", "beta")]
+    findings = [Finding("python", "ok", ALL_HOSTS, "Python 3.11.7"), *same]
+    assert tell_findings(findings).splitlines() == [
+        "ok    python          Python 3.11.7",
+        "warn  shm             alpha, beta: small",
+        "                      fix: enlarge",
+    ]
+    assert tell_verdict(findings, 1.0) == "doctor: ready to train (2 warn, 1 ok; 1.0 s)"
+    findings.append(Finding("ssh", "fail", "gamma", "refused"))
+    assert "something must be mended (1 fail, 2 warn, 1 ok" in tell_verdict(findings, 1.0)

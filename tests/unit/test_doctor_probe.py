@@ -1,0 +1,373 @@
+"""What the doctor's probe finds on a host: on made-up machines, and on this one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvdtrain.launcher import addresses, mpi
+from hvdtrain.launcher.doctor import children, gathering, machine, probe, tickets
+from hvdtrain.launcher.doctor.reaching import Listener, reach_all
+from hvdtrain.launcher.doctor.ring import KEPT, run_ring
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": None}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({"proc/self/cgroup": "0::/\n"}, NO_LIMITS | {"version": 2}, id="none"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/cgroup.controllers": "",
+                "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/job/memory.max": "3000\n",
+                "sys/fs/cgroup/job/memory.current": "1000\n",
+                "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/job/step/memory.max": "5000\n",
+                "sys/fs/cgroup/job/step/pids.max": "77\n",
+            },
+            {
+                "version": 2,
+                "cores": 1.5,
+                "memory": 3000,
+                "memory_used": 1000,
+                "processes": 77,
+            },
+            id="v2, the narrowest on the way up",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/../other\n",
+                "sys/fs/cgroup/cgroup.controllers": "",
+                "sys/fs/cgroup/memory.max": "4096\n",
+                "sys/fs/cgroup/memory.current": "96\n",
+            },
+            NO_LIMITS | {"version": 2, "memory": 4096, "memory_used": 96},
+            id="v2 in a container",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "9:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n8:pids:/\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "2048\n",
+                "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": "48\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/pids/pids.max": "max\n",
+            },
+            {
+                "version": 1,
+                "cores": 0.5,
+                "memory": 2048,
+                "memory_used": 48,
+                "processes": None,
+            },
+            id="v1",
+        ),
+    ],
+)
+def test_limits_of_containers(
+    tmp_path: Path, files: dict[str, str], expected: dict[str, Any]
+) -> None:
+    """Fails when a limit is overlooked, or the number for "none" is taken for one."""
+    assert machine.cgroup_limits(write(tmp_path, files)) == expected
+
+
+def test_memory_and_speeds(tmp_path: Path) -> None:
+    """Fails when the kernel's kilobytes, or an interface that is down (-1), are misread."""
+    files = {
+        "proc/meminfo": "MemTotal:  100 kB\nMemFree:   10 kB\nMemAvailable:  60 kB\n",
+        "sys/class/net/eth0/speed": "1000\n",
+        "sys/class/net/eth1/speed": "-1\n",
+    }
+    root = write(tmp_path, files)
+    assert machine.memory(root) == {"total": 102_400, "available": 61_440}
+    assert machine.link_speeds(root) == {"eth0": 1000}
+
+
+def test_limits_of_this_process() -> None:
+    """Fails when the hard limit is taken, or unlimited for a number."""
+    program = (
+        "import resource as r, json\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (99, r.getrlimit(r.RLIMIT_NOFILE)[1]))\n"
+        "from hvdtrain.launcher.doctor.machine import limits\n"
+        "print(json.dumps(limits()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["open_files"] == 99
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    assert found["processes"] == (None if hard == resource.RLIM_INFINITY else hard)
+
+
+def test_output_folders(tmp_path: Path) -> None:
+    """Fails when a folder that cannot be written passes, or the check leaves something there."""
+    asked = tmp_path / "a" / "runs"
+    found = machine.output_folder(asked)
+    assert (found["asked"], found["path"], found["problem"]) == (str(asked), str(tmp_path), None)
+    assert list(tmp_path.iterdir()) == []
+    read_only = machine.output_folder(Path("/proc/runs"))
+    assert read_only["path"] == "/proc"
+    assert read_only["problem"]
+
+
+def test_every_fact_of_this_machine_can_be_had(tmp_path: Path) -> None:
+    """Fails when a fact breaks here, on an ordinary machine."""
+    found = gathering.gather(
+        gathering.quick_sources(str(tmp_path)) | machine.machine_sources(str(tmp_path))
+    )
+    assert found["errors"] == {}
+    values = found["values"]
+    assert values["working_directory"] == {"path": str(tmp_path), "usable": True}
+    assert ["lo", "127.0.0.1"] in [list(pair) for pair in values["interfaces"]]
+    assert values["executable"] == sys.executable
+
+
+def test_one_broken_fact_leaves_the_others() -> None:
+    """Fails when what cannot be found out takes the other facts with it."""
+
+    def broken() -> None:
+        raise ZeroDivisionError("no")
+
+    found = gathering.gather({"a": broken, "b": lambda: 1})
+    assert found == {"values": {"b": 1}, "errors": {"a": "ZeroDivisionError: no"}}
+
+
+def test_changed_code_shows(tmp_path: Path) -> None:
+    """Fails when two checkouts of one version cannot be told apart."""
+    root = write(tmp_path, {"a.py": "x = 1\n", "b/c.py": "", "notes.txt": "1"})
+    before = gathering.source_hash(root)
+    write(root, {"notes.txt": "2"})
+    assert gathering.source_hash(root) == before
+    write(root, {"b/c.py": "y = 2\n"})
+    assert gathering.source_hash(root) != before
+
+
+def test_interfaces_are_those_of_psutil() -> None:
+    """Fails when hosts are judged local by other addresses than horovodrun's, which asks psutil."""
+    expected = {
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    assert set(addresses.interfaces()) == expected
+
+
+def fake(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+
+
+def test_programs_that_tell_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when the answers of mpirun or nvidia-smi are misread (no GPU here: they are fake)."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(children.shutil, "which", which_in(tmp_path))
+    assert children.mpi_version() is None
+    assert children.gpus() == {"list": [], "problem": None}
+    fake(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    fake(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1, 143771'")
+    assert children.mpi_version() == "Open MPI 4.1.4"
+    gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_mb": "143771"}
+    assert children.gpus()["list"] == [gpu]
+    fake(tmp_path, "mpirun", "echo 'HYDRA build details:'")
+    fake(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
+    assert children.mpi_version() == "HYDRA build details:"
+    assert children.gpus()["problem"] == "Driver/library version mismatch"
+
+
+def which_in(folder: Path) -> Callable[[str], str | None]:
+    return lambda name: str(folder / name) if (folder / name).exists() else None
+
+
+def test_a_horovod_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a Horovod whose library does not fit passes, or the reason is lost."""
+    write(tmp_path, {"horovod/__init__.py": "", "horovod/torch/__init__.py": "import nothing_here"})
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    found = children.horovod_loads()
+    assert "No module named 'nothing_here'" in found["problem"]
+
+
+def test_pips_open_mpi_is_told_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when mpirun on other hosts would look for its daemon on PATH, or the system's MPI is
+    told a place that is not its own.
+    """
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "bin" / "python"))
+    (tmp_path / "bin").mkdir()
+    for name in ("mpirun", "orted"):
+        fake(tmp_path / "bin", name, "")
+    monkeypatch.setattr(mpi.shutil, "which", which_in(tmp_path / "bin"))
+    assert mpi.mpi_environment() == {
+        "OMPI_MCA_orte_launch_agent": str(tmp_path / "bin" / "orted"),
+        "OPAL_PREFIX": str(tmp_path),
+    }
+    monkeypatch.setattr(mpi.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert mpi.mpi_environment() == {}
+
+
+def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put requests to a probe of its own process; the answers."""
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.launcher.doctor.probe"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    return [json.loads(lines[n + 1]) for n, line in enumerate(lines) if line == probe.MARKER]
+
+
+def test_the_probe_answers_and_ends_with_its_input() -> None:
+    """Fails when an answer is lost, an unknown request ends the probe, or it stays behind."""
+    ping, unknown = ask({"do": "ping"}, {"do": "dance"})
+    assert ping["values"]["began"] <= ping["values"]["ended"]
+    assert unknown["errors"] == {"request": "unknown: 'dance'"}
+
+
+def test_the_ticket_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when others can read the ticket, the agents cannot find it, or it is left behind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tickets.write_ticket({"job": "j", "channel": ["a", 1], "ticket": "{}"}, os.environ)
+    assert path == tmp_path / "hvdtrain" / "launch" / f"j.{socket.gethostname()}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert tickets.read_ticket("j") == {"job": "j", "channel": ["a", 1], "ticket": "{}"}
+    path.chmod(0o644)
+    assert tickets.read_ticket("j") is None  # it may be anybody's
+    tickets.remove_ticket("j")
+    assert list(path.parent.iterdir()) == []
+    assert tickets.read_ticket("j") is None
+
+
+def test_the_ticket_goes_where_it_can(tmp_path: Path) -> None:
+    """Fails when a cache folder that cannot be written ends it, though the home directory can."""
+    environment = {"XDG_CACHE_HOME": "/proc/none", "HOME": str(tmp_path)}
+    path = tickets.write_ticket({"job": "j"}, environment)
+    assert path.is_relative_to(tmp_path / ".cache")
+    assert tickets.read_ticket("j", environment) == {"job": "j"}
+
+
+def test_launcher_addresses() -> None:
+    """Fails when a host would try loopback or IPv6, or the way SSH came last."""
+    request = {"addresses": ["127.0.0.1", "10.0.0.9", "10.1.0.9"]}
+    environment = {"SSH_CONNECTION": "::ffff:10.1.0.9 50000 10.1.0.2 22"}
+    assert probe.launcher_addresses(request, environment) == ["10.1.0.9", "10.0.0.9"]
+    environment = {"SSH_CONNECTION": "fe80::1 50000 fe80::2 22"}
+    assert probe.launcher_addresses(request, environment) == ["10.0.0.9", "10.1.0.9"]
+    assert probe.launcher_addresses(request | {"local": True}, environment) == ["127.0.0.1"]
+
+
+def test_reaching() -> None:
+    """Fails when another host that answers is taken for the one that was meant."""
+    listener = Listener()
+    target = {"host": "beta", "port": listener.port, "addresses": [["lo", "127.0.0.1"]]}
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = {**target, "port": closed.getsockname()[1], "token": ""}
+        right, wrong, none = reach_all(
+            [target | {"token": listener.token}, target | {"token": "other"}, nobody]
+        )
+    assert (right["problem"], right["through"], right["interface"]) == (None, "lo", "lo")
+    assert wrong["problem"] == "another machine answers"
+    assert none["problem"] == "Connection refused"
+
+
+def test_files_that_are_looked_for(tmp_path: Path) -> None:
+    """Fails when a file of the doctor's is seen where it is not, or left behind."""
+    here = {"folder": str(tmp_path), "name": "x"}
+    elsewhere = {"folder": str(tmp_path / "none"), "name": "x"}
+    probe.leave(here)
+    assert probe.look(here)
+    assert not probe.look(elsewhere)
+    probe.remove(here)
+    assert not probe.look(here)
+    made = probe.make_file()
+    Path(made).write_text("{}")
+    assert probe.take_file({"file": made}) == "{}"
+    assert not Path(made).exists()
+
+
+def test_what_is_left_of_a_job_is_swept() -> None:
+    """Fails when a worker of the doctor's outlives it, or another process is ended."""
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    processes = [
+        subprocess.Popen(sleep, env=os.environ | {probe.MARK: mark}, stdout=subprocess.PIPE)
+        for mark in ("of-this-test", "of-another")
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has become Python, with its environment
+        assert probe.sweep("of-this-test") == 1
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_ring_without_end_is_ended(tmp_path: Path) -> None:
+    """Fails when the time limit does not hold, or workers in groups of their own stay behind."""
+    file = tmp_path / "pid"
+    program = f"set -m; sleep 98 & echo $! > {file}; echo started; trap '' TERM; wait; sleep 97"
+    began = time.monotonic()
+    code, output = run_ring(["bash", "-c", program], os.environ, limit_s=1)
+    assert (code, output) == (None, "started\n")
+    assert time.monotonic() - began < 15
+    pid = int(file.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # until its new parent has taken notice
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or " Z " in state.read_text()
+
+
+def test_secrets_stay_here() -> None:
+    """Fails when the ring's workers get variables that show in `ps`, or lack what they need."""
+    assert KEPT.fullmatch("PYTHONPATH")
+    assert KEPT.fullmatch("HOROVOD_CYCLE_TIME")
+    assert not KEPT.fullmatch("AWS_SECRET_ACCESS_KEY")
+    assert not KEPT.fullmatch("WANDB_API_KEY")
+    assert not KEPT.fullmatch("HOMEBREW_TOKEN")
+
+
+def test_an_alarm_ends_a_probe_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a probe whose connection hangs could live for ever."""
+    seconds: list[int] = []
+    monkeypatch.setattr(probe.signal, "alarm", seconds.append)
+    monkeypatch.setattr(probe.sys, "stdin", io.StringIO(""))
+    assert probe.main() == 0
+    assert seconds == [probe.LONGEST_LIFE_S]
