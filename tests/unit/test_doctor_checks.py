@@ -229,6 +229,13 @@ def test_gpus(loads: dict[str, Any], slots: int, text: str) -> None:
     assert (found.status, text in found.text) == ("warn", True)
 
 
+def test_the_host_with_least_is_shown() -> None:
+    """Fails when room on one host hides that another has less."""
+    facts = facts_of(put("memory", "available", 5 * GIB))
+    (found,) = machine_checks.check_memory(facts, SLOTS)
+    assert (found.status, found.text) == ("ok", "5.0 GiB or more free")
+
+
 def test_gpu_drivers_that_differ() -> None:
     """Fails when hosts with different drivers pass."""
     other = copy.deepcopy(TWO_GPUS)
@@ -266,6 +273,7 @@ def test_noise_on_standard_output() -> None:
     assert (found.status, found.host) == ("warn", "beta")
     assert "'Welcome!'" in found.text
     assert [item.status for item in checks.check_ssh({"alpha": ()})] == ["ok"]
+    assert checks.check_ssh({"alpha": ()}, silent=1)[0].text == "every other host answers"
     assert checks.check_ssh({}) == []  # no host that is reached by ssh
 
 

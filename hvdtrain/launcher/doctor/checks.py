@@ -140,8 +140,10 @@ def check_built_for(facts: ByHost) -> list[Finding]:
     return findings
 
 
-def check_ssh(noise: Mapping[str, tuple[str, ...]]) -> list[Finding]:
-    """Hosts reached by ssh print nothing but what was asked for. `noise`: lines, by host."""
+def check_ssh(noise: Mapping[str, tuple[str, ...]], silent: int = 0) -> list[Finding]:
+    """Hosts reached by ssh print nothing but what was asked for. `noise`: lines, by host that
+    answers. `silent`: how many do not; they are told elsewhere.
+    """
     findings = []
     for host, lines in noise.items():
         if lines:
@@ -149,7 +151,8 @@ def check_ssh(noise: Mapping[str, tuple[str, ...]]) -> list[Finding]:
             fix = "let ~/.bashrc (or the like) print for people only: [ -t 1 ] && echo ..."
             findings.append(Finding("ssh", "warn", host, text, fix))
     if noise and not findings:
-        findings.append(Finding("ssh", "ok", ALL_HOSTS, "every host answers"))
+        who = "every other host" if silent else "every host"
+        findings.append(Finding("ssh", "ok", ALL_HOSTS, f"{who} answers"))
     return findings
 
 
@@ -172,7 +175,7 @@ def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
             fix = "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME"
             findings.append(Finding("way back", "fail", host, text, fix))
     if not findings and not ways.keys().isdisjoint(by_ssh):
-        text = f"every host can connect to {THIS_MACHINE}"
+        text = f"hosts can connect to {THIS_MACHINE}"
         findings.append(Finding("way back", "ok", ALL_HOSTS, text))
     return findings
 

@@ -64,7 +64,7 @@ def check_pairs(routes: Routes, reached: Reached) -> list[Finding]:
         )
         findings.append(Finding("network", "fail", source, text, fix))
     if not findings and reached:
-        text = "every host can connect to every other"
+        text = "hosts can connect to one another"
         if routes.seconds is not None:
             text += f" ({routes.seconds * 1000:.1f} ms)"
         findings.append(Finding("network", "ok", ALL_HOSTS, text))

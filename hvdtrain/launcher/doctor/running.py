@@ -122,7 +122,7 @@ def quick_findings(answered: Mapping[str, Answered], here: Facts) -> list[Findin
     return [
         *failures,
         *checks.check_gathered(facts),
-        *checks.check_ssh(noise),
+        *checks.check_ssh(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),
         *checks.check_built_for(facts),
