@@ -45,12 +45,13 @@ def evaluate(
     exchange: Exchange,
     device: torch.device,
     stop_requested: Callable[[], bool] = lambda: False,
+    waits: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
     """Collective: the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share (empty where there are fewer samples than ranks). What is added over
     ranks are sums, in float64, where counts are exact up to 2^53; never means. None where a rank
-    found `stop_requested` on its way.
+    found `stop_requested` on its way. `waits` is called before waiting for the other ranks.
     """
     was_training = model.training
     model.eval()
@@ -75,6 +76,7 @@ def evaluate(
             for total, name in zip(rest, (*names, *task.tables), strict=True):
                 total += sums.metrics[name].double().reshape(-1).cpu()
     model.train(was_training)
+    waits()
     totals = exchange.sum_later(torch.cat([heads, *rest]), "hvdtrain.evaluate")()
     if totals[STOP]:
         return None

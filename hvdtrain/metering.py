@@ -17,6 +17,7 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
 
 WARM_UP_STEPS = 5  # left out of the steady-state samples per second
@@ -30,19 +31,31 @@ METRICS_FROM = 5 + len(PHASES)
 class PhaseClock:
     """Where the time of steps goes, on this rank, as the host sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse) -> None:
+        """`pulse` is told of each phase."""
+        self._pulse = pulse
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._last = time.perf_counter()
+        self._phase = PHASES[0]
+        self._began_s = time.perf_counter()
 
-    def restart(self) -> None:
-        """What has passed since the last lap belongs to no phase."""
-        self._last = time.perf_counter()
+    def restart(self, step: int) -> None:
+        """A step begins, with its data; what has passed since the last one belongs to no phase."""
+        self._pulse.step = step
+        self._begin(PHASES[0])
 
-    def lap(self, phase: str) -> None:
-        """What has passed since the last lap belongs to `phase`."""
-        now = time.perf_counter()
-        self._seconds[phase] += now - self._last
-        self._last = now
+    def enter(self, phase: str) -> None:
+        """The phase that was under way ends, and `phase` begins."""
+        self._seconds[self._phase] += time.perf_counter() - self._began_s
+        self._begin(phase)
+
+    def leave(self) -> None:
+        """The last phase of a step ends."""
+        self._seconds[self._phase] += time.perf_counter() - self._began_s
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        self._began_s = time.perf_counter()
+        self._pulse.beat(phase)
 
     def take(self) -> list[float]:
         """Seconds of each phase since this was last called."""
@@ -138,10 +151,14 @@ class Meter:
     """Collects the sums of steps in order."""
 
     def __init__(
-        self, exchange: Exchange, samples_per_epoch: int, metrics: Sequence[str] = ()
+        self,
+        exchange: Exchange,
+        samples_per_epoch: int,
+        metrics: Sequence[str] = (),
+        pulse: Pulse | None = None,
     ) -> None:
-        """`metrics`: the names of the task's."""
-        self.clock = PhaseClock()
+        """`metrics`: the names of the task's. `pulse` is told of each phase."""
+        self.clock = PhaseClock(pulse or Pulse())
         self._exchange = exchange
         self._samples_per_epoch = samples_per_epoch
         self._metrics = tuple(metrics)
@@ -159,10 +176,10 @@ class Meter:
         self.stop_agreed = False
         self.last_epoch: Totals | None = None
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Start the clock of a step; what lies between steps is not counted."""
         self._started_s = time.perf_counter()
-        self.clock.restart()
+        self.clock.restart(step)
 
     def end_step(self, sums: StepSums, step: int, samples: int) -> None:
         """Take the sums of the step before, which have arrived by now, and stop the clock.

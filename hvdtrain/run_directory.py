@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -13,13 +14,17 @@ from typing import IO, Any
 from hvdtrain.errors import TrainingError, UsageError
 
 LOCK = ".lock"
+LOCK_RETRY_S = 0.5
+LOGS = "logs"  # the launcher writes there before there is a run
 
 
 class RunDirectory:
     """The folder of a live run, held under a lock until `close`."""
 
-    def __init__(self, output: Path, experiment: str, reopen: bool = False) -> None:
-        """Make the folder, or `reopen` the one that holds a run.
+    def __init__(
+        self, output: Path, experiment: str, reopen: bool = False, wait_s: float = 0.0
+    ) -> None:
+        """Make the folder, or `reopen` the one that holds a run; `wait_s` for a job to leave it.
 
         Raises UsageError, touching nothing, when a new one holds anything already, when another
         job is using it, or when it cannot be written.
@@ -31,7 +36,7 @@ class RunDirectory:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = undo.enter_context((self.path / LOCK).open("w"))
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take(self._lock, wait_s)
             except BlockingIOError:
                 raise UsageError(
                     f"--experiment={experiment}: a live job is using {self.path}"
@@ -85,7 +90,11 @@ class RunDirectory:
 
     def _refuse_occupied(self) -> None:
         try:
-            held = sorted(entry.name for entry in self.path.iterdir() if entry.name[0] != ".")
+            held = sorted(
+                entry.name
+                for entry in self.path.iterdir()
+                if entry.name[0] != "." and entry.name != LOGS
+            )
         except (OSError, ValueError):  # not there, or not readable: making it will tell
             return
         if held:
@@ -109,6 +118,19 @@ class RunDirectory:
         except OSError as error:
             reason = error.strerror or error
             raise TrainingError(f"{self.path} cannot be written: {reason}") from error
+
+
+def _take(lock: IO[str], wait_s: float) -> None:
+    """Raises BlockingIOError when a live job holds it for longer."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOCK_RETRY_S)
 
 
 def _step_of(line: str) -> float:

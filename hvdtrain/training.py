@@ -65,7 +65,13 @@ class Keeper(Protocol):
     """Keeps the state of a run, and knows when it was asked to stop."""
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether this rank was asked to stop; called at each step, and while evaluating."""
+
+    def evaluation_begins(self) -> None:
+        """The next calls come from an evaluation."""
+
+    def waits(self) -> None:
+        """This rank has done its part, and waits for the others."""
 
     def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
         """Collective: keep the state as it stands between two steps."""
@@ -162,7 +168,7 @@ def train(
     for data in _steps(job, position, exchange.rank):
         step = position.step + 1
         profiler.begin(step)
-        meter.begin_step()
+        meter.begin_step(step)
         stop = keeper.stop_requested()
         sums = train_step(job, exchange, audit, step, data, meter.clock, stop)
         meter.end_step(sums, step, data.samples)
@@ -211,10 +217,12 @@ def _end_epoch(
 
 def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
     """Collective: evaluate what would be saved; None when a rank was asked to stop meanwhile."""
+    keeper.evaluation_begins()
     with job.evaluated_model(exchange) as model:
         evaluation = evaluate(
             *(model, job.task, job.data.valid, job.valid_shares, exchange, job.device),
             keeper.stop_requested,
+            keeper.waits,
         )
     meter.stop_agreed = meter.stop_agreed or evaluation is None
     if evaluation and evaluation.samples == 0:
@@ -256,20 +264,21 @@ def train_step(
     audit.begin(step)
     sums = StepSums(job.device, job.task.metrics)
     for loaded in data.batches:
-        clock.lap("data")
+        clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
             _backward(job, loaded, exchange.size / data.samples, sums)
-        clock.lap("compute")
+        clock.enter("data")
+    clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
     if job.counts_vary:  # known only now: the mean is to be over what was really counted
         counted = float(sums.total()[COUNT])
         job.update.rescale(data.samples / counted if counted else 1.0)
-    clock.lap("exchange")
+    clock.enter("update")
     logged = step % job.log_interval == 0
     sums.gradient_norm = job.update.apply(exchange, job.optimizer, measure=logged)
-    clock.lap("update")
+    clock.leave()
     return sums
 
 

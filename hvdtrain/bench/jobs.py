@@ -95,7 +95,7 @@ def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDIT) -> Callable[
 
     def step() -> None:
         number = next(numbers)
-        meter.begin_step()
+        meter.begin_step(number)
         data = next(steps)
         sums = train_step(job, exchange, audit, number, data, meter.clock)
         meter.end_step(sums, number, data.samples)

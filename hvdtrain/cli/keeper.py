@@ -11,6 +11,7 @@ from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.loop_state import capture
 from hvdtrain.metering import Meter
+from hvdtrain.pulse import Pulse
 from hvdtrain.training import Job, Position
 
 
@@ -23,19 +24,30 @@ class RunKeeper:
         position: Position,
         report: Report | NoReport,
         signals: StopSignals,
+        pulse: Pulse,
     ) -> None:
         self._exchange = exchange
         self._position = position
         self._report = report
         self._signals = signals
+        self._pulse = pulse
+
+    def evaluation_begins(self) -> None:
+        self._pulse.beat("evaluate")
+
+    def waits(self) -> None:
+        self._pulse.beat("exchange")
 
     def stop_requested(self) -> bool:
         self._signals.alive()
+        self._pulse.beat()
         return self._signals.requested is not None
 
     def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
         progress = self._report.progress()
+        self.waits()
         snapshot = capture(job, self._position, meter, self._exchange, progress)
+        self._pulse.beat("save")
         self._report.saved(snapshot, evaluation)
 
     def stop(self) -> NoReturn:

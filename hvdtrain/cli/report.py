@@ -19,6 +19,7 @@ from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
 from hvdtrain.metering import Totals
+from hvdtrain.pulse import Pulse
 from hvdtrain.recording import Recorder
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.tasks import valid_metrics_of
@@ -36,8 +37,12 @@ class Report:
         keep_checkpoints: int,
         resumed: dict[str, Any] | None,
         config: dict[str, Any],
+        pulse: Pulse,
     ) -> None:
-        """`resumed`: the state that the run goes on from. `config`: all options, as resolved."""
+        """`resumed`: the state that the run goes on from. `config`: all options, as resolved.
+        `pulse` is shown where the run stands.
+        """
+        self._pulse, self._total_steps = pulse, job.total_steps
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
@@ -81,6 +86,13 @@ class Report:
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
         self._recorder.interval_end(totals, lr)
+        self._pulse.show(
+            epoch=totals.epoch,
+            loss=totals.loss,
+            samples_per_s=totals.samples_per_s,
+            step_s=sum(totals.phases_s.values()),
+            total_steps=self._total_steps,
+        )
         self._console.interval_end(totals, lr)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
+from hvdtrain.pulse import RESTART
 from hvdtrain.run_directory import RunDirectory
 
+LOCK_WAIT_S = 120.0
 LENGTHS = ("epochs", "max_steps")
 
 
@@ -55,7 +58,9 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
             f"--resume={config.run.resume}: there is no run in {output / name}, which --output and "
             f"--experiment name. {_way_to(Path(config.run.resume))}"
         )
-    directory = RunDirectory(output, name, reopen=True)
+    # Started again by the launcher: an earlier rank 0, cut off, may still be ending.
+    wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
+    directory = RunDirectory(output, name, reopen=True, wait_s=wait_s)
     try:
         return Resumable(directory, _read(config, directory))
     except BaseException:

@@ -25,6 +25,7 @@ from hvdtrain.log import say
 from hvdtrain.loop_state import restore
 from hvdtrain.metering import Meter
 from hvdtrain.profiling import StepProfiler
+from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run_directory import RunDirectory
 from hvdtrain.topology import Topology
@@ -36,15 +37,16 @@ if TYPE_CHECKING:
 
 def run(config: TrainConfig, topology: Topology) -> int:
     """Collective: one training run; its failures are told here. Returns the exit code."""
-    signals = StopSignals()
+    signals, pulse = StopSignals(), Pulse.from_environment()
     if config.run.profile is not None:  # Horovod wants to know when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     exchange = connect(topology)
     try:
         with exchange.peer_failures():
-            _run(config, exchange, topology, signals)
+            _run(config, exchange, topology, signals, pulse)
             exchange.close()
     except Exception as error:
+        pulse.end(error)
         exit_code = tell(error, topology)
         if exchange.rank > 0:
             exchange.abandon()  # rank 0 hears of it, and can write its summary
@@ -54,8 +56,15 @@ def run(config: TrainConfig, topology: Topology) -> int:
     return EXIT_OK
 
 
-def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: StopSignals) -> None:
+def _run(
+    config: TrainConfig,
+    exchange: Exchange,
+    topology: Topology,
+    signals: StopSignals,
+    pulse: Pulse,
+) -> None:
     """Collective: prepare on all ranks, and train once all of them can."""
+    pulse.beat("prepare")
     found = agree(exchange, "resume", lambda: find_resumable(config, exchange))
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
@@ -72,11 +81,11 @@ def _run(config: TrainConfig, exchange: Exchange, topology: Topology, signals: S
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
-    report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found))
+    report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found, pulse))
     try:
         with exchange.peer_failures():
             state = resumed.state if resumed else None
-            _train(config, job, state, exchange, order, report, signals)
+            _train(config, job, state, exchange, order, report, signals, pulse)
     except BaseException as error:
         signals.ignore()  # the summary is being written
         report.fail(error)
@@ -93,13 +102,15 @@ def _train(
     order: KnownOrder | None,
     report: Report | NoReport,
     signals: StopSignals,
+    pulse: Pulse,
 ) -> None:
     """Collective: train what was prepared, from the beginning or from `state`."""
     optimizer = exchange.distribute(
         job.optimizer, job.model, job.feed.micro_batches, config.precision.compression
     )
     job = replace(job, optimizer=optimizer)
-    position, meter = Position(), Meter(exchange, job.sampler.samples, job.task.metrics)
+    position = Position()
+    meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
     if state:
         restore(state, job, position, meter, exchange)
     audit = make_audit(config, job, exchange, order, report)
@@ -109,7 +120,7 @@ def _train(
         leave_at_once(error.exit_code)
 
     signals.training_starts(note=report.fail, give_up=give_up)
-    keeper = RunKeeper(exchange, position, report, signals)
+    keeper = RunKeeper(exchange, position, report, signals, pulse)
     steps = config.run.profile and profiled_steps(config.run.profile)
     folder = Path(config.run.output) / config.experiment / "profile"
     profiler = StepProfiler(steps or None, folder, exchange)
@@ -139,7 +150,7 @@ def connect_workers() -> HorovodExchange:
 
 
 def _open_report(
-    config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None
+    config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None, pulse: Pulse
 ) -> Report | NoReport:
     """Rank 0 claims the run directory and prints the header."""
     if exchange.rank != 0:
@@ -155,4 +166,4 @@ def _open_report(
     name = config.model.task or config.model.model
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
-    return Report(directory, job, exchange, config.run.keep_checkpoints, state, resolved)
+    return Report(directory, job, exchange, config.run.keep_checkpoints, state, resolved, pulse)

@@ -29,6 +29,7 @@ from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.faults import FAULTS, Delivered, Place, inject
 from hvdtrain.metering import PhaseClock
+from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, average_error_bound, broadcast
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, train_step
@@ -182,7 +183,7 @@ def _step(
     exchange.fault, exchange.must_be_found = fault, False
     exchange.begin()
     try:
-        train_step(job, exchange, audit, step, data, PhaseClock()).total()
+        train_step(job, exchange, audit, step, data, PhaseClock(Pulse())).total()
         text = ""
     except AuditMismatch as error:
         text = str(error)

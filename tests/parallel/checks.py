@@ -312,7 +312,7 @@ def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:
     last = exchange.size - 1
     loss = torch.tensor(float("nan") if exchange.rank == last else 1.0)
     meter = Meter(exchange, samples_per_epoch=10)
-    meter.begin_step()
+    meter.begin_step(1)
     sums = StepSums(CPU)
     sums.add(Sums(loss, 2))
     sums.start(exchange, 1, stop_requested=False, phases_s=meter.clock.take())

@@ -23,6 +23,7 @@ from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.loop_state import capture, restore
 from hvdtrain.metering import Meter, PhaseClock, StepSums, Totals
 from hvdtrain.profiling import StepProfiler
+from hvdtrain.pulse import Pulse
 from hvdtrain.schedule import make_schedule
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
@@ -100,7 +101,7 @@ def evaluate_on(
 def one_step(job: Job, exchange: Exchange, audit: Audit, step: int, indices: Indices) -> StepSums:
     """A step on samples of one's own choice."""
     data = job.feed.step(indices, exchange.rank)
-    return train_step(job, exchange, audit, step, data, PhaseClock())
+    return train_step(job, exchange, audit, step, data, PhaseClock(Pulse()))
 
 
 def make_job(
@@ -197,6 +198,10 @@ class MemoryKeeper:
         self._stop_at = stop_at
         self.asked = 0
         self.snapshot: Snapshot | None = None
+
+    def evaluation_begins(self) -> None: ...
+
+    def waits(self) -> None: ...
 
     def stop_requested(self) -> bool:
         self.asked += 1
