@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +17,24 @@ from hvdtrain.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of ending the process, so that one rank can speak for all."""
+    """Raises UsageError instead of ending the process, so that one rank can speak for all.
+
+    Flags may be spelled with `_` in place of `-`.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        own = words.index("--") if "--" in words else len(words)
+        spelled = [self._spell(word) for word in words[:own]]
+        return super().parse_known_args(spelled + words[own:], namespace)
+
+    def _spell(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        dashed = flag.replace("_", "-")
+        known = flag.startswith("--") and dashed in self._option_string_actions
+        return f"{dashed}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -44,14 +63,12 @@ def train_options() -> dict[str, Option]:
 
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option, spelled with `-` or with `_`."""
+    """Add a flag for each option."""
     sections: dict[str, argparse._ArgumentGroup] = {}
     for option in train_options().values():
         section = sections.get(option.group) or parser.add_argument_group(option.group)
         sections[option.group] = section
         spellings = [f"--{option.name.replace('_', '-')}"]
-        if "_" in option.name:
-            spellings.append(f"--{option.name}")
         if option.short:
             spellings.insert(0, option.short)
         if option.type is bool:

@@ -143,6 +143,15 @@ def test_find_system_mpi_looks_outside_the_environment(tmp_path: Path, monkeypat
     assert machine.find_system_mpi(outside=tmp_path / "venv") is None
 
 
+def test_find_system_mpi_passes_over_other_environments(tmp_path: Path, monkeypatch) -> None:
+    """Fails when Horovod is built for an Open MPI that goes away with another environment."""
+    other = write_tools(tmp_path / "other" / "bin", "mpirun (Open MPI) 4.1.8")
+    monkeypatch.setenv("PATH", str(other))
+    assert machine.find_system_mpi(outside=tmp_path / "venv") == Mpi("4.1.8", "system")
+    (tmp_path / "other" / "pyvenv.cfg").touch()
+    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A checkout that seems to be set up, of two files and an empty interpreter."""

@@ -107,13 +107,16 @@ class Mpi:
 def find_system_mpi(outside: Path) -> Mpi | None:
     """The system's Open MPI 4 with its compiler wrapper, looked for on PATH but not in `outside`.
 
-    `outside` is the virtual environment that may hold pip's Open MPI. Any other MPI, or a major
-    version that horovodrun's options do not fit (5), counts as none.
+    `outside` is the virtual environment that may hold pip's Open MPI. One of another environment
+    is not the system's either: it goes where that goes. Any other MPI, or a major version that
+    horovodrun's options do not fit (5), counts as none.
     """
     folders = [
         folder
         for folder in os.environ.get("PATH", "").split(os.pathsep)
-        if folder and not Path(folder).resolve().is_relative_to(outside.resolve())
+        if folder
+        and not Path(folder).resolve().is_relative_to(outside.resolve())
+        and not (Path(folder).resolve().parent / "pyvenv.cfg").is_file()
     ]
     path = os.pathsep.join(folders)
     mpirun, wrapper = shutil.which("mpirun", path=path), shutil.which("mpicxx", path=path)
