@@ -10,6 +10,8 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.cli.doctor import add_doctor_flags
 from hvdtrain.cli.failure import tell
+from hvdtrain.cli.launch_options import DESCRIPTION as LAUNCH
+from hvdtrain.cli.launch_options import add_launch_flags
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
 from hvdtrain.cli.reporting import add_report_flags
 from hvdtrain.cli.trained_options import add_evaluate_flags, add_predict_flags
@@ -61,6 +63,15 @@ def _parser() -> Parser:
     )
     add_train_flags(train)
     train.set_defaults(run=_train)
+    launch = commands.add_parser(
+        "launch",
+        help="the same on several workers and hosts, checked, watched and restarted",
+        description=LAUNCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_launch_flags(launch)
+    launch.set_defaults(run=_launch)
     installation = commands.add_parser(
         "verify",
         help="prove this installation's collectives, under horovodrun -np N",
@@ -153,6 +164,16 @@ def _parser() -> Parser:
     add_report_flags(report)
     report.set_defaults(run=_report)
     return parser
+
+
+def _launch(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    if topology.launched:
+        raise UsageError(
+            "launch starts the workers itself: run it once, and not by horovodrun, mpirun or srun"
+        )
+    from hvdtrain.cli.launch import run
+
+    return run(arguments, unknown)
 
 
 def _verify(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hvdtrain.launcher.ssh import SshOptions
@@ -88,8 +89,13 @@ class Sshd:
 
 
 def free_port() -> int:
-    with socket.create_server((ADDRESS, 0)) as server:
-        return int(server.getsockname()[1])
+    """One that the system gives to nobody by itself: else a connection to it, while nobody listens
+    there, may find its own other end.
+    """
+    for port in random.sample(range(20000, 32000), 100):
+        with suppress(OSError), socket.create_server((ADDRESS, port)):
+            return port
+    raise AssertionError("no free port")
 
 
 @contextmanager

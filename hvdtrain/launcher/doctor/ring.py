@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
+from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv, mpi_prefix
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.mpi import mpi_environment
 from hvdtrain.launcher.ssh import SshSetup
 
 LIMIT_S = 60.0
 END_S = 5.0
 SMALL, LARGE = 4, 4 << 20  # bytes: latency, bandwidth
 SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
-# Under Gloo the whole environment shows in `ps`: workers get what they need, and no secrets.
-KEPT = re.compile(
-    r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TERM|TMPDIR|TZ|VIRTUAL_ENV|CONDA_PREFIX|PYTHONPATH|"
-    r"LD_LIBRARY_PATH|XDG_CACHE_HOME|(HOROVOD|OMPI|OPAL|PMIX|NCCL|UCX|CUDA|OMP|MKL)_.*)"
-)
 
 
 @dataclass(frozen=True)
@@ -65,25 +60,23 @@ def ring_command(
 ) -> list[str]:
     """One worker a host; two where there is only one."""
     each = 2 if len(hosts) == 1 else 1
-    names = ",".join(f"{ssh.name_of(host)}:{each}" for host in hosts)
-    tools = Path(sys.executable).parent
-    return [
-        str(tools / "horovodrun"),
-        *("-np", str(each * len(hosts)), "-H", names, f"--{controller}", "--disable-cache"),
-        *("--start-timeout", "20"),
-        *(("--network-interface", interface) if interface else ()),
-        *(str(tools / "hvdtrain"), "verify", *SET, "--json", file),
-    ]
+    engine = Engine(
+        workers=each * len(hosts),
+        controller=controller,
+        hosts=[(ssh.name_of(host), each) for host in hosts],
+        interface=interface,
+        start_timeout_s=20,
+        mpi_prefix=mpi_prefix(),
+    )
+    verify = str(Path(sys.executable).parent / "hvdtrain")
+    return horovodrun_argv(engine, [verify, "verify", *SET, "--json", file])
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
     """Of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
-    kept = {name: value for name, value in environment.items() if KEPT.fullmatch(name)}
-    tools = str(Path(sys.executable).parent)
-    kept["PATH"] = os.pathsep.join([str(ssh.path), tools, environment.get("PATH", os.defpath)])
-    kept |= {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
-    kept.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    return mpi_environment() | kept
+    settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    own = {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    return engine_environment(environment, settings, ssh.path) | own
 
 
 def new_mark() -> str:

@@ -5,15 +5,19 @@ It goes through a file that the user alone can read, since what horovodrun hands
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
 import socket
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+STALE_S = 86400.0  # agents read theirs at the start
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> 
     """Write `content` (with its "job") where it can be written first. Raises OSError."""
     problems = []
     for path in ticket_paths(content["job"], environment):
+        _remove_stale(path.parent)
         try:
             _write_private(path, json.dumps(content))
         except OSError as error:
@@ -71,6 +76,14 @@ def remove_ticket(job: str, environment: Mapping[str, str] = os.environ) -> None
             path.unlink()
         except OSError:
             continue
+
+
+def _remove_stale(folder: Path) -> None:
+    """Tickets of jobs whose agents were killed hold their users' environments."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
 
 
 def _write_private(path: Path, text: str) -> None:

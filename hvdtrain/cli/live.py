@@ -1,0 +1,212 @@
+"""What `hvdtrain launch` shows: plain lines, or a live view on a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
+from hvdtrain.launcher.supervise import Watch
+from hvdtrain.log import say
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+REFRESH_S = 0.5
+RANKS_SHOWN = 16
+SLOW = 1.2  # times the median of the ranks' own time in a step
+SILENT_S = 10.0
+HIDDEN_NAMED = 4
+PLAIN = ("", "waiting", "ended")  # what is said of a rank that is well
+
+
+class View(Protocol):
+    """Shows a job."""
+
+    def tell(self, text: str) -> None:
+        """A line of the launcher's."""
+
+    def line(self, rank: int, text: str) -> None:
+        """A line of a worker's."""
+
+    def update(self, watch: Watch) -> None:
+        """Where the job stands; called several times a second."""
+
+    def close(self) -> None: ...
+
+
+def make_view(workers: int, stream: TextIO) -> View:
+    """A live view on a terminal, else lines."""
+    return SteadyView(LiveView() if stream.isatty() else PlainView(workers))
+
+
+class SteadyView:
+    """Another view, until its terminal or pipe is gone: the job goes on, or saves and ends."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._gone = False
+
+    def tell(self, text: str) -> None:
+        self._try(lambda: self.view.tell(text))
+
+    def line(self, rank: int, text: str) -> None:
+        self._try(lambda: self.view.line(rank, text))
+
+    def update(self, watch: Watch) -> None:
+        self._try(lambda: self.view.update(watch))
+
+    def close(self) -> None:
+        self._try(self.view.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError:
+            self._gone = True
+            discard_output()
+
+
+def discard_output() -> None:
+    """What is still to be written goes nowhere; else Python would fail on it as it ends."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class PlainView:
+    """Rank 0's lines as they are, the others' with their rank."""
+
+    def __init__(self, workers: int) -> None:
+        self._width = len(str(workers - 1))
+
+    def tell(self, text: str) -> None:
+        say(f"hvdtrain launch: {text}")
+
+    def line(self, rank: int, text: str) -> None:
+        say(text if rank == 0 else f"[{rank:{self._width}}] {text}")
+
+    def update(self, watch: Watch) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """Progress, a row a rank, and above them what is said."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        self._shown_s = 0.0
+
+    def tell(self, text: str) -> None:
+        self._console.print(f"hvdtrain launch: {text}", markup=False, highlight=False)
+
+    def line(self, rank: int, text: str) -> None:
+        if rank == 0 and text.startswith("step "):  # the view shows the same
+            return
+        shown = text if rank == 0 else f"[{rank}] {text}"
+        self._console.print(shown, markup=False, highlight=False)
+
+    def update(self, watch: Watch) -> None:
+        now = time.monotonic()
+        if now - self._shown_s >= REFRESH_S:
+            self._shown_s = now
+            self._live.update(render(watch), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def render(watch: Watch) -> RenderableType:
+    """The view of a moment."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    slow = slow_ranks(watch.ranks)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("rank", "host", "step", "phase", "own s/step", ""):
+        side = "right" if title in ("rank", "step") else "left"
+        width = len("exchange") if title == "phase" else None
+        table.add_column(title, justify=side, min_width=width)  # type: ignore[arg-type]
+    for rank in watch.ranks[:RANKS_SHOWN]:
+        own = f"{rank.busy_s:.3f}" if rank.busy_s is not None else ""
+        note = describe(rank, rank.number in slow)
+        row = (str(rank.number), rank.host, str(rank.step), rank.phase, own, note)
+        table.add_row(*map(Text, row))
+    parts: list[RenderableType] = [Text(headline(watch), style="bold")]
+    total = watch.figures.get("total_steps")
+    if total:
+        bar = ProgressBar(total=total, completed=max((r.step for r in watch.ranks), default=0))
+        parts.append(Padding(bar, 0))  # on a line of its own
+    parts.append(table)
+    if len(watch.ranks) > RANKS_SHOWN:
+        parts.append(Text(_describe_hidden(watch.ranks[RANKS_SHOWN:], slow)))
+    return Group(*parts)
+
+
+def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
+    """Of those without a row, the ones that stand out."""
+    worst = [r.place for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
+    text = f"and {len(ranks)} more"
+    if worst:
+        text += f": look at {', '.join(worst[:HIDDEN_NAMED])}"
+    if len(worst) > HIDDEN_NAMED:
+        text += f", and {len(worst) - HIDDEN_NAMED} of the others"
+    return text
+
+
+def headline(watch: Watch) -> str:
+    """'epoch 2  step 120/230  loss 0.1234  2,033 samples/s  0:12 left'."""
+    figures, step = watch.figures, max((rank.step for rank in watch.ranks), default=0)
+    parts = []
+    if not step and not figures:
+        ready = sum(rank.state != "waiting" for rank in watch.ranks)
+        return f"starting: {ready} of {len(watch.ranks)} workers are there"
+    if "epoch" in figures:
+        parts.append(f"epoch {figures['epoch']}")
+    total = figures.get("total_steps")
+    parts.append(f"step {step}/{total}" if total else f"step {step}")
+    if figures.get("loss") is not None:
+        parts.append(f"loss {figures['loss']:.4f}")
+    if figures.get("samples_per_s"):
+        parts.append(f"{figures['samples_per_s']:,.0f} samples/s")
+    if total and math.isfinite(step_s := figures.get("step_s") or math.nan):
+        seconds = max(0, round((total - step) * step_s))
+        parts.append(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left")
+    return "  ".join(parts)
+
+
+def slow_ranks(ranks: list[Rank]) -> set[int]:
+    """Those whose own time in a step is well above that of the median rank."""
+    times = sorted(rank.busy_s for rank in ranks if rank.busy_s is not None)
+    if len(times) < 2:
+        return set()
+    median = times[(len(times) - 1) // 2]
+    return {r.number for r in ranks if r.busy_s is not None and r.busy_s > SLOW * median}
+
+
+def describe(rank: Rank, slow: bool) -> str:
+    """What there is to say of a rank besides its place."""
+    if rank.state in ("waiting", "ended", "lost"):
+        return rank.state if rank.exit_code in (None, 0) else f"ended with {rank.exit_code}"
+    if rank.process_state in STOPPED_STATES:
+        return STOPPED_STATES[rank.process_state]
+    if rank.speaks and rank.silent_s > SILENT_S:
+        return f"silent for {rank.silent_s:.0f} s"
+    return "slow" if slow else ""

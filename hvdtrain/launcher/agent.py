@@ -1,0 +1,288 @@
+"""One agent a worker: `python -m hvdtrain.launcher.agent JOB`, started by horovodrun in its place.
+
+    launcher <-- TCP: output, step and phase, how it ended --- agent <-- pipes --- worker
+             --- stop, kill, stacks, leave ----------------->        --- signals -->
+
+The agent outlives its worker until the launcher says "leave", so that horovodrun, which ends all
+when one ends, does not end workers that are still saving. When the launcher is gone or cannot be
+reached, the agent stops its worker and leaves; when the agent is killed, the kernel kills the
+worker. So nothing is ever left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from hvdtrain.errors import EXIT_FAILED, HvdtrainError
+from hvdtrain.launcher.doctor.tickets import remove_ticket
+from hvdtrain.launcher.orders import Orders, read_orders
+from hvdtrain.launcher.placement import Placement, worker_environment
+from hvdtrain.launcher.protocol import ALIVE_EVERY_S, Connection, ConnectionLost, Message, connect
+from hvdtrain.launcher.worker_pulse import WorkerPulse
+from hvdtrain.log import complain
+from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
+
+TICK_S = 0.1
+AWAY_S = 3.0
+ORPHAN_GRACE_S = 30.0  # to save and end, once the launcher is gone
+FLUSH_AFTER_S = 0.3  # a line that has not ended is passed on all the same
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MOST_PENDING_BYTES = 1 << 18  # of such a line; a message may hold 16 times as many
+CANNOT_START = 127  # as shells have it
+
+
+class Agent:
+    """Watches one worker."""
+
+    def __init__(self, job: str, orders: Orders, placement: Placement, channel: Connection) -> None:
+        self._job = job
+        self._orders, self._placement, self._channel = orders, placement, channel
+        self._connected = True
+        self._left = False
+        self.engine_signal = 0
+        self._last_word_s, self._looked_s = 0.0, time.monotonic()
+        self._kill_at_s: float | None = None
+        self._pending = b""
+        self._pending_since_s = 0.0
+        self._exit_code: int | None = None
+        self._selector = selectors.DefaultSelector()
+        output, writing = os.pipe()
+        beats, pulse = os.pipe()
+        os.set_blocking(output, False)
+        self.pulse = WorkerPulse(beats)
+        self._output = output
+        self._worker = self._start(writing, pulse)
+        for fd in (writing, pulse):
+            os.close(fd)
+        self._selector.register(output, selectors.EVENT_READ, self._read_output)
+        self._selector.register(beats, selectors.EVENT_READ, self._read_pulse)
+        self._selector.register(channel, selectors.EVENT_READ, self._read_channel)
+
+    def run(self) -> int:
+        """Until the launcher lets go. Returns the worker's exit code (128 + n after signal n)."""
+        while not self._left:
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            self._look()
+        self._kill()
+        code = self._exit_code
+        return EXIT_FAILED if code is None else code if code >= 0 else 128 - code
+
+    def _signal(self, number: int) -> None:
+        if self._worker is not None and self._exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                if self.pulse.offers_stacks:  # ours passes on itself what its children need
+                    self._worker.send_signal(number)
+                else:  # a shell, maybe, with the script within
+                    os.killpg(self._worker.pid, number)
+
+    def _start(self, output: int, pulse: int) -> subprocess.Popen[bytes] | None:
+        environment = worker_environment(self._orders, self._placement, os.environ)
+        parent = os.getpid()
+        library = ctypes.CDLL(None)
+
+        def end_with_agent() -> None:
+            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(CANNOT_START)
+
+        try:
+            return subprocess.Popen(
+                self._orders.command,
+                cwd=self._orders.folder,
+                env=environment | {PULSE_FD: str(pulse)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(pulse,),
+                start_new_session=True,
+                preexec_fn=end_with_agent,
+            )
+        except OSError as error:
+            self._exit_code = CANNOT_START
+            reason = explain_start(error, self._orders)
+            self._say({"output": f"hvdtrain: error on {socket.gethostname()}: {reason}\n"})
+            self._say({"ended": CANNOT_START})
+            return None
+
+    def _look(self) -> None:
+        """What there is to do between messages."""
+        now = time.monotonic()
+        if now - self._looked_s > AWAY_S:  # it was us who did not listen: the machine was asleep
+            self._channel.heard_s = now
+        self._looked_s = now
+        if self.engine_signal:  # horovodrun is ending its workers: the launcher decides what now
+            self._say({"engine_signal": self.engine_signal})
+            self.engine_signal = 0
+        waited_s = now - self._pending_since_s
+        if self._pending and (waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES):
+            self._pass_on(b"")
+        worker = self._worker
+        if self._exit_code is None and worker is not None and has_ended(worker.pid):
+            self._ended(worker)
+        if now - self._last_word_s >= ALIVE_EVERY_S:
+            self._last_word_s = now
+            pid = self._worker.pid if self._worker is not None else 0
+            self._say({"alive": self.pulse.report() | {"state": process_state(pid)}})
+        if self._connected and self._channel.is_silent:
+            self._lose()
+        if self._kill_at_s is not None and now > self._kill_at_s:
+            self._kill()
+
+    def _ended(self, worker: subprocess.Popen[bytes]) -> None:
+        """The worker is gone: pass on its last words, and what it ended with."""
+        self._kill()  # what it has started itself, and left
+        code = worker.wait()
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._output, 1 << 16):
+                self._pass_on(data)
+        self._pass_on(b"")
+        self.pulse.read()
+        self._exit_code = code
+        self._say({"ended": code, "pulse": self.pulse.report()})
+        if not self._connected:
+            self._left = True
+
+    def _read_output(self) -> None:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._output, 1 << 16)
+            if not data:
+                self._selector.unregister(self._output)
+        *whole, rest = (self._pending + data).rpartition(b"\n")
+        if not self._pending or whole[0]:
+            self._pending_since_s = time.monotonic()
+        self._pending = rest
+        if whole[1]:
+            self._say({"output": _text(whole[0] + b"\n")})
+
+    def _pass_on(self, data: bytes) -> None:
+        """Everything, also a line that has not ended."""
+        text, self._pending = self._pending + data, b""
+        if text:
+            self._say({"output": _text(text)})
+
+    def _read_pulse(self) -> None:
+        if not self.pulse.read():
+            self._selector.unregister(self.pulse)
+        elif figures := self.pulse.take_figures():
+            self._say({"figures": figures})
+
+    def _read_channel(self) -> None:
+        try:
+            for message in self._channel.receive():
+                self._obey(message)
+        except ConnectionLost:
+            self._lose()
+
+    def _obey(self, message: Message) -> None:
+        if "signal" in message:
+            self._signal(int(message["signal"]))
+        elif "stacks" in message:
+            self._signal(STACKS_SIGNAL if self.pulse.offers_stacks else signal.SIGABRT)
+        elif "kill" in message:
+            self._kill()
+        elif "all_here" in message:  # every agent has read its orders
+            remove_ticket(self._job)
+        elif "leave" in message:
+            self._left = True
+
+    def _lose(self) -> None:
+        """Nobody is there to report to: let the worker save, if it can, and leave."""
+        if not self._connected:
+            return
+        self._connected = False
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._channel)
+        self._channel.close()
+        if self._exit_code is not None:
+            self._left = True
+            return
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+        self._kill_at_s = time.monotonic() + ORPHAN_GRACE_S
+
+    def _kill(self) -> None:
+        if self._worker is not None and self._exit_code is None:  # its number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._worker.pid, signal.SIGKILL)
+
+    def _say(self, message: Message) -> None:
+        if self._connected:
+            try:
+                self._channel.send(message)
+            except ConnectionLost:
+                self._lose()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child has ended; its number stays its own until it is waited for."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, pid, options) is not None
+
+
+def process_state(pid: int) -> str:
+    """The letter that /proc has for it: R, S, D, T (stopped), t (traced), Z; empty when gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def explain_start(error: OSError, orders: Orders) -> str:
+    """Why a worker could not be started."""
+    command = orders.command[0]
+    if error.filename == orders.folder:
+        return f"{orders.folder}, where launch was called, is not there: {error.strerror}"
+    hint = " on PATH" if isinstance(error, FileNotFoundError) and "/" not in command else ""
+    return f"{command}: {error.strerror}{hint}"
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def main() -> int:
+    """Returns the worker's exit code."""
+    job = sys.argv[1]
+    try:
+        placement = Placement.from_environment(os.environ)
+        orders, address = read_orders(job)
+        introduction = {
+            "rank": placement.rank,
+            "host": os.environ.get("HOROVOD_HOSTNAME", ""),
+            "hostname": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        channel = connect(address, orders.token, introduction)
+    except (HvdtrainError, ConnectionLost) as error:
+        complain(f"hvdtrain agent on {socket.gethostname()}: cannot join job {job}: {error}")
+        if isinstance(error, ConnectionLost):  # nobody needs them any more
+            remove_ticket(job)
+        return EXIT_FAILED
+    agent = Agent(job, orders, placement, channel)
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        agent.engine_signal = number
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, tell)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    code = agent.run()
+    remove_ticket(job)
+    sys.stdout.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

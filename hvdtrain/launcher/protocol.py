@@ -1,0 +1,137 @@
+"""How the launcher and its agents talk: one line of JSON a message, over TCP, both ways.
+
+Each side proves that it knows the job's token, by HMAC over what the other has just made up, before
+anything else is said. Every second each side says something, so that a cut network is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+Message = dict[str, Any]
+
+ALIVE_EVERY_S = 1.0
+LOST_AFTER_S = 10.0  # without a word from the other side
+HANDSHAKE_TIMEOUT_S = 10.0
+LONGEST_LINE_BYTES = 1 << 22
+LONGEST_GREETING_BYTES = 1 << 14
+
+
+class ConnectionLost(Exception):
+    """The other side has closed, fallen silent, or said what it should not."""
+
+
+class Connection:
+    """Messages over a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(LOST_AFTER_S)
+        self._socket = sock
+        self._arrived = b""
+        self._unread: list[Message] = []
+        self._sending = threading.Lock()
+        self.heard_s = time.monotonic()
+
+    def fileno(self) -> int:
+        """Of the socket, for selectors."""
+        return self._socket.fileno()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come for longer than it ever should."""
+        return time.monotonic() - self.heard_s > LOST_AFTER_S
+
+    def send(self, message: Message) -> None:
+        """Raises ConnectionLost when the other side does not take it."""
+        try:
+            with self._sending:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+
+    def receive(self, limit: int = LONGEST_LINE_BYTES) -> list[Message]:
+        """What has arrived, waiting for the first byte; raises ConnectionLost at the end of it."""
+        if self._unread:
+            messages, self._unread = self._unread, []
+            return messages
+        try:
+            data = self._socket.recv(1 << 18)
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+        if not data:
+            raise ConnectionLost("closed by the other side")
+        self.heard_s = time.monotonic()
+        *lines, self._arrived = (self._arrived + data).split(b"\n")
+        if len(self._arrived) > limit:
+            raise ConnectionLost("a line that does not end")
+        return [_read(line) for line in lines]
+
+    def receive_one(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Message:
+        """One message of the greeting, in however many pieces it comes.
+
+        What has come with it is kept for the next call, which the other side's next word, at most
+        ALIVE_EVERY_S later, brings about.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (messages := self.receive(LONGEST_GREETING_BYTES)):
+            if time.monotonic() > deadline:
+                raise ConnectionLost("no greeting")
+        self._unread = messages[1:]
+        return messages[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: tuple[str, int], token: str, introduction: Message) -> Connection:
+    """The agent's side: raises ConnectionLost unless the launcher that has the token answers."""
+    try:
+        sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    except OSError as error:
+        raise ConnectionLost(f"{address[0]} port {address[1]}: {error}") from error
+    connection = Connection(sock)
+    try:
+        challenge = str(connection.receive_one().get("challenge"))
+        own = secrets.token_hex(16)
+        proof = prove(token, "agent", challenge)
+        connection.send(introduction | {"proof": proof, "challenge": own})
+        if not _same(connection.receive_one().get("proof"), prove(token, "launcher", own)):
+            raise ConnectionLost("whoever answers there does not know this job")
+    except ConnectionLost:
+        connection.close()
+        raise
+    return connection
+
+
+def prove(token: str, side: str, challenge: str) -> str:
+    """What only someone with the token can say."""
+    text = f"{side} {challenge}".encode("utf-8", "replace")
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def knows_token(token: str, challenge: str, introduction: Message) -> bool:
+    """The launcher's side of the proof."""
+    return _same(introduction.get("proof"), prove(token, "agent", challenge))
+
+
+def _same(given: object, expected: str) -> bool:
+    """Compared in bytes: text that is not ASCII is refused by hmac with an exception."""
+    return hmac.compare_digest(str(given).encode("utf-8", "replace"), expected.encode())
+
+
+def _read(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionLost("not a message") from error
+    if not isinstance(message, dict):
+        raise ConnectionLost("not a message")
+    return message

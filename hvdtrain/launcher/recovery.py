@@ -1,0 +1,239 @@
+"""A job over its restarts: which hosts are fit, how many workers fit on them, when to give up."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvdtrain.errors import EXIT_OK, PreflightError
+from hvdtrain.launcher.channel import Channel
+from hvdtrain.launcher.command import (
+    Engine,
+    agent_argv,
+    engine_environment,
+    horovodrun_argv,
+    mpi_prefix,
+)
+from hvdtrain.launcher.doctor.facts import Finding
+from hvdtrain.launcher.doctor.running import Preflight, preflight
+from hvdtrain.launcher.doctor.tickets import Ticket, remove_ticket
+from hvdtrain.launcher.hosts import Host, take_slots
+from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.orders import Orders
+from hvdtrain.launcher.placement import MASTER_ADDR, MASTER_PORT
+from hvdtrain.launcher.ranks import Limits, Rank
+from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
+from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.launcher.supervise import Supervisor, Watch
+from hvdtrain.launcher.verdict import Outcome
+from hvdtrain.pulse import RESTART
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+PREFLIGHT_TIMEOUT_S = 30.0
+FRUITLESS = 3  # starts in a row that end no further than the one before
+LASTING_S = 600.0  # a start of a script that tells no steps is worth another one after this long
+MASTER_PORTS = range(20000, 30000)  # below those that systems hand out by themselves
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the workers run."""
+
+    command: list[str]
+    restarted: list[str]  # the same, going on from what is there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `hvdtrain launch` was told."""
+
+    workers: int
+    min_workers: int
+    hosts: tuple[Host, ...]
+    controller: str
+    interface: str | None
+    ssh: SshOptions
+    limits: Limits
+    restarts: int
+    settings: Mapping[str, str]
+    verbose: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The workers of one start."""
+
+    hosts: tuple[Host, ...]
+    interface: str | None
+
+    @property
+    def workers(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+class Job:
+    """Starts the work, and again after failures, as often as the plan allows."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        work: Work,
+        logs: Logs,
+        stop: StopRequests,
+        tell: Callable[[str], None],
+        show: Callable[[Watch], None],
+    ) -> None:
+        """`tell` gets lines for the user, `show` what there is to see, several times a second."""
+        self._plan, self._work, self._logs, self._stop = plan, work, logs, stop
+        self._tell, self._show = tell, show
+
+    def run(self) -> Outcome:
+        """To its end. Raises PreflightError where it cannot start at all."""
+        furthest, fruitless, pause_s = 0, 0, FIRST_PAUSE_S
+        outcome = Outcome(EXIT_OK)
+        for start in range(self._plan.restarts + 1):
+            began_s = time.monotonic()
+            try:
+                outcome = self._start_when_fit(start) if start else self._start(0)
+            except PreflightError as error:
+                if not start:
+                    raise
+                return replace(outcome, text=f"{outcome.text}\nnot restarted: {error}")
+            left = self._plan.restarts - start
+            if outcome.exit_code == EXIT_OK or not outcome.may_retry or not left:
+                return outcome
+            self._tell(outcome.text)
+            lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
+            fruitless = 0 if outcome.steps > furthest or lasted else fruitless + 1
+            pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
+            furthest = max(furthest, outcome.steps)
+            if fruitless >= FRUITLESS:
+                text = f"{FRUITLESS} starts in a row came no further than step {furthest}: given up"
+                return replace(outcome, text=f"{outcome.text}\n{text}")
+            self._tell(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
+            time.sleep(pause_s)
+        raise AssertionError("a range of at least one start")
+
+    def _start_when_fit(self, start: int) -> Outcome:
+        """A restart, which waits for hosts that are away."""
+        deadline = time.monotonic() + self._plan.limits.start_timeout_s
+        pause_s, told = FIRST_PAUSE_S, ""
+        while True:
+            try:
+                return self._start(start)
+            except PreflightError as error:
+                if time.monotonic() + pause_s > deadline:
+                    raise
+                if str(error) != told:
+                    self._tell(f"waiting for hosts: {error}")
+                told = str(error)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def _start(self, start: int) -> Outcome:
+        """One start, on the hosts that are fit."""
+        plan = self._plan
+        hosts = plan.hosts if start else take_slots(plan.hosts, plan.workers)
+        token, job = secrets.token_hex(32), f"{os.getpid()}-{secrets.token_hex(4)}"
+        with ExitStack() as stack:
+            ssh = stack.enter_context(SshSetup(hosts, plan.ssh))
+            distant = not all(is_local(host) for host in hosts)
+            channel = Channel("0.0.0.0" if distant else "127.0.0.1", token)
+            stack.callback(channel.close)
+            ticket = Ticket(job, self._orders(token, start).as_text())
+            stack.callback(remove_ticket, job)
+            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S)
+            placed = self._place(hosts, found, start)
+            channel.workers = placed.workers
+            engine = engine_of(plan, placed, [ssh.name_of(host) for host in placed.hosts])
+            ranks = [Rank(number) for number in range(placed.workers)]
+            self._logs.note(
+                f"start {start + 1}: {placed.workers} workers on {_names(placed.hosts)}"
+            )
+            supervisor = Supervisor(
+                command=horovodrun_argv(engine, agent_argv(job)),
+                environment=engine_environment(os.environ, plan.settings, ssh.path)
+                | master_of(placed, found),
+                channel=channel,
+                logs=self._logs,
+                limits=plan.limits,
+                watch=Watch(ranks),
+                requested=lambda: list(self._stop.numbers),
+                show=self._show,
+            )
+            with self._stop.noted():
+                return supervisor.run()
+
+    def _orders(self, token: str, start: int) -> Orders:
+        environment = dict(os.environ)
+        bin_folder = str(Path(sys.executable).parent)  # `python` is the one that hvdtrain is in
+        environment["PATH"] = os.pathsep.join([bin_folder, environment.get("PATH", os.defpath)])
+        return Orders(
+            token=token,
+            command=self._work.restarted if start else self._work.command,
+            folder=str(Path.cwd()),
+            environment=environment | dict(self._plan.settings) | {RESTART: str(start)},
+        )
+
+    def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> Placed:
+        """The workers on the fit hosts: at first all must be, later as many as are needed."""
+        plan = self._plan
+        problems = [item for item in found.findings if item.status == "fail"]
+        for item in found.findings:
+            if item.status == "warn":
+                self._tell(f"warning: {explain(item)}")
+        if not start:
+            if problems:
+                raise PreflightError("\n".join(map(explain, problems)))
+            return Placed(take_slots(hosts, plan.workers), found.interface)
+        unfit = {item.host for item in problems}
+        fit = [host for host in hosts if host.address not in unfit and "" not in unfit]
+        slots = sum(host.slots for host in fit)
+        if slots < plan.min_workers:
+            raise PreflightError(
+                f"--min-np={plan.min_workers}: the hosts that are fit have {slots} slots\n"
+                + "\n".join(map(explain, problems))
+            )
+        for item in problems:
+            self._tell(f"left out: {explain(item)}")
+        return Placed(take_slots(fit, min(plan.workers, slots)), found.interface)
+
+
+def explain(finding: Finding) -> str:
+    """A finding in one paragraph."""
+    where = f"{finding.host}: " if finding.host else ""
+    return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
+
+
+def master_of(placed: Placed, found: Preflight) -> dict[str, str]:
+    """The first host, as the others reach it."""
+    first, address = placed.hosts[0], "127.0.0.1"
+    others = [host for host in placed.hosts if not is_local(host)]
+    if not is_local(first):
+        address = first.name
+    elif others:  # it is this machine: by the address that they have called back to
+        address = found.facts[others[0].address].get("channel")["address"]
+    return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(f"{host.address}:{host.slots}" for host in hosts)
+
+
+def engine_of(plan: Plan, placed: Placed, names: Sequence[str]) -> Engine:
+    """What horovodrun is told; `names`: the hosts' as it takes them."""
+    return Engine(
+        workers=placed.workers,
+        controller=plan.controller,
+        hosts=tuple(zip(names, (host.slots for host in placed.hosts), strict=True)),
+        interface=plan.interface or placed.interface,
+        start_timeout_s=max(1, round(plan.limits.start_timeout_s)),
+        verbose=plan.verbose,
+        mpi_prefix=mpi_prefix(),
+    )

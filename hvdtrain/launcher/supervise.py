@@ -1,0 +1,226 @@
+"""One start of a job: horovodrun, its agents, and what to do when something goes wrong.
+
+    starting -> running -> all ended well ---------------------------> let go
+                   |-> a rank fails, is lost, or falls silent --> grace --> kill --> let go
+                   |-> a signal to stop --> the workers save and end --------------> let go
+
+The agents hold horovodrun until they are told to leave, so everything is decided here, and alike
+on both controllers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.launcher.channel import Channel
+from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.protocol import Message
+from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
+from hvdtrain.launcher.verdict import Evidence, Outcome, judge
+
+TICK_S = 0.1
+PEERS_GRACE_S = 3.0  # for the other ranks to end, and rank 0 to write its summary
+ENGINE_GRACE_S = 20.0  # to save once horovodrun is ending
+STOP_GRACE_S = 60.0  # to save and end after a signal
+STACKS_WAIT_S = 2.0
+LEAVE_WAIT_S = 10.0  # for horovodrun to end once all agents may
+STACKS_MARK = "Python stacks, asked for by the watchdog:"
+
+
+@dataclass
+class Watch:
+    """What the view shows."""
+
+    ranks: list[Rank]
+    figures: dict[str, Any] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+
+
+class Supervisor:
+    """Runs one start of a job to its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        channel: Channel,
+        logs: Logs,
+        limits: Limits,
+        watch: Watch,
+        requested: Callable[[], list[int]],
+        show: Callable[[Watch], None],
+    ) -> None:
+        """`command`: horovodrun's. `requested`: the signals to stop that have come so far."""
+        self._command, self._environment = command, environment
+        self._channel, self._logs, self._limits = channel, logs, limits
+        self.watch, self._requested, self._show = watch, requested, show
+        self._signals_passed_on = 0
+        self._told: list[Message] = []
+        self._evidence = Evidence(watch.ranks, limits, logs.folder)
+
+    def run(self) -> Outcome:
+        """Start it, watch it, and leave nothing of it behind."""
+        engine = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            cwd="/",  # a folder that every host has; agents go to the job's own
+            stdin=subprocess.DEVNULL,
+            stdout=self._logs.engine,
+            stderr=self._logs.engine,
+            start_new_session=True,
+        )
+        try:
+            while not self._is_over(engine):
+                self._turn()
+            self._settle()
+        finally:
+            self._let_go(engine)
+        self._evidence.engine_lines = self._logs.engine_lines()
+        self._evidence.requested = self._requested()
+        return judge(self._evidence)
+
+    @property
+    def _ranks(self) -> list[Rank]:
+        return self.watch.ranks
+
+    def _tell(self, message: Message) -> None:
+        """To all agents, also to those that come later."""
+        self._told.append(message)
+        self._channel.tell(message)
+
+    def _turn(self, timeout_s: float = TICK_S) -> None:
+        self._channel.poll(timeout_s, self._hear, self._lose)
+        self._show(self.watch)
+
+    def _is_over(self, engine: subprocess.Popen[bytes]) -> bool:
+        """Whether the job has ended, well or not, or is to be ended."""
+        if all(rank.state == "ended" for rank in self._ranks):
+            return True
+        if self._pass_on_signals():
+            return True
+        if any(rank.has_failed for rank in self._ranks):
+            return True
+        if engine.poll() is not None:
+            self._evidence.blame("engine")
+        if self._evidence.cause == "engine":
+            return True
+        running_s = time.monotonic() - self.watch.started_s
+        waiting = [rank for rank in self._ranks if rank.state == "waiting"]
+        if waiting and running_s > self._limits.start_timeout_s:
+            self._evidence.blame("start")
+            return True
+        silent = silent_ranks(self._ranks, self._limits)
+        if silent:
+            self._evidence.find_standstill(silent)
+        return bool(silent)
+
+    def _settle(self) -> None:
+        """Let the ranks end by themselves where they can, and end those that do not."""
+        if self._evidence.cause == "silence":
+            self._ask_for_stacks()
+        else:
+            grace_s = STOP_GRACE_S if self._signals_passed_on else PEERS_GRACE_S
+            if self._evidence.cause == "engine":  # the workers are well: they may be able to save
+                self._tell({"signal": signal.SIGTERM})
+                grace_s = max(grace_s, ENGINE_GRACE_S)
+            self._wait_for_all(grace_s)
+        for rank in self._alive():
+            rank.put_down = True
+        self._tell({"kill": True})
+        self._wait_for_all(PEERS_GRACE_S, patient=False)
+
+    def _alive(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.state == "running"]
+
+    def _wait_for_all(self, limit_s: float, patient: bool = True) -> None:
+        """Until no worker runs any more; a second signal ends patience."""
+        deadline = time.monotonic() + limit_s
+        while self._alive() and time.monotonic() < deadline:
+            self._turn()
+            if self._pass_on_signals() > 1 and patient:
+                return
+
+    def _let_go(self, engine: subprocess.Popen[bytes]) -> None:
+        """Agents and horovodrun end."""
+        self._tell({"kill": True})
+        self._tell({"leave": True})
+        deadline = time.monotonic() + LEAVE_WAIT_S
+        well = all(rank.state == "ended" for rank in self._ranks)
+        while engine.poll() is None and time.monotonic() < deadline:
+            if not well and not self._channel.connected:
+                break
+            self._channel.poll(TICK_S, self._hear, self._lose)
+        end_group(engine)
+
+    def _pass_on_signals(self) -> int:
+        """The first goes to the workers; returns how many have come."""
+        requested = self._requested()
+        if requested and not self._signals_passed_on:
+            known = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
+            self._tell({"signal": known})  # a closed terminal's signal workers do not handle
+            self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop")
+        self._signals_passed_on = len(requested)
+        return self._signals_passed_on
+
+    def _ask_for_stacks(self) -> None:
+        self._logs.note(STACKS_MARK)
+        self._evidence.stacks = {}
+        self._channel.tell({"stacks": True})
+        deadline = time.monotonic() + STACKS_WAIT_S
+        while time.monotonic() < deadline:
+            self._turn()
+
+    def _hear(self, number: int, message: Message) -> None:
+        rank = self._ranks[number]
+        if "hello" in message:
+            hello = message["hello"]
+            rank.host, rank.state = str(hello.get("host") or hello.get("hostname")), "running"
+            rank.spoke_s = time.monotonic()
+            for told in self._told:
+                self._channel.tell(told, number)
+            if all(other.state != "waiting" for other in self._ranks):
+                self._channel.tell({"all_here": True})
+        elif "output" in message:
+            rank.spoke_s = time.monotonic()
+            lines = self._logs.write(number, message["output"])
+            rank.keep(lines)
+            if self._evidence.stacks is not None:
+                self._evidence.stacks.setdefault(number, []).extend(lines)
+        elif "alive" in message:
+            rank.take(message["alive"])
+        elif "engine_signal" in message:
+            self._evidence.blame("engine")
+        elif "figures" in message:
+            self.watch.figures |= message["figures"]
+        elif "ended" in message:
+            if "pulse" in message:
+                rank.take(message["pulse"])
+            rank.end(int(message["ended"]))
+            rank.keep(self._logs.finish(number))
+            if rank.exit_code:
+                self._evidence.blame("a rank")
+
+    def _lose(self, number: int) -> None:
+        rank = self._ranks[number]
+        if rank.state == "running":
+            rank.lose()
+            rank.keep(self._logs.finish(number))
+            self._evidence.blame("a rank")
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group; wait for it."""
+    for number, limit_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+            if number == signal.SIGKILL:
+                return

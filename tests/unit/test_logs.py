@@ -1,0 +1,150 @@
+"""Logs of a launch: every byte in its rank's file, every line once to whoever looks on."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launcher.logs import START, Logs
+
+Shown = list[tuple[int, str]]
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return []
+
+
+@pytest.fixture
+def logs(tmp_path: Path, shown: Shown) -> Iterator[Logs]:
+    made = Logs(tmp_path / "runs" / "a" / "logs", lambda rank, line: shown.append((rank, line)))
+    yield made
+    made.close()
+
+
+def as_sent(data: bytes) -> str:
+    """As an agent sends bytes that need not be UTF-8."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def test_one_file_a_rank(logs: Logs, shown: Shown) -> None:
+    """Fails when ranks share a file, a line is shown twice, before it is whole, or not at all."""
+    assert logs.write(0, "a") == []
+    assert logs.write(1, "one\n\ntwo\n") == ["one", "", "two"]
+    assert logs.write(0, "b\nc") == ["ab"]
+    assert shown == [(1, "one"), (1, ""), (1, "two"), (0, "ab")]
+    assert logs.path(0).read_text() == "ab\nc" and logs.path(1).read_text() == "one\n\ntwo\n"
+    assert sorted(path.name for path in logs.folder.iterdir()) == [
+        "horovodrun.log",
+        "rank.0.log",
+        "rank.1.log",
+    ]
+
+
+def test_every_byte_is_kept(logs: Logs, shown: Shown) -> None:
+    """Fails when the file differs in a byte from what the worker wrote: an invalid one, a zero, a
+    carriage return, or one of a letter that came in two pieces.
+    """
+    data = random.Random(0).randbytes(100_000) + "ä€😀\r\n".encode() * 100 + b"\0\x1b[1mend"
+    cuts = sorted(random.Random(1).choices(range(len(data)), k=300))
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        logs.write(3, as_sent(data[start:end]))
+    assert logs.path(3).read_bytes() == data
+    assert any("ä€😀" in line for _, line in shown)
+    for _, line in shown:
+        line.encode()  # can be written to any terminal
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_letters_in_pieces_are_shown_whole(logs: Logs, shown: Shown, cut: int) -> None:
+    """Fails when a letter whose bytes came in two pieces is shown as something else."""
+    data = "ä€😀\n".encode()
+    logs.write(0, as_sent(data[:cut]))
+    logs.write(0, as_sent(data[cut:]))
+    assert shown == [(0, "ä€😀")]
+
+
+def test_the_last_line_needs_no_end(logs: Logs, shown: Shown) -> None:
+    """Fails when what a worker wrote last (native code that gives up often ends no line) is not
+    shown, is shown twice, or is taken for the beginning of another start's first line.
+    """
+    logs.write(0, "fine\nFatal: out of memory")
+    assert logs.finish(0) == ["Fatal: out of memory"] and logs.finish(0) == []
+    logs.note("start 2")
+    assert logs.write(0, "again\n") == ["again"]
+    assert logs.finish(1) == []
+    assert logs.path(0).read_text() == "fine\nFatal: out of memory\n--- start 2\nagain\n"
+    assert shown == [(0, "fine"), (0, "Fatal: out of memory"), (0, "again")]
+
+
+def test_of_progress_bars_the_last_state_is_shown(logs: Logs, shown: Shown) -> None:
+    """Fails when every state of a bar that rewrites its line is shown, or the file lacks one."""
+    bar = "\r 10%\r 50%\r100%\n\r 1%\r\nplain\r\n"
+    logs.write(0, bar)
+    assert shown == [(0, "100%"), (0, " 1%"), (0, "plain")]
+    assert logs.path(0).read_bytes() == bar.encode()
+
+
+def test_notes_go_into_every_file(logs: Logs) -> None:
+    """Fails when a note of the launcher's is missing in a rank's log, or has no line of its own."""
+    logs.note("before anybody has spoken")
+    logs.write(0, "a\n")
+    logs.write(1, "no end")
+    logs.note("SIGTERM: workers asked to stop")
+    assert logs.path(0).read_text() == "a\n--- SIGTERM: workers asked to stop\n"
+    assert logs.path(1).read_text() == "no end\n--- SIGTERM: workers asked to stop\n"
+    engine = (logs.folder / "horovodrun.log").read_text()
+    assert engine == "--- before anybody has spoken\n--- SIGTERM: workers asked to stop\n"
+
+
+def test_what_horovodrun_said_last(logs: Logs) -> None:
+    """Fails when an earlier start's messages are shown for the last one's, or ours for its."""
+    for number in (1, 2):
+        logs.note(f"{START.removeprefix('--- ')}{number}: 4 workers")
+        os.write(logs.engine.fileno(), f"said in start {number}\n".encode() + b"\xff bytes\n")
+        logs.note("a note")
+    assert logs.engine_lines() == ["said in start 2", "\ufffd bytes"]
+
+
+def test_a_second_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
+    """Fails when the logs of an earlier start, which may hold the reason of a failure, are lost."""
+    for text in ("first\n", "second\n"):
+        logs = Logs(tmp_path, lambda rank, line: None)
+        logs.write(0, text)
+        logs.close()
+    assert (tmp_path / "rank.0.log").read_text() == "first\nsecond\n"
+
+
+def test_a_full_disk_does_not_end_the_job(tmp_path: Path, shown: Shown) -> None:
+    """Fails when the launcher ends in an exception because a log cannot be written, tells it more
+    than once, or shows fewer lines.
+    """
+    for name in ("rank.0.log", "rank.1.log", "horovodrun.log"):
+        (tmp_path / name).symlink_to("/dev/full")
+    (tmp_path / "rank.2.log").mkdir()
+    logs = Logs(tmp_path, lambda rank, line: shown.append((rank, line)))
+    for rank in (0, 1, 2):
+        assert logs.write(rank, "x" * 10_000 + "\nand\n")[1] == "and"
+    logs.note("a note")
+    logs.close()
+    told = [line for _, line in shown if "logs are lost" in line]
+    assert told == [f"hvdtrain launch: {tmp_path}: logs are lost: No space left on device"]
+    assert [(rank, line) for rank, line in shown if line == "and"] == [
+        (0, "and"),
+        (1, "and"),
+        (2, "and"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "horovodrun"])
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    """Fails when a folder for logs that cannot be made is found out only by the first line."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "horovodrun" / "horovodrun.log").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"{name}: logs cannot be written: .*--log-dir"):
+        Logs(tmp_path / name, lambda rank, line: None)

@@ -1,0 +1,159 @@
+"""When a job is started again, and when it is given up; signals to the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import PreflightError, Stopped
+from hvdtrain.launcher import recovery, stopping
+from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.ranks import Limits
+from hvdtrain.launcher.recovery import FRUITLESS, Job, Plan, Work
+from hvdtrain.launcher.ssh import SshOptions
+from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.launcher.verdict import Outcome
+
+FINE, AWAY = Outcome(0), PreflightError("away")
+
+
+def failed(steps: int) -> Outcome:
+    return Outcome(9, f"failed at {steps}", may_retry=True, steps=steps)
+
+
+class Scripted(Job):
+    """Its starts end as they are told to; nothing is run."""
+
+    def __init__(self, restarts: int, ends: list[Outcome | Exception], folder: Path) -> None:
+        plan = Plan(
+            workers=1,
+            min_workers=1,
+            hosts=(Host("localhost"),),
+            controller="gloo",
+            interface=None,
+            ssh=SshOptions(),
+            limits=Limits(30.0, 10.0),
+            restarts=restarts,
+            settings={},
+            verbose=False,
+        )
+        self.lines: list[str] = []
+        logs = Logs(folder / "logs", lambda rank, line: None)
+        logs.close()
+        stop = StopRequests.__new__(StopRequests)
+        work = Work(["true"], ["true"])
+        super().__init__(plan, work, logs, stop, self.lines.append, lambda watch: None)
+        self._ends = ends
+        self.started: list[int] = []
+
+    def _start(self, start: int) -> Outcome:
+        self.started.append(start)
+        end = self._ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that moves by pauses alone."""
+    passed: list[float] = []
+    monkeypatch.setattr(recovery.time, "sleep", passed.append)
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: sum(passed))
+    yield passed
+
+
+@pytest.mark.parametrize(
+    ("restarts", "ends", "code", "started", "waited"),
+    [
+        (0, [failed(1)], 9, [0], []),
+        (3, [FINE], 0, [0], []),
+        (3, [failed(1), FINE], 0, [0, 1], [1.0]),
+        (1, [failed(1), failed(2)], 9, [0, 1], [1.0]),
+        # Ones that come further each time may go on as often as they are allowed to.
+        (9, [*(failed(n) for n in range(1, 8)), FINE], 0, list(range(8)), [1.0] * 7),
+        # Ones that do not are tried less and less, and given up.
+        (9, [failed(5)] * 9, 9, [0, 1, 2, 3], [1.0, 2.0, 4.0]),
+        (9, [failed(0)] * 9, 9, [0, 1, 2], [2.0, 4.0]),
+        (9, [Outcome(2, "usage")], 2, [0], []),
+        # A host that comes back in time is waited for, within one restart.
+        (1, [failed(1), AWAY, AWAY, FINE], 0, [0, 1, 1, 1], [1.0, 1.0, 2.0]),
+    ],
+)
+def test_restarts(
+    tmp_path: Path,
+    pauses: list[float],
+    restarts: int,
+    ends: list[Outcome | Exception],
+    code: int,
+    started: list[int],
+    waited: list[float],
+) -> None:
+    """Fails when a job is given up that comes further, or tried for ever that does not."""
+    job = Scripted(restarts, ends, tmp_path)
+    outcome = job.run()
+    assert (outcome.exit_code, job.started, pauses) == (code, started, waited)
+    given_up = f"{FRUITLESS} starts in a row came no further" in outcome.text
+    assert given_up == (code == 9 and restarts == 9)
+
+
+def test_hosts_that_stay_away_leave_the_first_failure(tmp_path: Path, pauses: list[float]) -> None:
+    """Fails when the exit code of the failure is lost because no restart was possible."""
+    job = Scripted(5, [failed(3), *[PreflightError("beta: ssh: no route")] * 99], tmp_path)
+    outcome = job.run()
+    assert outcome.exit_code == 9
+    assert "failed at 3" in outcome.text and "not restarted: beta: ssh: no route" in outcome.text
+    assert sum("waiting for hosts" in line for line in job.lines) == 1, "told once"
+
+
+def test_a_start_that_cannot_be_is_no_restart(tmp_path: Path) -> None:
+    """Fails when a first start waits for hosts."""
+    with pytest.raises(PreflightError):
+        Scripted(5, [PreflightError("away")], tmp_path).run()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts the signals' handlers back."""
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_that_come_together_are_one(
+    handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a batch system's double signal is taken for impatience, or impatience for one."""
+    at_s = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: at_s[0])
+    stop = StopRequests()
+    with stop.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        at_s[0] += 0.1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.numbers == [signal.SIGTERM]
+        at_s[0] += stopping.TOGETHER_S
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.numbers == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_without_workers_a_signal_ends_the_command(handlers: None) -> None:
+    """Fails when the launcher cannot be stopped in its checks and pauses."""
+    StopRequests()
+    with pytest.raises(Stopped) as stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.exit_code == 143
+
+
+def test_nohup_is_respected(handlers: None) -> None:
+    """Fails when a launcher under nohup ends with its terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequests()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.numbers == []
