@@ -13,6 +13,7 @@ and two clusters at the same time do not see each other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -260,9 +261,16 @@ class Cluster:
         """Fill the disk at a folder of this host, which is made private first if it is not."""
         if not os.path.ismount(self.path(host, folder)):
             self.make_private(host, folder, mib=1)
-        place = os.statvfs(self.path(host, folder))
         with (self.path(host, folder) / FILLER).open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, place.f_bavail * place.f_frsize - free_kib * 1024)
+            while True:
+                place = os.statvfs(self.path(host, folder))
+                size = os.fstat(file.fileno()).st_blocks * 512 + place.f_bavail * place.f_frsize
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size - free_kib * 1024)
+                    return
+                except OSError as error:  # somebody else has just taken some of it
+                    if error.errno != errno.ENOSPC:
+                        raise
 
     def drain(self, host: int, folder: Path) -> None:
         """Take away what `fill` has put there."""

@@ -1,0 +1,217 @@
+"""One fault in a job of four workers on three hosts, and how `hvdtrain launch` recovers from it.
+
+The job keeps a checkpoint every few steps. What it ends with must be, bit for bit, what the same
+job ends with when nothing disturbs it: then no sample was lost and none counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+
+import psutil
+
+from tests.hosts.namespaces import Cluster
+from tests.hosts.node import HostProcess
+from tests.parallel.launching import hvdtrain, kill_all
+
+SLOTS = (1, 2, 1)
+CHECKPOINT_EVERY = 5
+EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=256", "--global-batch-size=30"]
+EXPERIMENT += [f"--checkpoint-interval={CHECKPOINT_EVERY}", "--log-interval=1"]
+EXPERIMENT += ["--eval-interval=4", "--audit-every=10"]
+WATCHDOG_S = 8
+OUT_S = 14.0  # for which a host is cut off: longer than it takes to be noticed
+END_S = 240.0
+RESTART = "hvdtrain launch: restart "
+BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
+
+
+@dataclass
+class Lines:
+    """What a command prints, with the time of each line."""
+
+    process: HostProcess
+    seen: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def first(self, part: str, after_s: float = 0.0) -> float | None:
+        """When the first line that holds `part` came, after a moment."""
+        found = (at for at, line in list(self.seen) if at >= after_s and part in line)
+        return next(found, None)
+
+    def wait_for(self, part: str, limit_s: float, after_s: float = 0.0) -> float:
+        """Raises AssertionError when no such line comes in time."""
+        deadline = time.monotonic() + limit_s
+        while (at := self.first(part, after_s)) is None:
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            assert not ended and time.monotonic() < deadline, f"no {part!r} in:\n{self.text}"
+            time.sleep(0.05)
+        return at
+
+    def wait(self, limit_s: float) -> int:
+        """The exit code of the command."""
+        code = self.process.wait(limit_s)
+        self._reader.join(10)
+        return code
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in list(self.seen))
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with suppress(ValueError):  # the pipe is closed when the cluster is taken down
+            for line in self.process.stdout:
+                self.seen.append((time.monotonic(), line))
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """From one fault."""
+
+    fault: str
+    detected_s: float  # after the fault
+    recovered_s: float  # after the fault, until the first new step
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job that was disturbed has ended."""
+
+    recoveries: list[Recovery]
+    summary: dict[str, object]
+    left: int  # processes on any host
+    output: str
+
+
+@dataclass
+class Scene:
+    """What a fault is done to."""
+
+    cluster: Cluster
+    output: Path
+    lines: Lines
+    dice: random.Random
+
+    def worker(self, rank: int | None = None) -> psutil.Process:
+        """The process of a rank (of a random one) of hvdtrain train."""
+        workers = {}
+        for process in self.cluster.processes():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                words = process.cmdline()
+                if "hvdtrain.cli" in words and "train" in words and "launch" not in words:
+                    workers[int(process.environ().get("RANK", -1))] = process
+        chosen = self.dice.choice(sorted(workers)) if rank is None else rank
+        return workers[chosen]
+
+
+def _signal_worker(number: signal.Signals) -> Callable[[Scene], None]:
+    return lambda scene: scene.worker().send_signal(number)
+
+
+def _cut_off(scene: Scene) -> None:
+    host = scene.dice.choice([1, 2])
+    scene.cluster.cut(host)
+    time.sleep(OUT_S)
+    scene.cluster.mend(host)
+
+
+def _fill_disk(scene: Scene) -> None:
+    """Until the launcher has noticed: someone makes room then."""
+    began_s = time.monotonic()
+    scene.cluster.fill(0, scene.output)
+    scene.lines.wait_for(RESTART, 60, began_s)
+    scene.cluster.drain(0, scene.output)
+
+
+FAULTS: dict[str, Callable[[Scene], None]] = {
+    "SIGKILL a worker": _signal_worker(signal.SIGKILL),
+    "SIGSTOP a worker": _signal_worker(signal.SIGSTOP),
+    "abort in native code": _signal_worker(signal.SIGABRT),
+    BREAK_SSH: lambda scene: kill_all(scene.cluster.break_ssh(scene.dice.choice([1, 2]))),
+    "cut off a host": _cut_off,
+    "fill the disk of rank 0": _fill_disk,
+    KILL_LAUNCHER: lambda scene: scene.lines.process.send_signal(signal.SIGKILL),
+}
+
+
+def launch(
+    cluster: Cluster, controller: str, output: Path, steps: int, *more: str, train: str = ""
+) -> Lines:
+    """Start the job from the first host. `more`: flags of launch; `train`: a flag of train."""
+    command = hvdtrain("launch", "--hostfile", str(cluster.hostfile), f"--controller={controller}")
+    command += ["--restarts=9", f"--watchdog-timeout-s={WATCHDOG_S}", *more, "--", "train"]
+    command += [*EXPERIMENT, f"--max-steps={steps}", *filter(None, [train])]
+    command += [f"--output={output}", "--experiment=run", "--resume=auto"]
+    return Lines(cluster.start(command, variables={"OMP_NUM_THREADS": "1"}))
+
+
+def undisturbed(cluster: Cluster, controller: str, output: Path, steps: int) -> dict[str, object]:
+    """The summary of the same job in peace."""
+    lines = launch(cluster, controller, output, steps)
+    assert lines.wait(END_S) == 0, lines.text
+    return read_summary(cluster, output)
+
+
+def read_summary(cluster: Cluster, output: Path) -> dict[str, object]:
+    """What rank 0's host holds of the run."""
+    text = cluster.path(0, output / "run" / "summary.json").read_text()
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def disturb(
+    cluster: Cluster,
+    faults: Sequence[str],
+    controller: str,
+    output: Path,
+    steps: int,
+    dice: random.Random,
+) -> Ended:
+    """Disturb a job at random moments, by one fault after the other, each once it has recovered
+    from the one before.
+    """
+    cluster.make_private(0, output, mib=96)
+    before = cluster.processes()
+    lines = launch(cluster, controller, output, steps)
+    lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
+    told, recoveries = "", []
+    for fault in faults:
+        time.sleep(dice.uniform(0, 1.5))
+        began_s = time.monotonic()
+        FAULTS[fault](Scene(cluster, output, lines, dice))
+        if fault == KILL_LAUNCHER:
+            lines.wait(30)
+            left = cluster.wait_until_gone(before, 45)
+            assert not left, f"left behind by a launcher that was killed: {left}"
+            detected_s, told = time.monotonic(), told + lines.text
+            lines = launch(cluster, controller, output, steps)
+        else:
+            detected_s = _noticed(lines, fault, controller, began_s)
+        recovered_s = lines.wait_for("step ", END_S, detected_s)
+        recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s))
+    code = lines.wait(END_S)
+    assert code == 0, f"{faults}, {controller}: ended with {code}:\n{told}{lines.text}"
+    left = cluster.wait_until_gone(before)
+    return Ended(recoveries, read_summary(cluster, output), len(left), told + lines.text)
+
+
+def _noticed(lines: Lines, fault: str, controller: str, began_s: float) -> float:
+    """When the launcher told of a restart.
+
+    mpirun lets go of ssh once it has started: there a broken connection disturbs nobody.
+    """
+    if fault == BREAK_SSH and controller == "mpi":
+        return lines.wait_for("step ", END_S, began_s)
+    return lines.wait_for(RESTART, 90, began_s)

@@ -1,0 +1,218 @@
+"""`hvdtrain launch` on this machine: what comes out of it, and what is left when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.parallel.launching import (
+    BIN,
+    CHECKOUT,
+    CONTROLLERS,
+    MARK,
+    hvdtrain,
+    kill_all,
+    marked,
+    run,
+    wait_until_gone,
+)
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "launched.py")
+TRAIN = ["train", "--model=lenet", "--data=synthetic:1x28x28,samples=256", "--experiment=run"]
+TRAIN += ["--global-batch-size=20", "--checkpoint-interval=5", "--log-interval=1"]
+ENDLESS = [*TRAIN, "--max-steps=100000", "--eval-interval=100000"]
+STARTED_S, ENDED_S = 90.0, 60.0
+
+
+def launch(*arguments: str, controller: str = "gloo") -> list[str]:
+    """The command, for two workers."""
+    return hvdtrain("launch", "-np", "2", f"--controller={controller}", *arguments)
+
+
+class Job:
+    """A launch that is under way."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self.output = folder / "output.txt"
+        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {MARK: self._mark, "PATH": path, "PYTHONPATH": str(CHECKOUT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, pattern: str) -> None:
+        """Until the output holds it."""
+        deadline = time.monotonic() + STARTED_S
+        while not re.search(pattern, self.text, re.MULTILINE):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def worker(self, rank: int) -> psutil.Process:
+        """The process of a rank; not its agent."""
+        for process in marked(self._mark):
+            if "hvdtrain.cli" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                return process
+        raise AssertionError(f"no rank {rank} in\n{self.text}")
+
+    def end(self) -> int:
+        """The exit code; fails when anything of the job is left."""
+        code = self.process.wait(ENDED_S)
+        assert not wait_until_gone(self._mark), self.text
+        return code
+
+    def clear(self) -> None:
+        kill_all(marked(self._mark))
+        self.process.wait(ENDED_S)
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[Job]:
+    """A job that is gone afterwards."""
+    job = Job(command, folder)
+    try:
+        yield job
+    finally:
+        job.clear()
+
+
+def read_summary(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "runs" / "run" / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_other_scripts_run_unchanged(controller: str, tmp_path: Path) -> None:
+    """Fails if a plain Horovod script does not run to its end under `launch`, with a log for each
+    rank, the names that scripts look for, and nothing of the user's secrets in `ps`.
+    """
+    command = launch("--", "python", SCRIPT, controller=controller)
+    done = run(command, cwd=tmp_path, variables={"MY_TOKEN": "hush"})
+    assert done.exit_code == 0, done.output
+    for rank in (0, 1):
+        log = (tmp_path / "logs" / f"rank.{rank}.log").read_text()
+        assert f"environment {rank} 2 127.0.0.1" in log
+        assert f"on rank {rank}" in log
+        assert f"on rank {1 - rank}" not in log
+    assert "hush" not in (tmp_path / "logs" / "horovodrun.log").read_text()
+
+
+def test_first_failing_exit_code(tmp_path: Path) -> None:
+    """Fails if the code of the rank that failed gets lost, or its victim is blamed."""
+    done = run(launch("--", "python", SCRIPT, "fail"), cwd=tmp_path)
+    assert done.exit_code == 7, done.output
+    assert "hvdtrain launch: rank 1 on localhost ended with exit code 7, the first" in done.output
+    assert "then rank 0 on localhost ended with exit code 1" in done.output
+
+
+def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    """Fails if silence goes unnoticed, or the verdict does not say where each rank stands."""
+    command = launch("--watchdog-timeout-s=20", "--", "python", SCRIPT, "hang", controller="mpi")
+    done = run(command, cwd=tmp_path)
+    assert done.exit_code == 1, done.output
+    assert "no progress for 20 s (--watchdog-timeout-s)" in done.output
+    verdict = done.output.partition("no progress for")[2]
+    sleeps = verdict.partition("rank 1 on")[2].partition("rank 1 on")[2]
+    assert f'File "{SCRIPT}", line 27 in <module>' in sleeps, done.output
+
+
+@pytest.mark.parametrize(
+    ("controller", "number", "code"), [("gloo", signal.SIGTERM, 143), ("mpi", signal.SIGINT, 130)]
+)
+def test_stop_saves(tmp_path: Path, controller: str, number: signal.Signals, code: int) -> None:
+    """Fails if a signal to `launch` alone does not make every worker save and leave."""
+    with started(launch("--", *ENDLESS, controller=controller), tmp_path) as job:
+        job.wait_for(r"^step 7/")
+        job.process.send_signal(number)
+        assert job.end() == code, job.text
+        summary = read_summary(tmp_path)
+        last = (tmp_path / "runs" / "run" / "checkpoints" / "last").read_text().strip()
+        assert summary["status"] == "stopped"
+        assert last == f"step-{summary['steps']:08}", "the step of the stop is kept"
+
+
+def test_a_second_signal_is_at_once(tmp_path: Path) -> None:
+    """Fails if workers that do not listen keep a second signal waiting."""
+    command = launch("--", "python", "-c", DEAF)
+    with started(command, tmp_path) as job:
+        job.wait_for("deaf 0")
+        job.wait_for("deaf 1")
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(3)
+        assert job.process.poll() is None, job.text
+        began_s = time.monotonic()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 143, job.text
+        assert time.monotonic() - began_s < 20
+
+
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", os.environ["RANK"], flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_stopped_worker_is_named(tmp_path: Path, controller: str) -> None:
+    """Fails if a worker that was stopped holds up the job, or is not named as the one."""
+    command = launch("--watchdog-timeout-s=6", "--", *ENDLESS, controller=controller)
+    with started(command, tmp_path) as job:
+        job.wait_for(r"^step 7/")
+        job.worker(1).send_signal(signal.SIGSTOP)
+        assert job.end() == 1, job.text
+        assert re.search(r"rank 1 on \w+: stopped \(SIGSTOP\), in phase \w+ of step", job.text)
+        assert re.search(r"rank 0 on \w+, Python stacks:", job.text)
+        assert read_summary(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path, controller: str) -> None:
+    """Fails if workers outlive the launcher, or do not save before they go."""
+    with started(launch("--", *ENDLESS, controller=controller), tmp_path) as job:
+        job.wait_for(r"^step 7/")
+        job.process.kill()
+        job.end()
+        assert read_summary(tmp_path)["status"] == "stopped"
+
+
+def test_rank_0_killed_leaves_a_summary(tmp_path: Path) -> None:
+    """Fails if a run whose rank 0 could not write its end looks as if it went on."""
+    with started(launch("--", *ENDLESS), tmp_path) as job:
+        job.wait_for(r"^step 7/")
+        job.worker(0).kill()
+        assert job.end() == 137, job.text
+        summary = read_summary(tmp_path)
+        assert summary["status"] == "failed"
+        assert "rank 0 on localhost was killed by SIGKILL" in str(summary["error"])
+
+
+def test_a_crash_loop_ends(tmp_path: Path) -> None:
+    """Fails if a job that comes no further is started for as long as there are restarts."""
+    command = launch("--restarts=50", "--", "python", "-c", "raise SystemExit(9)")
+    done = run(command, cwd=tmp_path)
+    assert done.exit_code == 9, done.output
+    assert done.output.count("hvdtrain launch: restart ") == 2
+    assert "3 starts in a row came no further than step 0: given up" in done.output
