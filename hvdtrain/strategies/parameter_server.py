@@ -104,7 +104,7 @@ class Client:
 
 def ranges_of(values: torch.Tensor, spec: Spec) -> list[slice]:
     """The range of each server, of almost equal lengths."""
-    return split_evenly(values.numel(), spec.servers)
+    return list(split_evenly(values.numel(), spec.servers))
 
 
 class ParameterServer(Strategy):

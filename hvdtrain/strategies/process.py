@@ -1,6 +1,8 @@
-"""One process of a system that is compared: `python -m hvdtrain.strategies.process SPEC [NUMBER]`.
+"""One process of a system that is compared.
 
-Under horovodrun its number is its rank. It leaves `process-NUMBER.json`, with what it has measured
+Under horovodrun it is `python -m hvdtrain.strategies.process SPEC`, and its number is its rank. All
+others are forked from a server that has imported this module, as importing torch takes seconds. It
+leaves `process-NUMBER.json`, with what it has measured
 or with what went wrong, and `process-NUMBER.safetensors`, with the parameters that it holds.
 """
 
@@ -30,9 +32,23 @@ WARM_UP_STEPS = 5  # not measured, where there are twice as many steps
 
 
 def main() -> int:
+    """Collective: under horovodrun."""
+    return run(Path(sys.argv[1]), Topology.from_environment().rank)
+
+
+def run_forked(spec_path: str, number: int, log_path: str) -> None:
+    """Collective: in a process that was forked for it. It gets a session of its own, and a log."""
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+    sys.exit(run(Path(spec_path), number))
+
+
+def run(spec_path: Path, number: int) -> int:
     """Collective: this process's part of its system, from the beginning to the end."""
-    spec = Spec.from_text(Path(sys.argv[1]).read_text("utf-8"))
-    number = int(sys.argv[2]) if len(sys.argv) > 2 else Topology.from_environment().rank
+    spec = Spec.from_text(spec_path.read_text("utf-8"))
     signal.alarm(round(spec.time_limit_s) + 1)  # ends this process, even with nobody left to do so
     target = Path(spec.folder) / f"process-{number}"
     try:

@@ -7,6 +7,7 @@ parameters; among equal places the latest is taken, as pooling makes what passes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
     edges = [1, *cuts, len(nodes)]  # nodes[0] is the input
     built = [
         _build(model, nodes[start - 1], nodes[start:stop])
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     ]
     _refuse_shared(built)
     return built

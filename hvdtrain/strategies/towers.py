@@ -20,7 +20,7 @@ import torch
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.contract import Parameters, Place, Spec, Strategy
-from hvdtrain.strategies.towers_reductions import REDUCTIONS, Tower
+from hvdtrain.strategies.towers_reductions import REDUCTIONS, Reduction, Tower
 from hvdtrain.strategies.traffic import Traffic
 from hvdtrain.strategies.work import GlobalBatch, Work, flatten_gradients
 
@@ -47,7 +47,7 @@ class Towers(Strategy):
             )
         replicas = [copy.deepcopy(work.model) for _ in range(place.workers)]
         towers = [Tower(model, flatten_gradients(model)) for model in replicas]
-        self._reduction = REDUCTIONS[place.spec.towers_reduction](work, towers)
+        self._reduction: Reduction = REDUCTIONS[place.spec.towers_reduction](work, towers)
         self._towers = towers
         self._threads = ThreadPoolExecutor(len(towers), "tower")
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -51,9 +51,8 @@ class Tower:
 class Reduction(Protocol):
     """One of the three; `begin`, then the towers compute, then `reduce`, then `update` of each."""
 
-    what: ClassVar[str]
-
-    def __init__(self, work: Work, towers: Sequence[Tower]) -> None: ...
+    @property
+    def what(self) -> str: ...
 
     @staticmethod
     def formula(towers: int, size: int) -> list[Traffic]:
@@ -184,4 +183,8 @@ class TensorFlow:
         return parameters_of(self._model)
 
 
-REDUCTIONS: dict[str, type[Reduction]] = {"gluon": Gluon, "tensorflow": TensorFlow, "d2l": D2l}
+REDUCTIONS: dict[str, type[Gluon | TensorFlow | D2l]] = {
+    "gluon": Gluon,
+    "tensorflow": TensorFlow,
+    "d2l": D2l,
+}

@@ -96,7 +96,7 @@ class Work:
         return any(isinstance(layer, BY_SHARE) for layer in self.model.modules())
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches of all steps, epoch by epoch; the last one of an epoch may be short."""
+        """The global batches of all steps; the last one of an epoch may be short."""
         endless = (
             GlobalBatch(indices, epoch)
             for epoch in itertools.count()
