@@ -16,7 +16,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
-    package_data={"hvdtrain": ["py.typed"], "hvdtrain.report": ["*.jinja"]},
+    package_data={
+        "hvdtrain": ["py.typed"],
+        "hvdtrain.compare": ["*.jinja"],
+        "hvdtrain.report": ["*.jinja"],
+    },
     python_requires=">=3.10",
     # Enough to evaluate and to predict on one device.
     install_requires=[

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.cli.compare_options import DESCRIPTION as COMPARE
+from hvdtrain.cli.compare_options import add_compare_flags, check_compare_flags
 from hvdtrain.cli.doctor import add_doctor_flags
 from hvdtrain.cli.failure import tell
 from hvdtrain.cli.launch_options import DESCRIPTION as LAUNCH
@@ -106,6 +108,15 @@ def _parser() -> Parser:
     export.add_argument("--force", action="store_true", help="replace OUT if it is there")
     export.add_argument("--keep-names", action="store_true", help="leave wrappers' prefixes")
     export.set_defaults(run=_export)
+    comparison = commands.add_parser(
+        "compare",
+        help="every way to train on N devices, on the same work, one after the other",
+        description=COMPARE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_compare_flags(comparison)
+    comparison.set_defaults(run=_compare)
     bench = commands.add_parser(
         "bench",
         help=f"measure on this machine: {', '.join(BENCH_LENGTHS)}",
@@ -217,6 +228,13 @@ def _export(arguments: dict[str, Any], unknown: list[str], topology: Topology) -
         force=arguments["force"],
         keep_names=arguments["keep_names"],
     )
+
+
+def _compare(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    systems = check_compare_flags(arguments, unknown)
+    from hvdtrain.cli.compare import run
+
+    return run(arguments, systems)
 
 
 def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

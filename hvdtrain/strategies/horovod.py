@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from hvdtrain.audit import NoAudit
-from hvdtrain.comm import HorovodExchange
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.metering import Meter
@@ -22,6 +22,9 @@ from hvdtrain.strategies.traffic import Traffic, socket_traffic
 from hvdtrain.strategies.work import GlobalBatch, Work, parameters_of, trained
 from hvdtrain.training import Job, train_step
 from hvdtrain.update import Update
+
+if TYPE_CHECKING:
+    from hvdtrain.comm import HorovodExchange
 
 LOG_INTERVAL = 10
 NO_AUDIT = NoAudit()
@@ -36,6 +39,8 @@ class Horovod(Strategy):
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
+        from hvdtrain.comm import HorovodExchange  # where it is absent, only this row fails
+
         self._exchange = HorovodExchange()
         self._job = make_job(work, self._exchange)
         self._meter = Meter(self._exchange, work.sampler.samples, work.task.metrics)

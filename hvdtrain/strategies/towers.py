@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 
 from hvdtrain.data import Shares
-from hvdtrain.errors import UsageError
 from hvdtrain.strategies.contract import Parameters, Place, Spec, Strategy
 from hvdtrain.strategies.towers_reductions import REDUCTIONS, Reduction, Tower
 from hvdtrain.strategies.traffic import Traffic
@@ -40,11 +39,6 @@ class Towers(Strategy):
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
         self._dimension = place.spec.towers_dim
-        dimensions = 1 + len(work.dataset.shape)
-        if not 0 <= self._dimension < dimensions:
-            raise UsageError(
-                f"--towers-dim={self._dimension}: inputs have {dimensions} dimensions, from 0"
-            )
         replicas = [copy.deepcopy(work.model) for _ in range(place.workers)]
         towers = [Tower(model, flatten_gradients(model)) for model in replicas]
         self._reduction: Reduction = REDUCTIONS[place.spec.towers_reduction](work, towers)

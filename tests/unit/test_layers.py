@@ -60,9 +60,11 @@ LAYERS = {
         ("hvdtrain.audit", "hvdtrain.comm", "hvdtrain.faults", "hvdtrain.peers", "hvdtrain.verify"),
         3,
     ),
+    "hvdtrain.strategies": 4,
     LAUNCHER: 5,
     "hvdtrain.api": 6,
     "hvdtrain.bench": 5,
+    "hvdtrain.compare": 5,
     "hvdtrain.cli": 6,
 }
 VERSION = "hvdtrain.__version__"  # a plain constant

@@ -1,0 +1,92 @@
+"""`hvdtrain compare -np N`: a table, JSON, plots and a page of ways to train on N devices."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.compare.comparing import Plan, Setting, compare, examine
+from hvdtrain.compare.page import write_page
+from hvdtrain.compare.rows import DISAGREES, FAILED, Row
+from hvdtrain.compare.running import fork_server
+from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
+from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
+from hvdtrain.launcher.command import find_mpirun
+from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.log import say
+from hvdtrain.strategies import ORACLE
+from hvdtrain.strategies.work import WorkSpec
+
+
+def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
+    """Run all systems, one after the other. Returns the exit code."""
+    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
+    context = fork_server()
+    setting = examine(make_plan(arguments, systems))
+    names = [ORACLE, *systems]
+    say(f"{describe(setting)}\n{heading(names)}")
+
+    def show(row: Row, single: Row) -> None:
+        say(line(row, names, single))
+
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
+        rows = compare(setting, Path(folder), context, show)
+    say("\n".join([*notes_of(rows, setting), verdict(rows)]))
+    if arguments["json"]:
+        text = json.dumps(as_json(setting, rows), indent=2, allow_nan=False)
+        Path(arguments["json"]).write_text(text + "\n", "utf-8")
+    say(f"written to {write_page(rows, setting, arguments['output'])}")
+    return exit_code(rows)
+
+
+def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Plan:
+    """From flags that were checked."""
+    controller = arguments["controller"]
+    if controller == "auto":
+        controller = "mpi" if find_mpirun() else "gloo"
+    names = WorkSpec.__dataclass_fields__
+    return Plan(
+        systems=systems,
+        workers=arguments["np"],
+        servers=arguments["servers"],
+        work=WorkSpec(**{name: arguments[name] for name in names}),
+        towers_reduction=arguments["towers_reduction"],
+        towers_dim=arguments["towers_dim"],
+        controller=controller,
+        time_limit_s=arguments["time_limit_s"],
+    )
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """A wrong result weighs more than one that is missing."""
+    found = {row.status for row in rows}
+    if DISAGREES in found:
+        return EXIT_MISMATCH
+    return EXIT_FAILED if FAILED in found else EXIT_OK
+
+
+def as_json(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything; null stands for a difference that is not finite."""
+    plan = asdict(setting.plan)
+    return {
+        **plan.pop("work"),
+        **plan,
+        "shape": list(setting.shape),
+        "parameters": setting.parameters,
+        "gradient_bytes": setting.gradient_bytes,
+        "rows": [_row_as_json(row) for row in rows],
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    values = asdict(row)
+    values["traffic"] = {name: t._asdict() for name, t in row.traffic.items()}
+    values["formula"] = row.formula and {name: t._asdict() for name, t in row.formula.items()}
+    if row.difference is not None and not math.isfinite(row.difference):
+        values["difference"] = None
+    return values

@@ -1,0 +1,101 @@
+"""The flags of `hvdtrain compare`, checked before anything starts. Light: `--help` reads it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.plugins import is_plugin
+
+# The same names as in hvdtrain.strategies, which is slow to import (a test).
+SYSTEMS = (
+    "single",
+    "towers",
+    "data_parallel",
+    "ddp",
+    "gather_broadcast",
+    "parameter_server",
+    "parameter_server_async",
+    "ring",
+    "horovod",
+    "model_parallel",
+)
+REDUCTIONS = ("gluon", "tensorflow", "d2l")
+
+DESCRIPTION = """\
+Run every way to train on N devices, one after the other, on the same model, data, global batches,
+seed and steps, on this machine: is the result that of a single device? how fast? what is sent?
+
+In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
+tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are reported
+and not judged. A system of your own is a class derived from hvdtrain.strategies.Strategy.
+"""
+
+
+def add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-np", type=int, required=True, metavar="N", help="workers")
+    add("--model", default="lenet", help="as of train (lenet)")
+    add("--data", default="digits", help="as of train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
+    add("--global-batch-size", type=int, default=256, metavar="B", help="over all workers (256)")
+    add("--steps", type=int, default=30, metavar="S", help="of each system (30)")
+    add("--dtype", default="float64", choices=("float32", "float64"), help="(float64)")
+    add("--seed", type=int, default=0, help="of parameters and order (0)")
+    add("--lr", type=float, default=0.05, help="of SGD (0.05)")
+    add("--momentum", type=float, default=0.9, help="of SGD (0.9)")
+    add("--systems", metavar="A,B", help=f"some of {', '.join(SYSTEMS)}, or package.module:Class")
+    add(
+        "--towers-reduction",
+        default="gluon",
+        choices=REDUCTIONS,
+        help="how towers' gradients become one update (gluon)",
+    )
+    add("--towers-dim", type=int, default=0, metavar="D", help="that towers split along (0)")
+    add("--servers", type=int, default=2, metavar="K", help="of parameter servers (2)")
+    add(
+        "--controller",
+        default="auto",
+        choices=("auto", "gloo", "mpi"),
+        help="of horovod; auto: as launch chooses",
+    )
+    add("--time-limit-s", type=float, default=600, metavar="T", help="of each system (600)")
+    add("--json", metavar="FILE", help="write every row with all it holds")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs", "compare"),
+        metavar="DIR",
+        help="where plots and page go (runs/compare)",
+    )
+
+
+def check_compare_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[str, ...]:
+    """The systems to run. Raises UsageError with every problem of the flags."""
+    problems = [f"{text}: no such flag" for text in unknown]
+    least = {"np": 2, "global_batch_size": 1, "steps": 1, "seed": 0, "towers_dim": 0, "servers": 1}
+    for name, lowest in least.items():
+        if arguments[name] < lowest:
+            flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
+            problems.append(f"{flag}={arguments[name]}: must be at least {lowest}")
+    for name in ("lr", "time_limit_s"):
+        if not arguments[name] > 0:
+            problems.append(f"--{name.replace('_', '-')}={arguments[name]}: must be above 0")
+    if not 0 <= arguments["momentum"] < 1:
+        problems.append(f"--momentum={arguments['momentum']}: must be from 0 to below 1")
+    if arguments["output"].exists() and not arguments["output"].is_dir():
+        problems.append(f"--output={arguments['output']}: is not a folder; choose another")
+    if arguments["json"] and not Path(arguments["json"]).absolute().parent.is_dir():
+        problems.append(f"--json={arguments['json']}: there is no such folder; make it first")
+    text = arguments["systems"]
+    systems = SYSTEMS if text is None else tuple(part.strip() for part in text.split(","))
+    problems += [
+        f"--systems={name}: unknown; choose from {', '.join(SYSTEMS)}, or package.module:Class"
+        for name in systems
+        if name not in SYSTEMS and not is_plugin(name)
+    ]
+    if problems:
+        raise UsageError(*problems)
+    return systems
