@@ -82,7 +82,7 @@ def _cells(row: Row, single: Row | None) -> list[str]:
         f"{traffic.sent / MB:.3f}",
         f"{traffic.received / MB:.3f}",
         rank or NOTHING,
-        row.traffic_source or NOTHING,
+        row.traffic_source if rank else NOTHING,
         f"{row.total_memory_bytes / MB:,.0f}",
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain.compare.rows import DISAGREES, ORACLE, REPORTED, TOLERANCE, Row
 from hvdtrain.compare.table import MB, speedup
@@ -46,7 +46,10 @@ def _throughput(rows: Sequence[Row]) -> Plot:
         factor = speedup(row, single)
         _label(axes, value, place, f"{value:,.0f}" + (f"  (x {factor})" if factor else ""))
     axes.set_xlim(0, max(values) * 1.28)
-    caption = "Samples per second over all workers, and as a multiple of one device alone."
+    caption = (
+        "Samples per second over all workers, and as a multiple of one device alone. Green: "
+        "judged, and the same result; blue: reported only; red: another result."
+    )
     return Plot("throughput", "Throughput", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
@@ -79,7 +82,7 @@ def _traffic(rows: Sequence[Row]) -> Plot:
             style = {"color": colour} if not hatch else {"facecolor": "none", "edgecolor": colour}
             axes.barh(place + offset, value / MB, half, hatch=hatch, **style)  # type: ignore[arg-type]
         most = max(most, traffic.sent / MB, traffic.received / MB)
-        words = f"{rank}, {row.traffic_source}" if traffic.sent else "nothing"
+        words = f"{rank}, {row.traffic_source}" if rank else "nothing"
         _label(axes, max(traffic[:2]) / MB, place, words)
     axes.set_xlim(0, most * 1.42 or 1)
     _legend(axes, [Patch(color=SENT), Patch(color=RECEIVED)], ["sent", "received"])
@@ -97,7 +100,7 @@ def _differences(rows: Sequence[Row]) -> Plot:
     values = [_drawn(row.difference) for row in rows]
     colours = [GREY if row.status == REPORTED else _colour(row) for row in rows]
     axes.hlines(range(len(rows)), FAINTEST, values, colors=colours, linewidth=1.2)
-    axes.scatter(values, range(len(rows)), c=colours, s=36, zorder=3)
+    axes.scatter(values, range(len(rows)), c=colours, s=36, zorder=3, clip_on=False)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         words = "none" if row.difference == 0 else f"{row.difference:.0e}"
         _label(axes, value * 1.8, place, words)
@@ -141,6 +144,7 @@ def _axes(rows: Sequence[Row], title: str, x_label: str) -> Axes:
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return axes
 
 

@@ -58,10 +58,13 @@ class Row:
 
     @property
     def busiest(self) -> tuple[str, Traffic]:
-        """The rank that sends and receives most, and how much; `each` where all do as much."""
-        if not self.traffic:
-            return "", Traffic()
+        """The rank that sends and receives most, and how much; `each` where all do as much.
+
+        No name where nothing is sent.
+        """
         totals = {name: t.sent + t.received for name, t in self.traffic.items()}
+        if not any(totals.values()):
+            return "", Traffic()
         name = max(totals, key=lambda rank: totals[rank])
         alike = len(totals) > 1 and totals[name] <= SAME * min(totals.values())
         return "each" if alike else name, self.traffic[name]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,11 +91,11 @@ class Commanded:
         return self._process.poll()
 
     def end(self) -> None:
-        while self._process.poll() is None or (left := marked(self._mark)):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            for pid in left if self._process.returncode is not None else ():
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        while left := marked(self._mark):
+            for pid in left:
                 _kill(pid)
             time.sleep(POLL_S)
 
@@ -104,8 +105,6 @@ def fork_server() -> ForkServerContext:
     os.environ.update(ONE_THREAD)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    from multiprocessing import forkserver
-
     forkserver.ensure_running()
     return context
 

@@ -9,13 +9,13 @@ from hvdtrain.compare.rows import (
     AGREES,
     DISAGREES,
     FAILED,
-    ORACLE,
     REPORTED,
     TOLERANCE,
     Row,
 )
 from hvdtrain.log import counted
 from hvdtrain.metering import PHASES
+from hvdtrain.strategies import ORACLE as SINGLE
 
 COLUMNS = (  # heading, width; the system's name comes before them
     ("result", 17),
@@ -66,7 +66,7 @@ def line(row: Row, names: Sequence[str], single: Row | None) -> str:
         *(f"{1000 * row.phases_s[phase]:.2f}" for phase in PHASES),
         f"{traffic.sent / MB:.3f}",
         f"{traffic.received / MB:.3f}",
-        f"  {rank}, {row.traffic_source}" if row.traffic_source else "",
+        f"  {rank}, {row.traffic_source}" if rank else "  nothing",
         f"{row.total_memory_bytes / MB:,.0f}",
     ]
     return start + "".join(
@@ -78,7 +78,7 @@ def result_of(row: Row) -> str:
     """'agrees 5e-16', 'oracle', 'failed'."""
     if row.difference is None:
         return row.status
-    figure = f"{row.difference:.0e}"
+    figure = f"{row.difference:.0e}" if row.difference else "0"
     return figure if row.status == REPORTED else f"{row.status} {figure}"
 
 
@@ -92,6 +92,7 @@ def speedup(row: Row, single: Row | None) -> str:
 def notes_of(rows: Sequence[Row], setting: Setting) -> list[str]:
     """What each row ran as, and what a reader should know of it."""
     lines = [f"  {row.system}: {'; '.join(explain(row))}" for row in rows]
+    lines.append("  memory is the sum of the processes' peaks; what they share counts for each")
     if setting.why_not:
         lines.append(f"  results are reported, not judged: {setting.why_not}")
     return lines
@@ -114,14 +115,16 @@ def verdict(rows: Sequence[Row]) -> str:
         status: [row.system for row in rows if row.status == status]
         for status in (AGREES, DISAGREES, REPORTED, FAILED)
     }
-    parts = [f"{len(by_status[AGREES])} agree with {ORACLE} within {TOLERANCE:g}"]
+    parts = []
+    if by_status[AGREES]:
+        parts.append(f"{len(by_status[AGREES])} agree with {SINGLE} within {TOLERANCE:g}")
     if by_status[REPORTED]:
         parts.append(f"{', '.join(by_status[REPORTED])} reported, not judged")
     if by_status[DISAGREES]:
         parts.append(f"{', '.join(by_status[DISAGREES])} DISAGREE")
     if by_status[FAILED]:
         parts.append(f"{', '.join(by_status[FAILED])} failed")
-    return f"compare: {'; '.join(parts)}"
+    return f"compare: {'; '.join(parts) or f'only {SINGLE} was run'}"
 
 
 def _runs_as(processes: Sequence[str]) -> str:

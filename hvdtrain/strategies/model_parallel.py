@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.strategies.contract import Parameters, Place, Strategy
+from hvdtrain.strategies.contract import Parameters, Place, Spec, Strategy
 from hvdtrain.strategies.messages import Messages
 from hvdtrain.strategies.stages import cut_into_stages, shapes_between
 from hvdtrain.strategies.traffic import Traffic
@@ -34,6 +34,10 @@ class ModelParallel(Strategy):
         self._stage = stages[place.number] if place.number <= self._last else None
         if self._stage:
             self._optimizer = work.optimizer(trained(self._stage))
+
+    @classmethod
+    def processes(cls, spec: Spec) -> list[str]:
+        return [f"stage {number}" for number in range(spec.workers)]
 
     def step(self, batch: GlobalBatch) -> None:
         """Forward through this stage, backward, and the update of its own parameters."""

@@ -51,6 +51,9 @@ class AsynchronousServer(Server):
 class AsynchronousParameterServer(ParameterServer):
     """The same processes, and another kind of server."""
 
-    what = "the same, asynchronous: each push is an update of its own"
+    what = "parameters sharded over server processes, asynchronous: each push is its own update"
     judged = False
     server_class = AsynchronousServer
+
+    def notes(self) -> list[str]:
+        return ["a worker waits for its own pushes only; staleness counts updates by others"]

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.ring.transports import Transport
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_received, and tcpi_bytes_sent (since Linux 4.19).
-BYTES_RECEIVED_AT, BYTES_SENT_AT, INFO_BYTES = 128, 200, 256
+# struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (handed over, but still in
+# the kernel's buffer), and tcpi_bytes_sent (since Linux 4.19).
+RECEIVED_AT, NOT_SENT_AT, SENT_AT, INFO_BYTES = 128, 144, 200, 256
 
 
 class Traffic(NamedTuple):
@@ -95,8 +96,9 @@ def socket_traffic() -> Traffic | None:
             if link.type != socket.SOCK_STREAM:
                 continue
             info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-        if len(info) < BYTES_SENT_AT + 8:
+        if len(info) < SENT_AT + 8:
             return None
-        sent += struct.unpack_from("Q", info, BYTES_SENT_AT)[0]
-        received += struct.unpack_from("Q", info, BYTES_RECEIVED_AT)[0]
+        sent += struct.unpack_from("Q", info, SENT_AT)[0]
+        sent += struct.unpack_from("I", info, NOT_SENT_AT)[0]
+        received += struct.unpack_from("Q", info, RECEIVED_AT)[0]
     return Traffic(sent, received)
