@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def make_spec(plan: Plan, system: str, folder: Path) -> Spec:
         folder=str(folder),
         token=secrets.token_hex(32),
         time_limit_s=plan.time_limit_s,
+        controller_pid=os.getpid(),
     )
 
 

@@ -29,6 +29,7 @@ class Spec:
     folder: str  # for what processes tell one another when they meet, and for their results
     token: str  # a secret, by which the ring's processes know one another
     time_limit_s: float
+    controller_pid: int  # of the command that started all: with it ends every process
 
     def as_text(self) -> str:
         """For a file."""

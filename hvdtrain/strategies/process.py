@@ -9,9 +9,11 @@ or with what went wrong, and `process-NUMBER.safetensors`, with the parameters t
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ from hvdtrain.strategies.work import Work
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, where there are twice as many steps
+WATCH_S = 1.0
 
 
 def main() -> int:
@@ -49,7 +52,8 @@ def run_forked(spec_path: str, number: int, log_path: str) -> None:
 def run(spec_path: Path, number: int) -> int:
     """Collective: this process's part of its system, from the beginning to the end."""
     spec = Spec.from_text(spec_path.read_text("utf-8"))
-    signal.alarm(round(spec.time_limit_s) + 1)  # ends this process, even with nobody left to do so
+    signal.alarm(math.ceil(spec.time_limit_s) + 1)
+    threading.Thread(target=_end_with, args=(spec.controller_pid,), daemon=True).start()
     target = Path(spec.folder) / f"process-{number}"
     try:
         content = take_part(spec, number, target)
@@ -127,6 +131,16 @@ def peak_memory() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _end_with(controller_pid: int) -> None:
+    """Leave no process behind, even where the command was killed and could end nobody."""
+    while True:
+        time.sleep(WATCH_S)
+        try:
+            os.kill(controller_pid, 0)
+        except ProcessLookupError:
+            os._exit(EXIT_FAILED)
 
 
 def _write(target: Path, content: dict[str, Any]) -> None:
