@@ -40,7 +40,7 @@ class ModelParallel(Strategy):
         return [f"stage {number}" for number in range(spec.workers)]
 
     def step(self, batch: GlobalBatch) -> None:
-        """Forward through this stage, backward, and the update of its own parameters."""
+        """Collective: forward through this stage, backward, and the update of its parameters."""
         stage, number, clock = self._stage, self.place.number, self.work.clock
         if stage is None:
             clock.leave()

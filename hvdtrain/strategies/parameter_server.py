@@ -44,7 +44,7 @@ class Server:
         self._optimizer = work.optimizer([self._values])
 
     def step(self) -> None:
-        """Take every worker's gradient, in order; update once; tell every worker."""
+        """Collective: take every worker's gradient, in order; update once; tell every worker."""
         clock = self._work.clock
         clock.enter("exchange")
         self._gradient.zero_()
@@ -59,7 +59,7 @@ class Server:
         clock.leave()
 
     def send_all(self) -> None:
-        """Tell every worker how the range stands; the end of a run."""
+        """Collective: tell every worker how the range stands, at the end of a run."""
         for worker in range(self._workers):
             self._messages.send(self._values, worker)
 
@@ -78,7 +78,7 @@ class Client:
         self._ranges = dict(enumerate(ranges_of(self._values, place.spec), place.workers))
 
     def step(self, batch: GlobalBatch) -> None:
-        """Compute on the own share, push, and pull what the servers have made of it."""
+        """Collective: compute on the own share, push, and pull what the servers make of it."""
         clock, place = self._work.clock, self._place
         self._gradients.zero_()
         self._work.add_gradient_of_share(batch, place.number, place.workers)
@@ -93,7 +93,7 @@ class Client:
         clock.leave()
 
     def pull(self) -> None:
-        """Receive every range from its server."""
+        """Collective: receive every range from its server."""
         waits = [
             self._messages.start_receive(self._values[part], server)
             for server, part in self._ranges.items()

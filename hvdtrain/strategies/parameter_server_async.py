@@ -27,7 +27,10 @@ class AsynchronousServer(Server):
         self._staleness: list[int] = []
 
     def step(self) -> None:
-        """As many pushes as there are workers, whosoever they are: in all, one each a step."""
+        """Collective: as many pushes as there are workers, whosesoever they are.
+
+        Over a run these are all pushes of all workers.
+        """
         clock = self._work.clock
         for _ in range(self._workers):
             clock.enter("exchange")
