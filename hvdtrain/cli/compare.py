@@ -59,6 +59,7 @@ def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Plan:
         towers_dim=arguments["towers_dim"],
         controller=controller,
         time_limit_s=arguments["time_limit_s"],
+        rounds=arguments["rounds"],
     )
 
 

@@ -42,6 +42,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
     add("--global-batch-size", type=int, default=256, metavar="B", help="over all workers (256)")
     add("--steps", type=int, default=30, metavar="S", help="of each system (30)")
+    add("--rounds", type=int, default=1, metavar="R", help="in turns, of which the median (1)")
     add("--dtype", default="float64", choices=("float32", "float64"), help="(float64)")
     add("--seed", type=int, default=0, help="of parameters and order (0)")
     add("--lr", type=float, default=0.05, help="of SGD (0.05)")
@@ -75,7 +76,8 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
 def check_compare_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[str, ...]:
     """The systems to run. Raises UsageError with every problem of the flags."""
     problems = [f"{text}: no such flag" for text in unknown]
-    least = {"np": 2, "global_batch_size": 1, "steps": 1, "seed": 0, "towers_dim": 0, "servers": 1}
+    least = {"np": 2, "global_batch_size": 1, "steps": 1, "rounds": 1, "servers": 1}
+    least |= {"seed": 0, "towers_dim": 0}
     for name, lowest in least.items():
         if arguments[name] < lowest:
             flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"

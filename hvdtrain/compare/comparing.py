@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from hvdtrain.compare.rows import FAILED, Row, Weights, make_row, read_weights
+from hvdtrain.compare.rows import FAILED, Row, Weights, make_row, over_rounds, read_weights
 from hvdtrain.compare.running import SystemFailure, run_system
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies import ORACLE, find_strategy
@@ -31,6 +31,7 @@ class Plan:
     towers_dim: int
     controller: str
     time_limit_s: float
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,23 @@ def examine(plan: Plan) -> Setting:
 def compare(
     setting: Setting, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
 ) -> list[Row]:
-    """Run every system, `single` first; a failure is a row too.
-
-    `show` is told of each row once it is there, and of that of `single`.
+    """Run every system, `single` first, and all of them again in each round; a failure is a row
+    too. `show` is told of each row once it is whole, and of that of `single`.
     """
     plan = setting.plan
+    found: dict[str, list[Row]] = {name: [] for name in (ORACLE, *plan.systems)}
     rows: list[Row] = []
     oracle: Weights | None = None
-    for number, name in enumerate(dict.fromkeys((ORACLE, *plan.systems))):
-        spec = make_spec(plan, name, folder / f"system-{number}")
-        row = _run(spec, setting, context, oracle)
-        if name == ORACLE and row.status != FAILED:
-            oracle = read_weights(Path(spec.folder))
-        rows.append(row)
-        show(row, rows[0])
+    for round_number in range(plan.rounds):
+        for number, (name, earlier) in enumerate(found.items()):
+            spec = make_spec(plan, name, folder / f"round-{round_number}-system-{number}")
+            row = _run(spec, setting, context, oracle)
+            if name == ORACLE and row.status != FAILED:
+                oracle = read_weights(Path(spec.folder))
+            earlier.append(row)
+            if round_number == plan.rounds - 1:
+                rows.append(over_rounds(earlier))
+                show(rows[-1], rows[0])
     return rows
 
 
@@ -114,6 +118,7 @@ def make_spec(plan: Plan, system: str, folder: Path) -> Spec:
 
 def _run(spec: Spec, setting: Setting, context: ForkServerContext, oracle: Weights | None) -> Row:
     strategy = find_strategy(spec.system)
+    against = None if spec.system == ORACLE else oracle
     try:
         if oracle is None and spec.system != ORACLE:
             raise SystemFailure(f"not run: {ORACLE}, which it is held against, has failed")
@@ -121,4 +126,4 @@ def _run(spec: Spec, setting: Setting, context: ForkServerContext, oracle: Weigh
     except SystemFailure as failure:
         processes = strategy.processes(spec)
         return Row(spec.system, strategy.what, FAILED, processes, problem=str(failure))
-    return make_row(spec, strategy, results, setting.gradient_bytes, oracle, setting.may_judge)
+    return make_row(spec, strategy, results, setting.gradient_bytes, against, setting.may_judge)

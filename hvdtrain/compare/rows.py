@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,7 @@ class Row:
     problem: str = ""  # why it failed
     difference: float | None = None  # to `single`, relative to each tensor's largest value
     samples_per_s: float | None = None
+    rates: list[float] = field(default_factory=list)  # the same of each round
     phases_s: dict[str, float] = field(default_factory=dict)  # a step, mean over ranks that compute
     traffic: dict[str, Traffic] = field(default_factory=dict)  # a step, by rank
     traffic_source: str = ""  # counted, sockets or formula
@@ -98,6 +99,17 @@ def make_row(
         notes=list(dict.fromkeys(note for r in results for note in _texts(r["notes"]))),
         figures=_figures(results),
     )
+
+
+def over_rounds(rows: Sequence[Row]) -> Row:
+    """One system's rows as one: that of the median speed, with the worst result of any round."""
+    for status in (DISAGREES, FAILED):
+        if bad := next((row for row in rows if row.status == status), None):
+            return bad
+    in_order = sorted(rows, key=lambda row: row.samples_per_s or 0.0)
+    worst = max((row.difference for row in rows if row.difference is not None), default=None)
+    rates = [row.samples_per_s for row in rows if row.samples_per_s is not None]
+    return replace(in_order[len(rows) // 2], difference=worst, rates=rates)
 
 
 def judge(difference: float | None, judged: bool) -> str:

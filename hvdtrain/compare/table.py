@@ -35,9 +35,10 @@ def describe(setting: Setting) -> str:
     """What all rows have in common."""
     plan, work = setting.plan, setting.plan.work
     shape = "x".join(map(str, setting.shape))
+    rounds = f"median of {plan.rounds} rounds of " if plan.rounds > 1 else ""
     return (
         f"compare: {work.model} ({setting.parameters:,} parameters) on {work.data} ({shape}), "
-        f"{work.dtype}, {counted(work.steps, 'step')} of {work.global_batch_size} samples, "
+        f"{work.dtype}, {rounds}{counted(work.steps, 'step')} of {work.global_batch_size} samples, "
         f"N = {plan.workers}, one compute thread each; "
         f"gradients S = {setting.gradient_bytes / MB:.3f} MB"
     )
@@ -106,6 +107,8 @@ def explain(row: Row) -> list[str]:
     if {"staleness_mean", "staleness_max"} <= row.figures.keys():
         mean, most = row.figures["staleness_mean"], row.figures["staleness_max"]
         said.append(f"staleness {mean:.2f} updates in the mean, {most:.0f} at most")
+    if len(row.rates) > 1:
+        said.append(f"{min(row.rates):,.0f} to {max(row.rates):,.0f} samples/s over the rounds")
     return [*said, *row.notes]
 
 

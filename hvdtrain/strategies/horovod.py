@@ -70,10 +70,14 @@ class Horovod(Strategy):
         return {self.name: measured} if measured else None
 
     def notes(self) -> list[str]:
-        return [
-            f"controller {self._exchange.controller}; what of its exchange lies within backward is "
-            "timed as compute"
+        controller = self._exchange.controller
+        notes = [
+            f"controller {controller}",
+            "what of its exchange lies within backward is timed as compute",
         ]
+        if controller == "mpi":
+            notes.append("its bytes are by formula: MPI's workers on one machine share memory")
+        return notes
 
     def close(self) -> None:
         self._exchange.close()

@@ -27,6 +27,7 @@ from hvdtrain.compare.rows import (
     Row,
     judge,
     make_row,
+    over_rounds,
     worst_difference,
 )
 from hvdtrain.compare.running import Commanded, SystemFailure, explain, marked
@@ -74,7 +75,7 @@ def test_all_problems_of_the_flags_are_told_at_once(tmp_path: Path) -> None:
 def make_plan(**changes: object) -> Plan:
     work = work_spec(**changes.pop("work", {}))  # type: ignore[arg-type]
     values = {"systems": ("ring",), "workers": 2, "servers": 2, "towers_reduction": "gluon"}
-    values |= {"towers_dim": 0, "controller": "gloo", "time_limit_s": 5.0}
+    values |= {"towers_dim": 0, "controller": "gloo", "time_limit_s": 5.0, "rounds": 1}
     return Plan(work=work, **values | changes)  # type: ignore[arg-type]
 
 
@@ -124,6 +125,17 @@ def test_differences_are_the_worst_of_any_process() -> None:
 def test_judging(difference: float | None, judged: bool, status: str) -> None:
     """Fails if what is not a number agrees, or what is only reported is judged."""
     assert judge(difference, judged) == status
+
+
+def test_rounds_give_the_median_and_the_worst() -> None:
+    """Fails if one lucky or unlucky round is the result, or a wrong one is outvoted."""
+    rows = [make("ring", samples_per_s=s, difference=d) for s, d in [(9, 0), (1, 2e-16), (5, 0)]]
+    row = over_rounds(rows)
+    assert (row.samples_per_s, row.difference, row.rates) == (5, 2e-16, [9, 1, 5])
+    wrong = make("ring", DISAGREES, difference=math.nan)
+    assert over_rounds([*rows, wrong]) is wrong
+    assert over_rounds([*rows, ROWS[-1], wrong]) is wrong
+    assert over_rounds([*rows, ROWS[-1]]) is ROWS[-1]
 
 
 class TwoWorkers(Strategy):
