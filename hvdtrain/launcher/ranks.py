@@ -37,18 +37,18 @@ class Rank:
     host: str = ""
     state: str = "waiting"  # then running, ended or lost
     process_state: str = ""  # of the worker, as /proc has it
-    stopped_s: float = 0.0  # since when it has been stopped (time.monotonic()); 0: it is not
     step: int = 0
     phase: str = "start"
     silent_s: float = 0.0
     busy_s: float | None = None  # own time in a step
     speaks: bool = False  # tells its phases: a worker of hvdtrain
     exit_code: int | None = None  # minus n after signal n
-    put_down: bool = False  # by the launcher, once the job had failed
     ended_s: float = 0.0
     peer: bool = False  # ended because another rank had failed
     spoke_s: float = field(default_factory=time.monotonic)  # its last line of output
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    stopped_s: float = 0.0  # since when it has been stopped (time.monotonic()); 0: it is not
+    put_down: bool = False  # by the launcher, once the job had failed
 
     @property
     def place(self) -> str:
