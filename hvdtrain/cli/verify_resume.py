@@ -7,6 +7,7 @@ same hash. Standard library only, as it starts everything as commands.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
+from hvdtrain.launcher.processes import command_of, marked
 from hvdtrain.log import say
 
 MARK = "HVDTRAIN_VERIFY_RESUME"
@@ -176,39 +178,21 @@ class Run:
 
     def _workers(self) -> dict[int, int]:
         """Process id by rank of the workers that are alive."""
-        return {
-            int(
-                environment.get("HOROVOD_RANK") or environment.get("OMPI_COMM_WORLD_RANK") or 0
-            ): pid
-            for pid, environment, command in _marked(self._mark)
-            if b"hvdtrain.cli" in command
-            and b"horovodrun" not in command
-            and b"mpirun" not in command
-        }
+        found = {}
+        for pid, environment in marked(MARK, self._mark).items():
+            command = command_of(pid)
+            if "hvdtrain.cli" in command and not re.search("horovodrun|mpirun", command):
+                rank = environment.get("HOROVOD_RANK") or environment.get("OMPI_COMM_WORLD_RANK")
+                found[int(rank or 0)] = pid
+        return found
 
     def _wait_until_gone(self) -> None:
         """Until the launcher and all its workers have ended; kills what does not."""
         assert self._process is not None
         deadline = time.monotonic() + VANISH_S
-        while (self._is_running() or _marked(self._mark)) and time.monotonic() < deadline:
+        while (self._is_running() or marked(MARK, self._mark)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        for pid, _, _ in _marked(self._mark):
-            os.kill(pid, signal.SIGKILL)
+        for pid in marked(MARK, self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _marked(mark: str) -> list[tuple[int, dict[str, str], bytes]]:
-    """Process id, environment and command line of the living processes of one job (from /proc)."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            environment = dict(text.partition("=")[::2] for text in variables)
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if environment.get(MARK) == mark and command:
-            found.append((int(entry.name), environment, command))
-    return found

@@ -6,6 +6,7 @@ session of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv
+from hvdtrain.launcher.processes import marked
 from hvdtrain.strategies.contract import Spec, Strategy
 from hvdtrain.strategies.process import run_forked
 
@@ -94,9 +96,10 @@ class Commanded:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        while left := marked(self._mark):
+        while left := marked(MARK, self._mark):
             for pid in left:
-                _kill(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
 
 
@@ -182,25 +185,3 @@ def explain(folder: Path, codes: Sequence[int | None]) -> str:
 def _read(path: Path) -> Result:
     content: Result = json.loads(path.read_text("utf-8"))
     return content
-
-
-def marked(mark: str) -> list[int]:
-    """The ids of the living processes that bear the mark in their environment."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # gone, or another user's
-    return found
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

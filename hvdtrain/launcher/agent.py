@@ -20,13 +20,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
 from hvdtrain.launcher.doctor.tickets import remove_ticket
 from hvdtrain.launcher.orders import Orders, read_orders
 from hvdtrain.launcher.placement import Placement, worker_environment
+from hvdtrain.launcher.processes import has_ended, process_state
 from hvdtrain.launcher.protocol import ALIVE_EVERY_S, Connection, ConnectionLost, Message, connect
 from hvdtrain.launcher.worker_pulse import WorkerPulse
 from hvdtrain.log import complain
@@ -223,20 +223,6 @@ class Agent:
                 self._channel.send(message)
             except ConnectionLost:
                 self._lose()
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a child has ended; its number stays its own until it is waited for."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, pid, options) is not None
-
-
-def process_state(pid: int) -> str:
-    """The letter that /proc has for it: R, S, D, T (stopped), t (traced), Z; empty when gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def explain_start(error: OSError, orders: Orders) -> str:

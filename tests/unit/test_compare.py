@@ -30,9 +30,10 @@ from hvdtrain.compare.rows import (
     over_rounds,
     worst_difference,
 )
-from hvdtrain.compare.running import Commanded, SystemFailure, explain, marked
+from hvdtrain.compare.running import MARK, Commanded, SystemFailure, explain
 from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import UsageError
+from hvdtrain.launcher.processes import marked
 from hvdtrain.metering import PHASES
 from hvdtrain.strategies.contract import Spec, Strategy
 from hvdtrain.strategies.traffic import Traffic
@@ -211,11 +212,11 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
     program += " start_new_session=True)\ntime.sleep(60)"
     child = Commanded([sys.executable, "-c", program], tmp_path / "log")
     deadline = time.monotonic() + 20
-    while len(marked(child._mark)) < 2 and time.monotonic() < deadline:
+    while len(marked(MARK, child._mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert child.exit_code() is None
     child.end()
-    assert marked(child._mark) == []
+    assert marked(MARK, child._mark) == {}
     assert child.exit_code() == -9
 
 

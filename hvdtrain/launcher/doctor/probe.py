@@ -6,6 +6,7 @@ that what login scripts print does no harm. It ends with its standard input, or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 from hvdtrain.launcher.addresses import interface_of, interfaces, is_loopback
 from hvdtrain.launcher.doctor.gathering import gather, quick_sources
 from hvdtrain.launcher.doctor.tickets import write_ticket
+from hvdtrain.launcher.processes import marked
 
 MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # in the environment of what the doctor starts, to find it again
@@ -168,16 +170,11 @@ def take_file(request: Request) -> str:
 
 def sweep(mark: str) -> int:
     """End what is left of the doctor's own job on this host, recognised by its environment."""
-    wanted = f"{MARK}={mark}".encode()
-    killed = 0
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
-                killed += 1
-        except OSError:
-            continue
-    return killed
+    found = marked(MARK, mark)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(found)
 
 
 def _merge(found: Answer, more: Answer) -> None:

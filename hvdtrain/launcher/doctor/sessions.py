@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 from hvdtrain.launcher.doctor.facts import Facts
 from hvdtrain.launcher.doctor.probe import HANDED_ON, MARKER
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.processes import has_ended
 from hvdtrain.launcher.ssh import SshSetup, is_local
 
 PROBE = ("-m", "hvdtrain.launcher.doctor.probe")
@@ -163,8 +164,7 @@ class Session:
 def _wait_unreaped(pid: int, seconds: float) -> None:
     """Wait for a child to end, but keep its number taken, so that no other process can bear it."""
     deadline = time.monotonic() + seconds
-    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    while os.waitid(os.P_PID, pid, flags) is None and time.monotonic() < deadline:
+    while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
