@@ -23,7 +23,7 @@ STUCK_AFTER_S = 20.0  # without a step
 
 
 class StopSignals:
-    """Installed once, by the main thread."""
+    """Installed by the main thread while the context lasts; then all is as it was before."""
 
     def __init__(self) -> None:
         self.requested: int | None = None
@@ -31,13 +31,25 @@ class StopSignals:
         self.give_up: Callable[[Stopped], None] = lambda error: None
         self._training = False
         self._last_step_s = 0.0
-        hearing, writing = socket.socketpair()
-        writing.setblocking(False)
-        self._sockets = (hearing, writing)
-        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
+        self._over = threading.Event()
+        self._hearing, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+
+    def __enter__(self) -> StopSignals:
+        self._fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._fd)
+        self._over.set()
+        self._writing.close()
+        self._thread.join()
+        self._hearing.close()
 
     def training_starts(
         self, note: Callable[[Stopped], None], give_up: Callable[[Stopped], None]
@@ -64,13 +76,15 @@ class StopSignals:
             raise Stopped(number)
 
     def _watch(self) -> None:
-        while received := self._sockets[0].recv(1):
+        while received := self._hearing.recv(1):
             if received[0] not in SIGNALS:
                 continue
             error = Stopped(received[0])
             self._last_step_s = time.monotonic()
-            time.sleep(NOTE_AFTER_S)
+            if self._over.wait(NOTE_AFTER_S):
+                return
             self.note(error)
             while time.monotonic() - self._last_step_s < STUCK_AFTER_S:
-                time.sleep(NOTE_AFTER_S)
+                if self._over.wait(NOTE_AFTER_S):
+                    return
             self.give_up(error)

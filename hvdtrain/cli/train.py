@@ -37,22 +37,23 @@ if TYPE_CHECKING:
 
 def run(config: TrainConfig, topology: Topology) -> int:
     """Collective: one training run; its failures are told here. Returns the exit code."""
-    signals, pulse = StopSignals(), Pulse.from_environment()
+    pulse = Pulse.from_environment()
     if config.run.profile is not None:  # Horovod wants to know when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    exchange = connect(topology)
-    try:
-        with exchange.peer_failures():
-            _run(config, exchange, topology, signals, pulse)
-            exchange.close()
-    except Exception as error:
-        pulse.end(error)
-        exit_code = tell(error, topology)
-        if exchange.rank > 0:
-            exchange.abandon()  # rank 0 hears of it, and can write its summary
-        if exchange.size > 1:
-            leave_at_once(exit_code)
-        return exit_code
+    with StopSignals() as signals:
+        exchange = connect(topology)
+        try:
+            with exchange.peer_failures():
+                _run(config, exchange, topology, signals, pulse)
+                exchange.close()
+        except Exception as error:
+            pulse.end(error)
+            exit_code = tell(error, topology)
+            if exchange.rank > 0:
+                exchange.abandon()  # rank 0 hears of it, and can write its summary
+            if exchange.size > 1:
+                leave_at_once(exit_code)
+            return exit_code
     return EXIT_OK
 
 

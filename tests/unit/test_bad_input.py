@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,7 +292,7 @@ CASES = [
 
 @pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """An empty working directory, no network, and afterwards the signals and modules as before."""
+    """An empty working directory, no network, and afterwards the modules as before."""
 
     def unreachable() -> Any:
         raise OSError("Network is unreachable")
@@ -302,11 +301,7 @@ def quiet_machine(tmp_path: Path, monkeypatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     modules, threads = set(sys.modules), torch.get_num_threads()
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     for name in set(sys.modules) - modules:
         if name.startswith("plug_"):
             del sys.modules[name]

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,12 @@ pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture
-def quiet_place(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """An empty working folder, no scheduler, no job around; signals afterwards as before."""
+def quiet_place(tmp_path: Path, monkeypatch) -> None:
+    """An empty working folder, no scheduler, no job around."""
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
         if name.startswith(("SLURM_", "HOROVOD_", "OMPI_")):
             monkeypatch.delenv(name)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("quiet_place")

@@ -117,18 +117,7 @@ def test_a_start_that_cannot_be_is_no_restart(tmp_path: Path) -> None:
         Scripted(5, [PreflightError("away")], tmp_path).run()
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Puts the signals' handlers back."""
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_signals_that_come_together_are_one(
-    handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when a batch system's double signal is taken for impatience, or impatience for one."""
     at_s = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: at_s[0])
@@ -143,7 +132,7 @@ def test_signals_that_come_together_are_one(
     assert stop.numbers == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_without_workers_a_signal_ends_the_command(handlers: None) -> None:
+def test_without_workers_a_signal_ends_the_command() -> None:
     """Fails when the launcher cannot be stopped in its checks and pauses."""
     StopRequests()
     with pytest.raises(Stopped) as stopped:
@@ -151,7 +140,7 @@ def test_without_workers_a_signal_ends_the_command(handlers: None) -> None:
     assert stopped.value.exit_code == 143
 
 
-def test_nohup_is_respected(handlers: None) -> None:
+def test_nohup_is_respected() -> None:
     """Fails when a launcher under nohup ends with its terminal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequests()

@@ -1,0 +1,71 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import signals
+from hvdtrain.cli.options import build_config
+from hvdtrain.cli.signals import SIGNALS, StopSignals
+from hvdtrain.cli.train import run
+from hvdtrain.errors import Stopped
+from hvdtrain.topology import Topology
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "stop-signals"]
+
+
+def test_a_run_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    """Fails when a run in a process of another's, a notebook or an editor, leaves its handlers of
+    signals behind, or its watcher, which would end that process after a later SIGTERM.
+    """
+    ours = lambda number, frame: None  # noqa: E731
+    for number in SIGNALS:
+        signal.signal(number, ours)
+    flags = {"data": "synthetic:1x28x28,samples=8", "global_batch_size": 4, "max_steps": 1}
+    config = build_config({**flags, "output": str(tmp_path), "model": "lenet"}, [])
+    assert run(config, Topology()) == 0
+    assert {signal.getsignal(number) for number in SIGNALS} == {ours}
+    assert signal.set_wakeup_fd(-1) == -1
+    assert watchers() == []
+
+
+def test_before_training_a_signal_ends_the_run() -> None:
+    """Fails when a signal while data is read is only noted."""
+    with pytest.raises(Stopped) as stopped, StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert stopped.value.exit_code == 143
+    assert watchers() == []
+
+
+def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a signal in training is not noted soon, or a run that makes no more steps goes on
+    for ever, or one that makes steps is given up.
+    """
+    monkeypatch.setattr(signals, "NOTE_AFTER_S", 0.02)
+    monkeypatch.setattr(signals, "STUCK_AFTER_S", 0.4)
+    told: list[str] = []
+    with StopSignals() as stop:
+        stop.training_starts(
+            note=lambda error: told.append(f"note {error.exit_code}"),
+            give_up=lambda error: told.append(f"give up {error.exit_code}"),
+        )
+        os.kill(os.getpid(), signal.SIGUSR1)
+        code = 128 + signal.SIGUSR1
+        for _ in range(40):
+            stop.alive()
+            time.sleep(0.02)
+        assert stop.requested == signal.SIGUSR1
+        assert told == [f"note {code}"]
+        deadline = time.monotonic() + 20
+        while len(told) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert told[1:] == [f"give up {code}"]
