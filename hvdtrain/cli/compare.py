@@ -16,7 +16,7 @@ from hvdtrain.compare.rows import DISAGREES, FAILED, Row
 from hvdtrain.compare.running import fork_server
 from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
-from hvdtrain.launcher.command import find_mpirun
+from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
 from hvdtrain.strategies import ORACLE
@@ -46,9 +46,6 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
 
 def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Plan:
     """From flags that were checked."""
-    controller = arguments["controller"]
-    if controller == "auto":
-        controller = "mpi" if find_mpirun() else "gloo"
     names = WorkSpec.__dataclass_fields__
     return Plan(
         systems=systems,
@@ -57,7 +54,7 @@ def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Plan:
         work=WorkSpec(**{name: arguments[name] for name in names}),
         towers_reduction=arguments["towers_reduction"],
         towers_dim=arguments["towers_dim"],
-        controller=controller,
+        controller=find_controller(arguments["controller"]),
         time_limit_s=arguments["time_limit_s"],
         rounds=arguments["rounds"],
     )

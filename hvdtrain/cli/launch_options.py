@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hvdtrain.cli.options import Parser, add_train_flags, build_config
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.command import find_mpirun, is_open_mpi
+from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.ranks import Limits
@@ -134,7 +134,7 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
     ssh = _attempt(
         problems, lambda: SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
     )
-    controller = _attempt(problems, lambda: _find_controller(arguments["controller"]))
+    controller = _attempt(problems, lambda: find_controller(arguments["controller"]))
     config = None
     if command[:1] == ["train"]:
         config = _attempt(problems, lambda: _read_train(command[1:]))
@@ -304,19 +304,6 @@ def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
     if arguments["np"] is None:
         raise UsageError("how many workers? Give -np N, or hosts by -H or --hostfile")
     return (Host("localhost", max(1, arguments["np"]), source="-np"),)
-
-
-def _find_controller(wanted: str) -> str:
-    """Open MPI, told to yield, is the faster one where workers fill the cores."""
-    if wanted == "gloo":
-        return wanted
-    mpirun = find_mpirun()
-    if mpirun and is_open_mpi(mpirun):
-        return "mpi"
-    if wanted == "auto":
-        return "gloo"
-    found = f"{mpirun} is not Open MPI's" if mpirun else "there is no mpirun on PATH"
-    raise UsageError(f"--controller=mpi: {found}; use --controller gloo")
 
 
 def _search_path() -> str:

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-
 from hvdtrain import __version__
 from hvdtrain.compare.comparing import Setting
 from hvdtrain.compare.plots import draw_plots
 from hvdtrain.compare.rows import FAILED, ORACLE, Row
 from hvdtrain.compare.table import MB, describe, explain, result_of, speedup, verdict
-from hvdtrain.errors import UsageError
 from hvdtrain.metering import PHASES
-from hvdtrain.report import page as report_page
-from hvdtrain.report.canvas import to_png
-from hvdtrain.report.page import PAGE, Picture
+from hvdtrain.report.page import Picture, save, take_pictures, templates
 from hvdtrain.report.tables import NOTHING, Table
 
 TEMPLATE = "compare.html.jinja"
@@ -24,41 +19,26 @@ TEMPLATE = "compare.html.jinja"
 
 def write_page(rows: Sequence[Row], setting: Setting, folder: Path) -> Path:
     """Write plots and page into the folder, the page last; returns the page's path."""
-    pictures = [Picture(plot, to_png(plot.figure)) for plot in draw_plots(rows)]
-    page = render_page(rows, setting, pictures)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            (folder / f"{picture.plot.name}.png").write_bytes(picture.png)
-        (folder / PAGE).write_text(page, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"--output={folder}: cannot be written: {reason}; choose another --output"
-        ) from error
-    return folder / PAGE
+    pictures = take_pictures(draw_plots(rows))
+    return save(render_page(rows, setting, pictures), pictures, folder)
 
 
 def render_page(rows: Sequence[Row], setting: Setting, pictures: Sequence[Picture]) -> str:
     """The page; whatever comes from files or flags is escaped."""
-    folders = [Path(__file__).parent, Path(report_page.__file__).parent]  # the latter has the style
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
-        description=describe(setting),
-        verdict=verdict(rows),
-        why_not=setting.why_not,
-        systems=table_of_systems(rows),
-        ranks=table_of_ranks(rows),
-        notes=[(row.system, explain(row)) for row in rows],
-        pictures=pictures,
-        version=__version__,
+    return (
+        templates(Path(__file__).parent)
+        .get_template(TEMPLATE)
+        .render(
+            title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
+            description=describe(setting),
+            verdict=verdict(rows),
+            why_not=setting.why_not,
+            systems=table_of_systems(rows),
+            ranks=table_of_ranks(rows),
+            notes=[(row.system, explain(row)) for row in rows],
+            pictures=pictures,
+            version=__version__,
+        )
     )
 
 

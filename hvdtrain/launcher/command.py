@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.errors import UsageError
 from hvdtrain.launcher.placement import ENGINE_PREFIXES
 
 # Of the user's variables, those that the engines themselves need: Gloo's horovodrun puts its whole
@@ -77,6 +78,22 @@ def find_mpirun() -> str | None:
     """As horovodrun finds it: in the environment's own folder first."""
     here = str(Path(sys.executable).parent)
     return shutil.which("mpirun", path=os.pathsep.join([here, os.environ.get("PATH", os.defpath)]))
+
+
+def find_controller(wanted: str) -> str:
+    """For `auto`: Open MPI, told to yield, is the faster one where workers fill the cores.
+
+    Raises UsageError for `mpi` where horovodrun could not use it.
+    """
+    if wanted == "gloo":
+        return wanted
+    mpirun = find_mpirun()
+    if mpirun and is_open_mpi(mpirun):
+        return "mpi"
+    if wanted == "auto":
+        return "gloo"
+    found = f"{mpirun} is not Open MPI's" if mpirun else "there is no mpirun on PATH"
+    raise UsageError(f"--controller=mpi: {found}; use --controller gloo")
 
 
 def is_open_mpi(mpirun: str) -> bool:

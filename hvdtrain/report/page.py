@@ -44,8 +44,17 @@ class Picture:
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
     """Write plots and page into the folder, the page last; returns the page's path."""
     plots, absent = draw_plots(runs)
-    pictures = [Picture(plot, to_png(plot.figure)) for plot in plots]
-    page = render_page(runs, pictures, absent)
+    pictures = take_pictures(plots)
+    return save(render_page(runs, pictures, absent), pictures, folder)
+
+
+def take_pictures(plots: Sequence[Plot]) -> list[Picture]:
+    """The plots as images."""
+    return [Picture(plot, to_png(plot.figure)) for plot in plots]
+
+
+def save(page: str, pictures: Sequence[Picture], folder: Path) -> Path:
+    """Write images and page into the folder, the page last; returns the page's path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in pictures:
@@ -76,21 +85,29 @@ def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
 
 def render_page(runs: Sequence[Run], pictures: Sequence[Picture], absent: Sequence[str]) -> str:
     """The page; whatever comes from files is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    return (
+        templates()
+        .get_template(TEMPLATE)
+        .render(
+            title=f"{len(runs)} runs compared" if len(runs) > 1 else f"Run {runs[0].name}",
+            summary=compare_runs(runs),
+            colours=[look_of(i).colour for i in range(len(runs))],
+            notes=[(run.name, notes) for run in runs if (notes := notes_of(run))],
+            options=compare_options(runs),
+            alone=len(runs) == 1,
+            pictures=pictures,
+            absent=absent,
+            version=__version__,
+        )
+    )
+
+
+def templates(*folders: Path) -> jinja2.Environment:
+    """Those of these folders and of the report itself; what they are given is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        title=f"{len(runs)} runs compared" if len(runs) > 1 else f"Run {runs[0].name}",
-        summary=compare_runs(runs),
-        colours=[look_of(i).colour for i in range(len(runs))],
-        notes=[(run.name, notes) for run in runs if (notes := notes_of(run))],
-        options=compare_options(runs),
-        alone=len(runs) == 1,
-        pictures=pictures,
-        absent=absent,
-        version=__version__,
     )

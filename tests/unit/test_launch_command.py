@@ -221,7 +221,7 @@ def test_a_dry_run_contacts_no_host(tmp_path: Path, monkeypatch, capsys) -> None
     for name in ("getaddrinfo", "create_connection"):
         monkeypatch.setattr(f"socket.{name}", refuse)
     monkeypatch.setattr("subprocess.Popen", refuse)
-    monkeypatch.setattr("hvdtrain.cli.launch_options.is_open_mpi", lambda mpirun: True)
+    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
     looked_up: list[str] = []
 
     def look_up(name: str) -> str:
