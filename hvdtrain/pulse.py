@@ -57,7 +57,8 @@ class Pulse:
     def beat(self, phase: str | None = None) -> None:
         """A phase begins, or (None) is still going on."""
         self._phase = phase or self._phase
-        self._tell(f"+{self._phase} {self.step} {time.monotonic():.6f}")
+        if self._fd is not None:  # several times a step: no text for nobody
+            self._tell(f"+{self._phase} {self.step} {time.monotonic():.6f}")
 
     def show(self, **figures: float | int | None) -> None:
         """Figures of the whole job, for whoever looks on."""
