@@ -47,6 +47,12 @@ def hvdtrain(*arguments: str) -> list[str]:
     return [str(BIN / "hvdtrain"), *arguments]
 
 
+def environment_of(mark: str) -> dict[str, str]:
+    """Of a job's processes: they are this checkout's, and found again by the mark."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {MARK: mark, "PATH": path, "PYTHONPATH": str(CHECKOUT)}
+
+
 def run(
     command: Sequence[str],
     timeout_s: float = 120,
@@ -59,9 +65,7 @@ def run(
     recognised by a variable in their environment); both are killed.
     """
     mark = uuid.uuid4().hex
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {MARK: mark, "PATH": path, "PYTHONPATH": str(CHECKOUT)}
-    environment |= variables or {}
+    environment = environment_of(mark) | (variables or {})
     started = time.monotonic()
     process = subprocess.Popen(
         command,

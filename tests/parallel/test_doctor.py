@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launching import (
-    BIN,
-    CHECKOUT,
     CONTROLLERS,
     MARK,
+    environment_of,
     hvdtrain,
     kill_all,
     marked,
@@ -42,8 +40,7 @@ def test_a_good_machine_passes(controller: str, tmp_path: Path) -> None:
 def test_a_stop_leaves_no_worker(tmp_path: Path) -> None:
     """Fails when SIGTERM while the ring runs leaves horovodrun or a worker behind."""
     mark = uuid.uuid4().hex
-    environment = os.environ | {MARK: mark, "HOROVOD_TEST_MARK": mark, "PYTHONPATH": str(CHECKOUT)}
-    environment["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = environment_of(mark) | {"HOROVOD_TEST_MARK": mark}
     doctor = subprocess.Popen(
         hvdtrain("doctor"), cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,10 +16,8 @@ import psutil
 import pytest
 
 from tests.parallel.launching import (
-    BIN,
-    CHECKOUT,
     CONTROLLERS,
-    MARK,
+    environment_of,
     hvdtrain,
     kill_all,
     marked,
@@ -46,12 +43,11 @@ class Job:
     def __init__(self, command: list[str], folder: Path) -> None:
         self._mark = uuid.uuid4().hex
         self.output = folder / "output.txt"
-        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ | {MARK: self._mark, "PATH": path, "PYTHONPATH": str(CHECKOUT)},
+                env=environment_of(self._mark),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
