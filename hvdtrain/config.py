@@ -7,6 +7,7 @@ keys of its YAML file. Only `hvdtrain.cli` sees them all; the layers below are h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.fields import (
@@ -340,3 +341,8 @@ class TrainConfig:
             return self.run.experiment
         readable = self.model.task or f"{self.model.model}-{self.data.data}"
         return "".join(char if char.isalnum() or char in "-_." else "_" for char in readable)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.output) / self.experiment

@@ -21,15 +21,13 @@ LOGS = "logs"  # the launcher writes there before there is a run
 class RunDirectory:
     """The folder of a live run, held under a lock until `close`."""
 
-    def __init__(
-        self, output: Path, experiment: str, reopen: bool = False, wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, path: Path, reopen: bool = False, wait_s: float = 0.0) -> None:
         """Make the folder, or `reopen` the one that holds a run; `wait_s` for a job to leave it.
 
         Raises UsageError, touching nothing, when a new one holds anything already, when another
         job is using it, or when it cannot be written.
         """
-        self.path = output / experiment
+        self.path = path
         if not reopen:
             self._refuse_occupied()
         with ExitStack() as undo:
@@ -38,13 +36,11 @@ class RunDirectory:
                 self._lock = undo.enter_context((self.path / LOCK).open("w"))
                 _take(self._lock, wait_s)
             except BlockingIOError:
-                raise UsageError(
-                    f"--experiment={experiment}: a live job is using {self.path}"
-                ) from None
+                raise UsageError(f"--experiment={path.name}: a live job is using {path}") from None
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(
-                    f"--output={output}: {self.path} cannot be written: {reason}"
+                    f"--output={path.parent}: {path} cannot be written: {reason}"
                 ) from error
             if not reopen:
                 self._refuse_occupied()  # the job that held the lock may have ended just now

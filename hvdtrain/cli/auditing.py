@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hvdtrain.audit import Auditor, NoAudit
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.exact import ExactCheck
@@ -49,7 +47,7 @@ def make_audit(
         ExactCheck(ring, order, compression) if order else BoundCheck(ring, compression),
         settings.audit_parts,
         config.run.seed,
-        evidence=Path(config.run.output) / config.experiment / "audit",
+        evidence=config.folder / "audit",
     )
 
 

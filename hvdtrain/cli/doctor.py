@@ -11,13 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from hvdtrain.cli.host_flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.launcher.doctor.examining import Examination, Wishes, examine
 from hvdtrain.launcher.doctor.facts import failed
 from hvdtrain.launcher.doctor.telling import as_json, tell_findings, tell_verdict
-from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from hvdtrain.log import say
 
@@ -27,15 +26,10 @@ SHOWN_HOSTS = 8
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain doctor`."""
-    hosts = parser.add_argument_group("hosts (default: Slurm's or the MPI Operator's, else this)")
-    hosts.add_argument("--hostfile", "-hostfile", metavar="FILE", help="one host a line")
-    hosts.add_argument("-H", "--hosts", metavar="a:2,b:4", help="hosts with their slots")
-    hosts.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
-    hosts.add_argument("-i", "--ssh-identity-file", metavar="KEY", help="the private key for ssh")
+    add_host_flags(parser)
     parser.add_argument(
         "--output", default="runs", metavar="DIR", help="where runs will be (default: runs)"
     )
-    parser.add_argument("--network-interface", metavar="NAME", help="that is to join the hosts")
     parser.add_argument(
         "--controller", choices=("auto", "gloo", "mpi"), default="auto", help="auto tries gloo"
     )
@@ -70,23 +64,13 @@ def _read(
     problems: list[str] = []
     if unknown:
         problems.append(f"not understood: {' '.join(unknown)} (see hvdtrain doctor --help)")
-    if arguments["hostfile"] is not None and arguments["hosts"] is not None:
-        problems.append("--hostfile and -H: give one of them")
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a name of a network interface")
     problems += _file_problems(arguments["json"])
-    hosts: tuple[Host, ...] = ()
-    options = SshOptions()
-    try:
-        hosts = _hosts(arguments)
-    except UsageError as error:
-        problems += error.problems
-    try:
-        options = _ssh_options(arguments)
-    except UsageError as error:
-        problems += error.problems
-    if problems:
+    hosts = attempt(problems, lambda: find_hosts(arguments))
+    options = attempt(problems, lambda: ssh_options(arguments))
+    if problems or hosts is None or options is None:
         raise UsageError(*problems)
     wishes = Wishes(
         output=str(Path(arguments["output"]).expanduser().absolute()),
@@ -94,20 +78,7 @@ def _read(
         controller=arguments["controller"],
         ring=not arguments["no_ring"],
     )
-    return hosts, options, wishes
-
-
-def _hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
-    if arguments["hostfile"] is not None:
-        return read_hostfile(Path(arguments["hostfile"]))
-    if arguments["hosts"] is not None:
-        return parse_host_list(arguments["hosts"])
-    return hosts_of_site(os.environ) or (Host("localhost"),)
-
-
-def _ssh_options(arguments: dict[str, Any]) -> SshOptions:
-    identity = arguments["ssh_identity_file"]
-    return SshOptions(arguments["ssh_port"], Path(identity) if identity is not None else None)
+    return hosts or (Host("localhost"),), options, wishes
 
 
 def _file_problems(name: str | None) -> list[str]:

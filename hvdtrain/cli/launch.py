@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.launch_options import Launch, read_launch
@@ -66,7 +65,7 @@ def _leave_summary(launch: Launch, outcome: Outcome, started_s: float) -> None:
     """Of a run whose rank 0 was killed before it could write its own, or knows no cause."""
     if launch.config is None:
         return
-    folder = Path(launch.config.run.output) / str(launch.config.experiment)
+    folder = launch.config.folder
     path = folder / "summary.json"
     config = folder / "config.yaml"
     if not config.exists() or config.stat().st_mtime < started_s:  # no rank 0 came so far here
@@ -76,7 +75,7 @@ def _leave_summary(launch: Launch, outcome: Outcome, started_s: float) -> None:
         own = path.exists() and path.stat().st_mtime >= started_s
         if own and not str(held.get("error")).startswith(PeerFailure.__name__):
             return
-        directory = RunDirectory(folder.parent, folder.name, reopen=True)
+        directory = RunDirectory(folder, reopen=True)
         try:
             status = "stopped" if outcome.exit_code in STOPPED else "failed"
             found = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}

@@ -8,22 +8,20 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from hvdtrain.cli.host_flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.cli.options import Parser, add_train_flags, build_config
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.recovery import Plan, Work
 from hvdtrain.launcher.settings import Setting, settings_for
-from hvdtrain.launcher.sites import hosts_of_site
-from hvdtrain.launcher.ssh import SshOptions
 
 DESCRIPTION = """\
 Train on several workers, on this machine or on several: checks first, then horovodrun, a log for
@@ -36,7 +34,6 @@ each rank, progress, a verdict, and restarts from the last checkpoint.
 Hosts are those of -H or --hostfile, else those of Slurm or the MPI Operator, else this machine.
 """
 WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
-Found = TypeVar("Found")
 BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_batch_size")
 
 
@@ -54,22 +51,13 @@ class Launch:
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """horovodrun's names where it has them."""
     parser.add_argument("-np", type=int, metavar="N", help="workers (default: all slots)")
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="A:2,B:4", help="hosts and their slots")
-    hosts.add_argument(
-        *("--hostfile", "-hostfile"), metavar="FILE", help="a line for each host: NAME slots=N"
-    )
+    add_host_flags(parser)
     parser.add_argument(
         "--controller",
         choices=("auto", "gloo", "mpi"),
         default="auto",
         help="what Horovod negotiates and reduces over (default: mpi where it is there)",
     )
-    parser.add_argument(
-        "--network-interface", metavar="NAME", help="of the network between hosts (default: found)"
-    )
-    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="of sshd on all hosts")
-    parser.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key")
     parser.add_argument(
         "--start-timeout-s",
         type=float,
@@ -125,22 +113,20 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
         ours = command[:1] == ["train"]
         arguments["watchdog_timeout_s"] = WATCHDOG_S if ours else SCRIPT_WATCHDOG_S
     problems += _check_numbers(arguments)
-    hosts = _attempt(problems, lambda: _find_hosts(arguments))
+    hosts = attempt(problems, lambda: _find_hosts(arguments))
     workers = arguments["np"] or sum(host.slots for host in hosts or ())
     if hosts and arguments["np"] is not None and arguments["np"] > 0:
-        _attempt(problems, lambda: take_slots(hosts, workers))
+        attempt(problems, lambda: take_slots(hosts, workers))
     if hosts and 0 < workers < (arguments["min_np"] or 0):
         problems.append(f"--min-np={arguments['min_np']}: is above the {workers} workers of -np")
-    ssh = _attempt(
-        problems, lambda: SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
-    )
-    controller = _attempt(problems, lambda: find_controller(arguments["controller"]))
+    ssh = attempt(problems, lambda: ssh_options(arguments))
+    controller = attempt(problems, lambda: find_controller(arguments["controller"]))
     config = None
     if command[:1] == ["train"]:
-        config = _attempt(problems, lambda: _read_train(command[1:]))
+        config = attempt(problems, lambda: _read_train(command[1:]))
         if config is not None:
-            _attempt(problems, lambda: _check_weights(config, workers, arguments))
-            _attempt(problems, lambda: _check_resume(config, arguments["restarts"]))
+            attempt(problems, lambda: _check_weights(config, workers, arguments))
+            attempt(problems, lambda: _check_resume(config, arguments["restarts"]))
     if problems or hosts is None or ssh is None or controller is None:
         raise UsageError(*problems)
     limits = Limits(arguments["start_timeout_s"], arguments["watchdog_timeout_s"])
@@ -159,7 +145,7 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
         settings={setting.name: setting.value for setting in settings},
         verbose=arguments["verbose"],
     )
-    log_dir = arguments["log_dir"] or (_run_folder(config) / "logs" if config else Path("logs"))
+    log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
     return Launch(plan, _make_work(command, config, workers), settings, log_dir, config)
 
 
@@ -209,12 +195,8 @@ def _without(flags: list[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _run_folder(config: TrainConfig) -> Path:
-    return Path(config.run.output) / config.experiment
-
-
 def _holds_run(config: TrainConfig) -> bool:
-    return (_run_folder(config) / "config.yaml").exists()
+    return (config.folder / "config.yaml").exists()
 
 
 def _read_train(flags: list[str]) -> TrainConfig:
@@ -229,7 +211,7 @@ def _read_train(flags: list[str]) -> TrainConfig:
         config = build_config(vars(arguments), unknown)
     except UsageError as error:
         raise UsageError(*(f"train: {problem}" for problem in error.problems)) from None
-    folder = _run_folder(config)
+    folder = config.folder
     if config.run.resume is None and _holds_run(config):
         raise UsageError(
             f"train: --experiment={folder.name}: {folder} already holds a run; nothing was "
@@ -294,11 +276,7 @@ def _is_interface(name: str) -> bool:
 
 
 def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
-    if arguments["hosts"] is not None:
-        return parse_host_list(arguments["hosts"])
-    if arguments["hostfile"] is not None:
-        return read_hostfile(Path(arguments["hostfile"]))
-    found = hosts_of_site(os.environ)
+    found = find_hosts(arguments)
     if found:
         return found
     if arguments["np"] is None:
@@ -308,12 +286,3 @@ def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
 
 def _search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def _attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
-    """The result, or None and its problems added to the others."""
-    try:
-        return action()
-    except UsageError as error:
-        problems.extend(error.problems)
-        return None

@@ -48,19 +48,19 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     Raises UsageError when the configuration is another experiment's, when a checkpoint that was
     named is damaged, or when a live job is using the folder.
     """
-    output, name = Path(config.run.output), config.experiment
+    folder = config.folder
     if exchange.rank != 0 or config.run.resume is None:
         return None
-    if not (output / name / "config.yaml").is_file():
+    if not (folder / "config.yaml").is_file():
         if config.run.resume == "auto":
             return None
         raise UsageError(
-            f"--resume={config.run.resume}: there is no run in {output / name}, which --output and "
+            f"--resume={config.run.resume}: there is no run in {folder}, which --output and "
             f"--experiment name. {_way_to(Path(config.run.resume))}"
         )
     # Started again by the launcher: an earlier rank 0, cut off, may still be ending.
     wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
-    directory = RunDirectory(output, name, reopen=True, wait_s=wait_s)
+    directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
     try:
         return Resumable(directory, _read(config, directory))
     except BaseException:

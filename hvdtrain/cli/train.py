@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.auditing import find_order, make_audit
@@ -123,7 +122,7 @@ def _train(
     signals.training_starts(note=report.fail, give_up=give_up)
     keeper = RunKeeper(exchange, position, report, signals, pulse)
     steps = config.run.profile and profiled_steps(config.run.profile)
-    folder = Path(config.run.output) / config.experiment / "profile"
+    folder = config.folder / "profile"
     profiler = StepProfiler(steps or None, folder, exchange)
     try:
         outcome = train(job, position, meter, exchange, audit, report, keeper, profiler)
@@ -156,8 +155,7 @@ def _open_report(
     """Rank 0 claims the run directory and prints the header."""
     if exchange.rank != 0:
         return NoReport()
-    output = Path(config.run.output)
-    directory = found.directory if found else RunDirectory(output, config.experiment)
+    directory = found.directory if found else RunDirectory(config.folder)
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,
         "batch_size": None,

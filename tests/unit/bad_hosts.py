@@ -202,7 +202,7 @@ CASES = [
     doctor(
         "both",
         "-H a --hostfile hosts",
-        "--hostfile and -H: give one of them",
+        "--hostfile/-hostfile: not allowed with argument -H/--hosts",
         2,
         write("hosts", "a\n"),
     ),

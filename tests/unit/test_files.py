@@ -22,7 +22,7 @@ HOLDS_LOCK = """
 import sys
 from pathlib import Path
 from hvdtrain.run_directory import RunDirectory
-directory = RunDirectory(Path(sys.argv[1]), "one")
+directory = RunDirectory(Path(sys.argv[1]) / "one")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -40,7 +40,7 @@ def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     """Fails when a missing --output is an error, or an empty folder counts as occupied."""
     for output in (tmp_path / "a" / "b", tmp_path):
         (tmp_path / "two").mkdir(exist_ok=True)
-        directory = RunDirectory(output, "two")
+        directory = RunDirectory(output / "two")
         assert directory.path == output / "two" and directory.path.is_dir()
         directory.close()
 
@@ -55,7 +55,7 @@ def test_an_occupied_directory_is_refused(tmp_path: Path, held: str, expected: s
     (tmp_path / "one" / held).write_text("precious")
     before = read_tree(tmp_path)
     with pytest.raises(UsageError, match=expected) as caught:
-        RunDirectory(tmp_path, "one")
+        RunDirectory(tmp_path / "one")
     assert str(caught.value).startswith("--experiment=one: ")
     assert read_tree(tmp_path) == before
 
@@ -66,23 +66,23 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, output: str, name: 
     (tmp_path / "file").write_text("precious")
     before = read_tree(tmp_path)
     with pytest.raises(UsageError, match="cannot be written: "):
-        RunDirectory(tmp_path / output, name)
+        RunDirectory(tmp_path / output / name)
     assert read_tree(tmp_path) == before
 
 
 def test_two_live_jobs_cannot_share_a_directory(tmp_path: Path) -> None:
     """Fails when the second job gets in, or when a closed or killed job still blocks."""
-    first = RunDirectory(tmp_path, "one")
+    first = RunDirectory(tmp_path / "one")
     with pytest.raises(UsageError, match="a live job is using"):
-        RunDirectory(tmp_path, "one")
+        RunDirectory(tmp_path / "one")
     first.close()
     command = [sys.executable, "-c", HOLDS_LOCK, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         with pytest.raises(UsageError, match="a live job is using"):
-            RunDirectory(tmp_path, "one")
+            RunDirectory(tmp_path / "one")
         other.kill()
-    RunDirectory(tmp_path, "one").close()
+    RunDirectory(tmp_path / "one").close()
 
 
 def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) -> None:
@@ -96,12 +96,12 @@ def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) ->
 
     monkeypatch.setattr(RunDirectory, "_refuse_occupied", check_then_the_other_job_ends)
     with pytest.raises(UsageError, match="already holds a run"):
-        RunDirectory(tmp_path, "one")
+        RunDirectory(tmp_path / "one")
 
 
 def test_config_summary_and_records(tmp_path: Path) -> None:
     """Fails when what is read back differs, NaN breaks the JSON, or a line waits in a buffer."""
-    directory = RunDirectory(tmp_path, "one")
+    directory = RunDirectory(tmp_path / "one")
     config = {"lr": 1e-05, "experiment": "1e3", "epochs": None, "z": 1, "a": 2}
     directory.write_config(config)
     text = (directory.path / "config.yaml").read_text()
@@ -129,7 +129,7 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     """Fails when TensorBoard and metrics.jsonl differ, or a scalar stands at another step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    directory = RunDirectory(tmp_path, "one")
+    directory = RunDirectory(tmp_path / "one")
     recorder = Recorder(directory, classes=["cat", "dog"])
     for step, loss in ((10, 2.5), (20, math.nan), (30, 1.25)):
         recorder.interval_end(totals(step, loss), lr=step / 1000)
@@ -183,16 +183,16 @@ def records(path: Path) -> list[dict]:
 
 def test_a_reopened_directory_keeps_what_is_in_it(tmp_path: Path) -> None:
     """Fails when going on with a run needs an empty folder, empties it, or ignores a live job."""
-    first = RunDirectory(tmp_path, "one")
+    first = RunDirectory(tmp_path / "one")
     first.write_config({"lr": 1})
     first.append("metrics.jsonl", {"step": 1})
     with pytest.raises(UsageError, match="a live job is using"):
-        RunDirectory(tmp_path, "one", reopen=True)
+        RunDirectory(tmp_path / "one", reopen=True)
     first.close()
-    again = RunDirectory(tmp_path, "one", reopen=True)
+    again = RunDirectory(tmp_path / "one", reopen=True)
     again.append("metrics.jsonl", {"step": 2})
     with pytest.raises(UsageError, match="a live job is using"):
-        RunDirectory(tmp_path, "one", reopen=True)
+        RunDirectory(tmp_path / "one", reopen=True)
     again.close()
     assert [record["step"] for record in records(again.path / "metrics.jsonl")] == [1, 2]
     assert (again.path / "config.yaml").is_file()
@@ -200,14 +200,14 @@ def test_a_reopened_directory_keeps_what_is_in_it(tmp_path: Path) -> None:
 
 def test_records_after_a_step_are_forgotten(tmp_path: Path) -> None:
     """Fails when a resumed run writes a step twice, loses one, or trips on half a line."""
-    directory = RunDirectory(tmp_path, "one")
+    directory = RunDirectory(tmp_path / "one")
     for name in ("metrics.jsonl", "audit.jsonl"):
         for step in (1, 2, 3, 10):
             directory.append(name, {"step": step, "of": name})
     directory.close()
     with (directory.path / "metrics.jsonl").open("ab") as stream:
         stream.write(b'{"step": 2, "of": "metr\xff')  # the last write before a power cut
-    again = RunDirectory(tmp_path, "one", reopen=True)
+    again = RunDirectory(tmp_path / "one", reopen=True)
     again.forget_after(2)
     again.append("metrics.jsonl", {"step": 3, "of": "again"})
     again.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import launch_options
 from hvdtrain.cli.launch_options import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
@@ -35,7 +34,7 @@ def plain_place(tmp_path: Path, monkeypatch) -> None:
     for name in list(os.environ):
         if name.startswith(("SLURM_", "HOROVOD_", "OMPI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(launch_options, "hosts_of_site", _hosts_of_site_without_files)
+    monkeypatch.setattr("hvdtrain.cli.host_flags.hosts_of_site", _hosts_of_site_without_files)
 
 
 def _hosts_of_site_without_files(environment: dict[str, str]) -> tuple[Host, ...]:

@@ -172,7 +172,7 @@ def refused(run: Path, **changes: Any) -> str:
     with pytest.raises(UsageError) as caught:
         find(run, **changes)
     assert read_tree(run) == before
-    RunDirectory(run.parent, run.name, reopen=True).close()
+    RunDirectory(run, reopen=True).close()
     return str(caught.value)
 
 
@@ -277,7 +277,7 @@ def test_a_run_killed_before_its_configuration_starts_afresh(tmp_path: Path) -> 
 
 def test_a_live_run_is_not_resumed(unfinished: Path) -> None:
     """Fails when two jobs write one folder."""
-    directory = RunDirectory(unfinished.parent, NAME, reopen=True)
+    directory = RunDirectory(unfinished, reopen=True)
     with pytest.raises(UsageError, match="a live job is using"):
         find(unfinished)
     directory.close()
