@@ -22,6 +22,7 @@ from hvdtrain.launcher.install.horovod_source import HOROVOD_VERSION
 from hvdtrain.launcher.install.machine import Mpi, Requirement
 
 EXTRAS = "distributed,test"
+IMAGE_EXTRAS = "distributed"
 STAMP = "hvdtrain-setup.sha256"
 PIP = ("-m", "pip", "--disable-pip-version-check")
 PROOF_TIMEOUT_S = 120
@@ -40,7 +41,7 @@ def main() -> int:
             _install_system_packages(machine.TEST_REQUIREMENTS)
         if missing := machine.missing_requirements():
             raise PreflightError(machine.explain_missing(missing))
-        checkout = Checkout(Path(arguments.root).resolve())
+        checkout = Checkout(Path(arguments.root).resolve(), arguments.for_image)
         if arguments.check:
             return _report(checkout)
         set_up(checkout)
@@ -73,14 +74,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="the same for the packages that only the tests need; no service is started",
     )
+    parser.add_argument(
+        "--for-image",
+        action="store_true",
+        help="install a copy of hvdtrain, nothing for tests, and prove nothing: for container "
+        "images, where the proof is run in the finished one",
+    )
     return parser.parse_args(argv)
 
 
 class Checkout:
     """The paths of one checkout and of the environment that it is installed into."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, for_image: bool = False) -> None:
         self.root = root
+        self.for_image = for_image
         active = os.environ.get("VIRTUAL_ENV")
         self.environment = Path(active) if active else root / ".venv"
         self.python = self.environment / "bin" / "python"
@@ -94,7 +102,7 @@ class Checkout:
         for path in [self.root / "setup.py", self.constraints, *sources]:
             digest.update(path.read_bytes())
         digest.update(json.dumps([sys.version, mpi.identity if mpi else "pip"]).encode())
-        digest.update(str(self.root).encode())
+        digest.update(f"{self.root}{' for an image' * self.for_image}".encode())
         return digest.hexdigest()
 
     def is_up_to_date(self, mpi: Mpi | None) -> bool:
@@ -124,8 +132,11 @@ def set_up(checkout: Checkout) -> None:
     wheel = _horovod(checkout, mpi)
     _say(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
     _pip(checkout, "--force-reinstall", "--no-deps", str(wheel))
-    _pip(checkout, "--editable", f"{checkout.root}[{EXTRAS}]")
-    _prove(checkout)
+    if checkout.for_image:
+        _pip(checkout, f"{checkout.root}[{IMAGE_EXTRAS}]")
+    else:
+        _pip(checkout, "--editable", f"{checkout.root}[{EXTRAS}]")
+        _prove(checkout)
     checkout.stamp.write_text(fingerprint + "\n")
     _say(f"done in {time.monotonic() - started:.0f} s")
 
