@@ -1,0 +1,238 @@
+"""`launch/cluster`: hosts made of containers on this machine, to train on as on real ones.
+
+    up      image (built if need be) ── Compose ──┬─ keys: makes the key pair, in a volume
+                                                  └─ worker 1 .. H: an sshd each, internal network
+    run     a container beside them: `hvdtrain launch` with the cluster's hostfile
+    down    what was trained is copied to runs/, then all of it is removed
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.errors import EXIT_OK, HvdtrainError, PreflightError, UsageError
+from hvdtrain.launcher.cluster_engine import Engine, EngineError, launcher_argv
+from hvdtrain.launcher.cluster_image import ensure_image
+from hvdtrain.launcher.cluster_keys import PORT
+from hvdtrain.log import complain, say
+
+HOME = "/home/hvdtrain"
+RUNS = f"{HOME}/runs"
+HOSTFILE = "/etc/mpi/hostfile"  # where `hvdtrain launch` and `doctor` look by themselves
+START_S = 60.0
+STOP_S = 60
+MOST_HOSTS, MOST_SLOTS = 64, 256
+SHOWN_LINES = "20"
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parse(sys.argv[1:])
+    root = Path(arguments.root).resolve()
+    engine = Engine(arguments.name, root / "docker" / "compose.yaml")
+    try:
+        _check_name(arguments.name)
+        options = _parse_up(arguments.rest) if arguments.command == "up" else None
+        engine.check()
+        if options:
+            up(engine, root, options)
+        elif arguments.command == "down":
+            down(engine, _destination(root, arguments.rest))
+        elif arguments.command == "logs":
+            logs(engine)
+        else:
+            start_beside(engine, _command_of(arguments.command, arguments.rest))
+    except HvdtrainError as error:
+        complain(f"cluster: error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        complain("cluster: interrupted; ./launch/cluster down removes what is there")
+        return 130
+    return EXIT_OK
+
+
+def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
+    """Start the hosts, and wait until they answer; again: change what is asked to be otherwise."""
+    image = options.image or ensure_image(engine, root)
+    variables = {"HVDTRAIN_IMAGE": image}
+    if options.data:
+        variables["HVDTRAIN_DATA"] = str(options.data.resolve())
+    if options.output == "separate":
+        variables["HVDTRAIN_RUNS"] = RUNS  # a volume without a name: each container has its own
+    started = time.monotonic()
+    scale = f"worker={options.hosts}"
+    engine.compose("up", "--detach", "--remove-orphans", "--scale", scale, variables=variables)
+    workers = engine.workers()
+    _wait_until_they_answer(engine, workers)
+    lines = "".join(f"{name} slots={options.slots}\n" for name in workers)
+    engine.capture("exec", "--interactive", workers[0], "tee", HOSTFILE, stdin=lines)
+    say(
+        f"cluster: {len(workers)} hosts with {options.slots} slots each answer after "
+        f"{time.monotonic() - started:.0f} s: {', '.join(workers)}"
+    )
+
+
+def start_beside(engine: Engine, command: Sequence[str]) -> None:
+    """Become a container beside the hosts that runs a command; signals go to that command."""
+    worker = _workers(engine, running=True)[0]
+    image = engine.capture("inspect", "--format", "{{.Config.Image}}", worker).strip()
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    argv = launcher_argv(engine.cluster, worker, image, command, terminal)
+    sys.stdout.flush()
+    os.execvp(argv[0], argv)
+
+
+def logs(engine: Engine) -> None:
+    """The end of each log of the newest run, and of each host's sshd."""
+    for worker in _workers(engine, running=False):
+        say(f"==> sshd of {worker} <==")
+        say(engine.capture("logs", "--tail", SHOWN_LINES, worker).rstrip())
+    program = (
+        "import pathlib, subprocess, sys; "
+        f"found = sorted(pathlib.Path({RUNS!r}).glob('*/logs'), key=lambda p: p.stat().st_mtime); "
+        "files = sorted(map(str, found[-1].iterdir())) if found else sys.exit('no run has logs yet');"
+        f"subprocess.run(['tail', '-n', '{SHOWN_LINES}', '-v', *files])"
+    )
+    start_beside(engine, ["python", "-c", program])
+
+
+def down(engine: Engine, destination: Path | None) -> None:
+    """Stop jobs (they save), copy what was trained to `destination`, and remove everything."""
+    if launchers := engine.launchers():
+        engine.capture("stop", "--time", str(STOP_S), *launchers)
+    workers = engine.workers(running=False)
+    if workers and destination:
+        _copy_runs(engine, workers[0], destination)
+    engine.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
+    say(f"cluster: {engine.cluster} is down; nothing of it is left")
+
+
+def _copy_runs(engine: Engine, worker: str, destination: Path) -> None:
+    """Each run gets a name that is free: runs that are there already are never touched."""
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination, prefix=".from-cluster-") as scratch:
+            engine.capture("cp", f"{worker}:{RUNS}/.", scratch)
+            for run in sorted(Path(scratch).iterdir()):
+                target = _free(destination / run.name)
+                run.rename(target)
+                say(f"cluster: copied {run.name} to {os.path.relpath(target)}")
+    except OSError as error:
+        raise PreflightError(
+            f"the runs cannot be copied to {destination}: {error.strerror or error}. Nothing was "
+            "removed; give --output a folder that can be written to, or --discard"
+        ) from error
+
+
+def _free(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _workers(engine: Engine, running: bool) -> list[str]:
+    workers = engine.workers(running)
+    if not workers:
+        raise PreflightError(
+            f"there is no cluster {engine.cluster!r} here: start it with ./launch/cluster up"
+        )
+    return workers
+
+
+def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
+    deadline = time.monotonic() + START_S
+    scan = ["exec", workers[0], "ssh-keyscan", "-T", "3", "-p", str(PORT), *workers]
+    while True:
+        try:
+            answers = engine.capture(*scan)
+        except EngineError as error:  # the first one itself has ended, say
+            answers, problem = "", str(error)
+        silent = [name for name in workers if f"[{name}]:{PORT} " not in answers]
+        if not silent:
+            return
+        if time.monotonic() > deadline:
+            last = engine.capture("logs", "--tail", SHOWN_LINES, silent[0])
+            raise PreflightError(
+                f"no sshd answers on {', '.join(silent)} after {START_S:.0f} s"
+                + (f" ({problem})" if not answers else "")
+                + f"; the log of {silent[0]}:\n{last}"
+            )
+        time.sleep(0.3)
+
+
+def _command_of(command: str, rest: Sequence[str]) -> list[str]:
+    return ["hvdtrain", {"run": "launch"}.get(command, command), *rest]
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise UsageError(
+            f"--name={name}: must be small letters, digits, - and _, and begin with no - or _"
+        )
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="launch/cluster",
+        usage="launch/cluster [--name NAME] up|run|doctor|logs|down [...]",
+        description="A cluster of containers on this machine.",
+        epilog="run takes the flags of `hvdtrain launch`: run -np 6 --controller mpi -- train ...; "
+        "doctor those of `hvdtrain doctor`; up and down explain themselves with --help.",
+    )
+    parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="hvdtrain", help="for several clusters (%(default)s)")
+    parser.add_argument("command", choices=("up", "run", "doctor", "logs", "down"))
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _parse_up(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch/cluster up")
+    parser.add_argument("--hosts", type=int, default=3, metavar="H", help="containers (3)")
+    parser.add_argument("--slots", type=int, default=1, metavar="S", help="workers on each (1)")
+    parser.add_argument("--image", help="use this image (default: the one of this checkout)")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help=f"mounted at {HOME}/data, to read only"
+    )
+    parser.add_argument(
+        "--output",
+        choices=("shared", "separate"),
+        default="shared",
+        help="one volume for the runs of all hosts, or one for each host (shared)",
+    )
+    options = parser.parse_args(argv)
+    problems = []
+    for flag, value, most in (
+        ("--hosts", options.hosts, MOST_HOSTS),
+        ("--slots", options.slots, MOST_SLOTS),
+    ):
+        if not 1 <= value <= most:
+            problems.append(f"{flag}={value}: must be from 1 to {most}")
+    if options.data and not options.data.is_dir():
+        problems.append(f"--data={options.data}: there is no such folder")
+    if problems:
+        raise UsageError(*problems)
+    return options
+
+
+def _destination(root: Path, argv: Sequence[str]) -> Path | None:
+    parser = argparse.ArgumentParser(prog="launch/cluster down")
+    parser.add_argument(
+        "--output", type=Path, default=root / "runs", metavar="DIR", help="for the runs (runs)"
+    )
+    parser.add_argument("--discard", action="store_true", help="remove the runs too")
+    options = parser.parse_args(argv)
+    return None if options.discard else options.output
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The container engine: what is asked of `docker` and of Compose, as commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import PreflightError
+
+LAST_LINES = 15
+NO_DOCKER = (
+    "there is no docker command on PATH. Install Docker Engine (on Debian or Ubuntu: apt-get "
+    "install docker.io docker-compose)"
+)
+NO_ENGINE = (
+    "no Docker engine answers: {answer}\n"
+    "Start it (systemctl start docker; where there is no systemd, as root: docker/start-engine), "
+    "or, where it is running, let your user use it (usermod -aG docker USER, and log in again)"
+)
+NO_COMPOSE = (
+    "Docker Compose is missing, as plugin and as command. On Debian or Ubuntu: apt-get install "
+    "docker-compose; from Docker's own packages: docker-compose-plugin"
+)
+
+
+class EngineError(PreflightError):
+    """A command of the engine failed."""
+
+
+class Engine:
+    """Runs `docker` and Compose for one cluster, by its name."""
+
+    def __init__(self, cluster: str, compose_file: Path) -> None:
+        self.cluster = cluster
+        self.compose_file = compose_file
+
+    def check(self) -> None:
+        """Raises PreflightError where no engine answers."""
+        if not shutil.which("docker"):
+            raise PreflightError(NO_DOCKER)
+        done = _run(["docker", "version", "--format", "{{.Server.Version}}"])
+        if done.returncode != 0:
+            raise PreflightError(NO_ENGINE.format(answer=_last_lines(done.stderr)))
+
+    def capture(self, *arguments: str, stdin: str | None = None) -> str:
+        """Standard output of a docker command. Raises EngineError when it fails."""
+        done = _run(["docker", *arguments], stdin)
+        if done.returncode != 0:
+            answer = _last_lines(done.stderr or done.stdout)
+            raise EngineError(
+                f"docker {arguments[0]} failed (exit code {done.returncode}): {answer}"
+            )
+        return done.stdout
+
+    def succeeds(self, *arguments: str) -> bool:
+        """Whether a docker command ends with 0."""
+        return _run(["docker", *arguments]).returncode == 0
+
+    def compose(self, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
+        """Run a command of Compose on this cluster. Raises EngineError when it fails."""
+        command = [*_compose_command(), "--project-name", self.cluster]
+        command += ["--file", os.fspath(self.compose_file), *arguments]
+        done = _run(command, environment={**os.environ, **(variables or {})})
+        if done.returncode != 0:
+            raise EngineError(
+                f"docker compose {arguments[0]} failed (exit code {done.returncode}): "
+                f"{_last_lines(done.stderr or done.stdout)}"
+            )
+
+    def workers(self, running: bool = True) -> list[str]:
+        """The names of the cluster's worker containers, by their numbers."""
+        number = '{{.Label "com.docker.compose.container-number"}}'
+        answer = self.capture(
+            *("ps", *([] if running else ["--all"]), "--format", f"{number} {{{{.Names}}}}"),
+            *("--filter", f"label=com.docker.compose.project={self.cluster}"),
+            *("--filter", "label=com.docker.compose.service=worker"),
+        )
+        pairs = [line.split(maxsplit=1) for line in answer.splitlines()]
+        return [name for _, name in sorted((int(number), name) for number, name in pairs)]
+
+    def launchers(self) -> list[str]:
+        """The containers that `run` and its like have started for the cluster."""
+        return self.capture(
+            "ps", "--all", "--quiet", "--filter", f"label={launcher_label(self.cluster)}"
+        ).split()
+
+
+def launcher_label(cluster: str) -> str:
+    """Marks a container that starts jobs on a cluster."""
+    return f"hvdtrain.launcher={cluster}"
+
+
+def launcher_argv(
+    cluster: str, worker: str, image: str, command: Sequence[str], terminal: bool
+) -> list[str]:
+    """Runs a command beside a cluster: in its network, with the volumes of its first worker."""
+    return [
+        *("docker", "run", "--rm", *(["--interactive", "--tty"] if terminal else [])),
+        *("--label", launcher_label(cluster), "--network", f"{cluster}_cluster"),
+        *("--volumes-from", worker, "--shm-size", "1g", "--no-healthcheck"),
+        *("--cap-add", "SYS_PTRACE", "--security-opt", "no-new-privileges"),
+        *("--env", "OMPI_MCA_btl_vader_single_copy_mechanism=cma"),
+        *(image, *command),
+    ]
+
+
+def _compose_command() -> list[str]:
+    if _run(["docker", "compose", "version"]).returncode == 0:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    raise PreflightError(NO_COMPOSE)
+
+
+def _run(
+    command: list[str], stdin: str | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = {"stdin": subprocess.DEVNULL} if stdin is None else {}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, check=False, env=environment, **given
+    )
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:])

@@ -1,0 +1,134 @@
+"""The image of a cluster: found by the hash of what goes into it, or else built."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.cluster_engine import Engine, EngineError
+from hvdtrain.launcher.cluster_wheels import put_wheels
+from hvdtrain.log import say
+
+NAME = "hvdtrain"
+DOCKERFILE = Path("docker", "Dockerfile")
+SOURCES = ("docker/sshd_config", "launch/constraints.txt", "setup.py", "pyproject.toml")
+AUTHORITIES = ("/usr/local/share/ca-certificates", "/etc/pki/ca-trust/source/anchors")
+FROM_HOST = "from-host"
+DEBIAN_RELEASE = "bookworm"
+
+
+def ensure_image(engine: Engine, root: Path) -> str:
+    """The image for this checkout, built if it is not there. Raises PreflightError."""
+    put_authorities(root)
+    tag = f"{NAME}:{image_key(root)}"
+    if engine.succeeds("image", "inspect", tag):
+        return tag
+    started = time.monotonic()
+    _ensure_base(engine, dockerfile_default(root, "BASE"))
+    if not (root / "docker" / "wheels" / "complete").exists():
+        _try_wheels(root)
+    say(f"cluster: building the image {tag}: some minutes the first time")
+    command = ["docker", "build", "--file", str(root / DOCKERFILE), "--tag", tag, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise EngineError(f"the image could not be built (exit code {done.returncode}):\n{tail}")
+    engine.capture("tag", tag, NAME)
+    say(f"cluster: built {tag}, also called {NAME}, in {time.monotonic() - started:.0f} s")
+    return tag
+
+
+def image_key(root: Path) -> str:
+    """A hash of all that decides what is in the image, but for wheels that we download."""
+    digest = hashlib.sha256()
+    for path in _inputs(root):
+        content = path.read_bytes() if path.suffix not in (".whl", ".gz") else b""
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root)} {size} ".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def dockerfile_default(root: Path, argument: str) -> str:
+    """The default of a build argument."""
+    text = (root / DOCKERFILE).read_text("utf-8")
+    (value,) = re.findall(rf"^ARG {argument}=(\S+)$", text, re.MULTILINE)
+    return str(value)
+
+
+def put_authorities(root: Path) -> None:
+    """Copy the authorities that this machine's owner has added into the build context."""
+    target = root / "docker" / "ca" / FROM_HOST
+    shutil.rmtree(target, ignore_errors=True)
+    for folder in map(Path, AUTHORITIES):
+        for certificate in sorted(folder.rglob("*.crt")):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(certificate, target / certificate.name)
+
+
+def _inputs(root: Path) -> Iterator[Path]:
+    yield root / DOCKERFILE
+    yield from (root / name for name in SOURCES)
+    for folder in ("hvdtrain", "docker/ca", "docker/wheels"):
+        for path in sorted((root / folder).rglob("*")):
+            ours = folder == "docker/wheels" and FROM_HOST in path.parts
+            if path.is_file() and not ours and "__pycache__" not in path.parts:
+                yield path
+
+
+def _try_wheels(root: Path) -> None:
+    say("cluster: collecting wheels for the image with this machine's pip")
+    try:
+        put_wheels(root, dockerfile_default(root, "PIP_EXTRA_INDEX_URL"))
+    except PreflightError as error:
+        say(f"cluster: {error}\ncluster: so the image's own pip will ask its index")
+
+
+def _ensure_base(engine: Engine, base: str) -> None:
+    if engine.succeeds("image", "inspect", base):
+        return
+    say(f"cluster: pulling {base}")
+    try:
+        engine.capture("pull", "--quiet", base)
+    except EngineError as error:
+        say(f"cluster: it cannot be pulled ({str(error).splitlines()[-1]})")
+        _bootstrap(base)
+
+
+def _bootstrap(base: str) -> None:
+    """Make the base from Debian's packages."""
+    problems = [
+        problem
+        for problem, present in (
+            ("debootstrap is missing: apt-get install debootstrap", shutil.which("debootstrap")),
+            ("only root can run it", os.geteuid() == 0),
+        )
+        if not present
+    ]
+    if problems:
+        raise PreflightError(
+            f"the base image {base} can neither be pulled nor made here: {'; '.join(problems)}. "
+            f"Or load it from elsewhere: docker save {base}, docker load"
+        )
+    say(f"cluster: making {base} by debootstrap: a minute or two, once")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-base-") as scratch:
+        tree, archive = Path(scratch, "root"), Path(scratch, "base.tar")
+        _tool("debootstrap", "--variant=minbase", DEBIAN_RELEASE, str(tree))
+        for leftover in [*tree.glob("var/cache/apt/archives/*.deb"), *tree.glob("var/lib/apt/lists/*_*")]:
+            leftover.unlink()
+        _tool("tar", "--create", "--directory", str(tree), "--file", str(archive), ".")
+        _tool("docker", "import", str(archive), base)
+
+
+def _tool(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise PreflightError(f"{command[0]} failed (exit code {done.returncode}): {tail}")

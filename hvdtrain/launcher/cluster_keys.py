@@ -1,0 +1,87 @@
+"""The keys of a cluster of containers: `python -m hvdtrain.launcher.cluster_keys [FOLDER]`.
+
+They are made where the cluster starts, into a volume that its containers share, and go with it; an
+image never holds one. All containers show the same host key, so it is known beforehand, under any
+name, and ssh refuses whoever shows another.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
+from hvdtrain.log import complain, say
+
+PORT = 2222  # docker/sshd_config
+USER_KEY, HOST_KEY = "id_ed25519", "host_ed25519"
+CONFIGURATION = f"""\
+Host *
+    Port {PORT}
+    StrictHostKeyChecking yes
+"""
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path.home() / ".ssh"
+    try:
+        made = make_keys(folder)
+    except HvdtrainError as error:
+        complain(f"cluster: error: {error}")
+        return error.exit_code
+    say(f"cluster: {'made' if made else 'found'} the cluster's keys in {folder}")
+    return 0
+
+
+def make_keys(folder: Path) -> bool:
+    """Fill a folder as ~/.ssh needs it; False when that is done already.
+
+    Raises UsageError where keys lie that are not a cluster's, and PreflightError.
+    """
+    names = (USER_KEY, HOST_KEY, "authorized_keys", "known_hosts", "config")
+    present = [name for name in names if (folder / name).exists()]
+    if len(present) == len(names):
+        return False
+    if present:
+        raise UsageError(
+            f"{folder} holds {', '.join(present)}, but not all that a cluster's keys consist of: "
+            "give an empty folder"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _fill(folder)
+    except OSError as error:
+        raise PreflightError(
+            f"the cluster's keys cannot be written to {folder}: {error.strerror or error}"
+        ) from error
+    return True
+
+
+def _fill(folder: Path) -> None:
+    """In a folder beside at first, and the user's key last: what is broken off is not taken."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+        new = Path(scratch)
+        user, host = _key(new / USER_KEY), _key(new / HOST_KEY)
+        (new / "authorized_keys").write_text(user)
+        (new / "known_hosts").write_text(f"* {host}")
+        (new / "config").write_text(CONFIGURATION)
+        for path in sorted(new.iterdir(), reverse=True):
+            path.chmod(0o600)
+            path.rename(folder / path.name)
+
+
+def _key(path: Path) -> str:
+    """Make a key pair; returns the public half."""
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain", "-f", os.fspath(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise PreflightError(f"ssh-keygen made no key: {(done.stderr or done.stdout).strip()}")
+    return path.with_suffix(".pub").read_text()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

