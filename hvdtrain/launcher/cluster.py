@@ -1,9 +1,9 @@
 """`launch/cluster`: hosts made of containers on this machine, to train on as on real ones.
 
-    up      image (built if need be) ── Compose ──┬─ keys: makes the key pair, in a volume
-                                                  └─ worker 1 .. H: an sshd each, internal network
-    run     a container beside them: `hvdtrain launch` with the cluster's hostfile
-    down    what was trained is copied to runs/, then all of it is removed
+up      image (built if need be) ── Compose ──┬─ keys: makes the key pair, in a volume
+                                              └─ worker 1 .. H: an sshd each, internal network
+run     a container beside them: `hvdtrain launch` with the cluster's hostfile
+down    what was trained is copied to runs/, then all of it is removed
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ START_S = 60.0
 STOP_S = 60
 MOST_HOSTS, MOST_SLOTS = 64, 256
 SHOWN_LINES = "20"
+SHOW_LOGS = """\
+import pathlib, subprocess, sys
+found = sorted(pathlib.Path(sys.argv[1]).glob("*/logs"), key=lambda path: path.stat().st_mtime)
+files = sorted(map(str, found[-1].iterdir())) if found else sys.exit("no run has logs yet")
+sys.exit(subprocess.run(["tail", "-n", sys.argv[2], "-v", *files]).returncode)
+"""
 
 
 def main() -> int:
@@ -69,7 +75,7 @@ def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
     started = time.monotonic()
     scale = f"worker={options.hosts}"
     engine.compose("up", "--detach", "--remove-orphans", "--scale", scale, variables=variables)
-    workers = engine.workers()
+    workers = [_plain_name(engine, worker) for worker in engine.workers()]
     _wait_until_they_answer(engine, workers)
     lines = "".join(f"{name} slots={options.slots}\n" for name in workers)
     engine.capture("exec", "--interactive", workers[0], "tee", HOSTFILE, stdin=lines)
@@ -94,13 +100,7 @@ def logs(engine: Engine) -> None:
     for worker in _workers(engine, running=False):
         say(f"==> sshd of {worker} <==")
         say(engine.capture("logs", "--tail", SHOWN_LINES, worker).rstrip())
-    program = (
-        "import pathlib, subprocess, sys; "
-        f"found = sorted(pathlib.Path({RUNS!r}).glob('*/logs'), key=lambda p: p.stat().st_mtime); "
-        "files = sorted(map(str, found[-1].iterdir())) if found else sys.exit('no run has logs yet');"
-        f"subprocess.run(['tail', '-n', '{SHOWN_LINES}', '-v', *files])"
-    )
-    start_beside(engine, ["python", "-c", program])
+    start_beside(engine, ["python", "-c", SHOW_LOGS, RUNS, SHOWN_LINES])
 
 
 def down(engine: Engine, destination: Path | None) -> None:
@@ -146,6 +146,14 @@ def _workers(engine: Engine, running: bool) -> list[str]:
             f"there is no cluster {engine.cluster!r} here: start it with ./launch/cluster up"
         )
     return workers
+
+
+def _plain_name(engine: Engine, worker: str) -> str:
+    """docker-compose 1 puts underscores into names, which Open MPI refuses in a host's name."""
+    if "_" not in worker:
+        return worker
+    engine.capture("rename", worker, plain := worker.replace("_", "-"))
+    return plain
 
 
 def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:

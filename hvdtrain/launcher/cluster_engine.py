@@ -118,9 +118,8 @@ def _compose_command() -> list[str]:
 def _run(
     command: list[str], stdin: str | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    given = {"stdin": subprocess.DEVNULL} if stdin is None else {}
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, check=False, env=environment, **given
+        command, input=stdin or "", capture_output=True, text=True, check=False, env=environment
     )
 
 

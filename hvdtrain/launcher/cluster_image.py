@@ -121,7 +121,10 @@ def _bootstrap(base: str) -> None:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-base-") as scratch:
         tree, archive = Path(scratch, "root"), Path(scratch, "base.tar")
         _tool("debootstrap", "--variant=minbase", DEBIAN_RELEASE, str(tree))
-        for leftover in [*tree.glob("var/cache/apt/archives/*.deb"), *tree.glob("var/lib/apt/lists/*_*")]:
+        for leftover in [
+            *tree.glob("var/cache/apt/archives/*.deb"),
+            *tree.glob("var/lib/apt/lists/*_*"),
+        ]:
             leftover.unlink()
         _tool("tar", "--create", "--directory", str(tree), "--file", str(archive), ".")
         _tool("docker", "import", str(archive), base)

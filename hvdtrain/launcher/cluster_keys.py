@@ -76,7 +76,18 @@ def _fill(folder: Path) -> None:
 
 def _key(path: Path) -> str:
     """Make a key pair; returns the public half."""
-    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain", "-f", os.fspath(path)]
+    command = [
+        "ssh-keygen",
+        "-q",
+        "-t",
+        "ed25519",
+        "-N",
+        "",
+        "-C",
+        "hvdtrain",
+        "-f",
+        os.fspath(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise PreflightError(f"ssh-keygen made no key: {(done.stderr or done.stdout).strip()}")

