@@ -85,14 +85,22 @@ def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
     )
 
 
-def start_beside(engine: Engine, command: Sequence[str]) -> None:
+def start_beside(engine: Engine, command: Sequence[str], running: bool = True) -> None:
     """Become a container beside the hosts that runs a command; signals go to that command."""
-    worker = _workers(engine, running=True)[0]
+    worker = _workers(engine, running)[0]
     image = engine.capture("inspect", "--format", "{{.Config.Image}}", worker).strip()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    argv = launcher_argv(engine.cluster, worker, image, command, terminal)
+    hostfile = engine.capture("exec", worker, "cat", HOSTFILE) if running else ""
+    threads = compute_threads(hostfile, os.cpu_count() or 1)
+    argv = launcher_argv(engine.cluster, worker, image, command, terminal, threads)
     sys.stdout.flush()
     os.execvp(argv[0], argv)
+
+
+def compute_threads(hostfile: str, cores: int) -> int:
+    """For each worker: each host believes to have all cores of the machine that they share."""
+    slots = sum(int(line.rpartition("=")[2]) for line in hostfile.splitlines())
+    return max(1, cores // max(1, slots))
 
 
 def logs(engine: Engine) -> None:
@@ -100,7 +108,7 @@ def logs(engine: Engine) -> None:
     for worker in _workers(engine, running=False):
         say(f"==> sshd of {worker} <==")
         say(engine.capture("logs", "--tail", SHOWN_LINES, worker).rstrip())
-    start_beside(engine, ["python", "-c", SHOW_LOGS, RUNS, SHOWN_LINES])
+    start_beside(engine, ["python", "-c", SHOW_LOGS, RUNS, SHOWN_LINES], running=False)
 
 
 def down(engine: Engine, destination: Path | None) -> None:

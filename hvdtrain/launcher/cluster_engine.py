@@ -94,7 +94,7 @@ def launcher_label(cluster: str) -> str:
 
 
 def launcher_argv(
-    cluster: str, worker: str, image: str, command: Sequence[str], terminal: bool
+    cluster: str, worker: str, image: str, command: Sequence[str], terminal: bool, threads: int
 ) -> list[str]:
     """Runs a command beside a cluster: in its network, with the volumes of its first worker."""
     return [
@@ -103,6 +103,7 @@ def launcher_argv(
         *("--volumes-from", worker, "--shm-size", "1g", "--no-healthcheck"),
         *("--cap-add", "SYS_PTRACE", "--security-opt", "no-new-privileges"),
         *("--env", "OMPI_MCA_btl_vader_single_copy_mechanism=cma"),
+        *("--env", f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', threads)}"),
         *(image, *command),
     ]
 

@@ -1,0 +1,46 @@
+"""Containers for tests: one image and one cluster for all, made by launch/cluster itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.cluster_engine import Engine
+from hvdtrain.launcher.cluster_image import ensure_image
+from tests.cluster.containers import ROOT, Containers, docker, launch_cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test waits until the image is built."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The image of this checkout; skips the test, with the reason, where there is no engine."""
+    engine = Engine("hvdtrain", ROOT / "docker" / "compose.yaml")
+    try:
+        engine.check()
+    except PreflightError as error:
+        pytest.skip(str(error))
+    return ensure_image(engine, ROOT)
+
+
+@pytest.fixture(scope="session")
+def containers(image: str) -> Iterator[Containers]:
+    """Three hosts with a slot each, gone when the tests end. Fails when `down` leaves something."""
+    name = f"hvdtrain-test-{os.getpid()}"
+    try:
+        launch_cluster(name, "up", "--hosts", "3", "--slots", "1", "--image", image, timeout_s=90)
+        yield Containers(name, image)
+    finally:
+        launch_cluster(name, "down", "--discard", timeout_s=90)
+    for what in ("ps --all", "volume ls", "network ls"):
+        left = docker(*what.split(), "--quiet", "--filter", f"name={name}").stdout
+        assert not left, f"left behind: {what}: {left}"

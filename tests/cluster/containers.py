@@ -1,0 +1,76 @@
+"""Running commands in containers, with a time limit each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.launcher.cluster_engine import launcher_argv
+
+ROOT = Path(__file__).parents[2]
+RUNS = "/home/hvdtrain/runs"
+HOSTFILE = "/etc/mpi/hostfile"
+
+
+def run(command: list[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Output and errors in one text. Raises when it does not end in time."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def docker(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return run(["docker", *arguments], timeout_s)
+
+
+def must(done: subprocess.CompletedProcess[str]) -> str:
+    """What it printed; fails when it has failed."""
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.args}\n{done.stdout}"
+    return done.stdout
+
+
+def launch_cluster(name: str, *arguments: str, timeout_s: float = 120) -> str:
+    """./launch/cluster, as a user runs it."""
+    os.environ["PYTHON"] = sys.executable
+    script = str(ROOT / "launch" / "cluster")
+    return must(run([script, "--name", name, *arguments], timeout_s))
+
+
+@dataclass(frozen=True)
+class Containers:
+    """A cluster of three hosts, one slot each."""
+
+    name: str
+    image: str
+
+    @property
+    def hosts(self) -> list[str]:
+        return [f"{self.name}-worker-{number}" for number in (1, 2, 3)]
+
+    def beside(self, *command: str) -> list[str]:
+        """The command line that runs a command in the cluster's network, with its volumes."""
+        return launcher_argv(self.name, self.hosts[0], self.image, command, False, 1)
+
+    def summary(self, experiment: str) -> dict[str, object]:
+        path = f"{RUNS}/{experiment}/summary.json"
+        return json.loads(must(docker("exec", self.hosts[0], "cat", path)))
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:
+    """Fails with `what()` when the condition does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.3)

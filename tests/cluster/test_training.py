@@ -1,0 +1,98 @@
+"""Training on three containers over SSH: right, repeatable, and going on after failures."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run, wait_for
+
+TRAIN = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64", "--seed", "3"]
+TRAIN += ["--global-batch-size", "64", "--max-steps", "8", "--audit-every", "2", "-j", "0"]
+FARTHEST = """\
+import glob, sys
+from safetensors.numpy import load_file
+one, other = (load_file(glob.glob(f"{run}/checkpoints/step-*/model.safetensors")[0])
+              for run in sys.argv[1:])
+assert one.keys() == other.keys() and all(t.dtype == "float64" for t in one.values())
+print(max(abs(one[n] - other[n]).max() / abs(one[n]).max() for n in one))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(containers: Containers) -> str:
+    """The experiment of the same global batch in one container, without Horovod."""
+    must(run(containers.beside("hvdtrain", *TRAIN, "--experiment", "alone")))
+    return "alone"
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_learns_what_one_container_learns(
+    containers: Containers, alone: str, controller: str
+) -> None:
+    """By plain horovodrun from the hostfile, and by launch. Fails when gradients are wrong over
+    SSH, a host takes no part, or the two starts differ in a bit.
+    """
+    plain = ["horovodrun", "-np", "3", "-hostfile", HOSTFILE, f"--{controller}", "hvdtrain"]
+    launch = ["hvdtrain", "launch", "-np", "3", "--controller", controller, "--"]
+    hashes = set()
+    for how, start in (("plain", plain), ("launch", launch)):
+        experiment = f"{how}-{controller}"
+        must(run(containers.beside(*start, *TRAIN, "--experiment", experiment)))
+        summary = containers.summary(experiment)
+        assert (summary["world_size"], summary["controller"]) == (3, controller)
+        assert summary["audit"]["checked"] == 4 and summary["audit"]["failed"] == 0
+        hashes.add(summary["params_sha256"])
+    assert len(hashes) == 1, "params_sha256 does not repeat"
+    runs = [f"{RUNS}/{alone}", f"{RUNS}/launch-{controller}"]
+    farthest = must(docker("exec", containers.hosts[0], "python", "-c", FARTHEST, *runs))
+    assert float(farthest) < 1e-9
+
+
+def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Containers) -> None:
+    """Fails when a dead or unreachable host ends the job for good, or steps are lost."""
+    launch = ["hvdtrain", "launch", "-np", "3", "--min-np", "1", "--restarts", "3"]
+    train = ["train", "--model", "lenet", "--data", "digits", "--max-steps", "1500", "-j", "0"]
+    train += ["--global-batch-size", "64", "--checkpoint-interval", "20", "--experiment", "faults"]
+    command = containers.beside(*launch, "--start-timeout-s", "20", "--", *train)
+    steps = docker_steps(containers)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    network = f"{containers.name}_cluster"
+    _, second, third = containers.hosts
+    try:
+        wait_for(lambda: steps() >= 40, 60, lambda: "no step 40")
+        must(docker("kill", third))
+        reached = steps()
+        wait_for(lambda: steps() >= reached + 60, 90, lambda: f"it stays at step {reached}")
+        must(docker("network", "disconnect", network, second))
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        docker("network", "connect", network, second)
+        docker("start", third)
+        containers_of_job = docker(
+            "ps", "--quiet", "--filter", f"label=hvdtrain.launcher={containers.name}"
+        )
+        for left in containers_of_job.stdout.split():
+            docker("rm", "--force", left)
+    assert process.returncode == 0, output
+    summary = containers.summary("faults")
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 1500, 1)
+
+
+def docker_steps(containers: Containers):
+    """A function that tells the newest step with a checkpoint."""
+    find = ["find", RUNS, "-path", "*/faults/checkpoints/step-*/manifest.json"]
+
+    def steps() -> int:
+        names = docker("exec", containers.hosts[0], *find).stdout.split()
+        return max((int(name.split("/step-")[1].split("/")[0]) for name in names), default=0)
+
+    return steps
