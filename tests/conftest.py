@@ -1,5 +1,6 @@
-"""Rules for all tests: under CI a skipped test is a failure, as a skip can hide a fault; and what a
-test makes of signals ends with it.
+"""Rules for all tests: under CI a skipped test is a failure, as a skip can hide a fault; what a test
+makes of signals ends with it; and of two processes that share the tests, one gets all of a file,
+and one all that share a cluster.
 """
 
 from __future__ import annotations
@@ -7,10 +8,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+SHARED = Path(__file__).parent / "cluster"  # one image and one set of containers for all of these
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `pytest --dist loadgroup`."""
+    for item in items:
+        group = SHARED if SHARED in item.path.parents else item.path
+        item.add_marker(pytest.mark.xdist_group(str(group)))
 
 
 @pytest.fixture(autouse=True)
