@@ -22,7 +22,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.hosts import Host
 
-_TAKEN_BY_HOROVODRUN = re.compile(r"[\w.-]+", re.ASCII)
+_TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun takes _ too, Open MPI does not
 _SAFE_IN_CONFIGURATION = re.compile(r'[^\s"\\\x00-\x1f]+')
 _WRAPPER = """\
 #!/bin/sh
@@ -160,7 +160,7 @@ def _names(hosts: Sequence[Host]) -> dict[str, str]:
         for text in filter(None, (host.name, host.user)):
             if text.startswith("-") or not _SAFE_IN_CONFIGURATION.fullmatch(text):
                 problems.append(f"{host.source or 'hosts'}: {text!r} is nothing that ssh can take")
-        plain = _TAKEN_BY_HOROVODRUN.fullmatch(host.name) and host.name not in names.values()
+        plain = _TAKEN_BY_ENGINES.fullmatch(host.name) and host.name not in names.values()
         other_user_here = not _names_no_other_user(host) and resolves_here(host.name)
         taken = plain and not other_user_here
         names[host.address] = host.name if taken else f"hvdtrain-host-{number}"

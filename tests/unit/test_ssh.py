@@ -52,6 +52,14 @@ def test_one_name_with_two_users_is_two_hosts() -> None:
     assert users == ["a", "b"]
 
 
+def test_a_name_that_open_mpi_refuses_gets_another() -> None:
+    """Fails when a name with _, as older Compose makes them, reaches mpirun."""
+    host = Host("project_worker_1")
+    with SshSetup([host], PLAIN) as setup:
+        assert setup.name_of(host) == "hvdtrain-host-1"
+        assert settings_of(setup.name_of(host), setup)["hostname"] == "project_worker_1"
+
+
 def test_another_user_of_this_machine_is_reached_by_ssh() -> None:
     """Fails when horovodrun would take user@localhost for localhost, and so for the user here."""
     host = Host("localhost", user="somebody-else")
