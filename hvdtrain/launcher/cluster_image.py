@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.cluster_engine import Engine, EngineError
 from hvdtrain.launcher.cluster_wheels import put_wheels
+from hvdtrain.launcher.install.horovod_wheel import cache_folder
 from hvdtrain.log import say
 
 NAME = "hvdtrain"
@@ -27,6 +29,12 @@ DEBIAN_RELEASE = "bookworm"
 
 def ensure_image(engine: Engine, root: Path) -> str:
     """The image for this checkout, built if it is not there. Raises PreflightError."""
+    with (root / DOCKERFILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two of us would fill one build context
+        return _find_or_build(engine, root)
+
+
+def _find_or_build(engine: Engine, root: Path) -> str:
     put_authorities(root)
     tag = f"{NAME}:{image_key(root)}"
     if engine.succeeds("image", "inspect", tag):
@@ -39,8 +47,14 @@ def ensure_image(engine: Engine, root: Path) -> str:
     command = ["docker", "build", "--file", str(root / DOCKERFILE), "--tag", tag, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        log = cache_folder().parent / "image-build.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(done.stdout + done.stderr, "utf-8")
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise EngineError(f"the image could not be built (exit code {done.returncode}):\n{tail}")
+        raise EngineError(
+            f"the image could not be built (exit code {done.returncode}; all of its output is in "
+            f"{log}):\n{tail}"
+        )
     engine.capture("tag", tag, NAME)
     say(f"cluster: built {tag}, also called {NAME}, in {time.monotonic() - started:.0f} s")
     return tag
