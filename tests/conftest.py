@@ -1,6 +1,6 @@
-"""Rules for all tests: under CI a skipped test is a failure, as a skip can hide a fault; what a test
-makes of signals ends with it; and of two processes that share the tests, one gets all of a file,
-and one all that share a cluster.
+"""Rules for all tests: under CI a skipped test is a failure, as a skip can hide a fault; what a
+test makes of signals ends with it; and of two processes that share the tests, one gets all of a
+file, and one all that share a cluster.
 """
 
 from __future__ import annotations
