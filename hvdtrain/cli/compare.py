@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.children import fork_server
 from hvdtrain.compare.comparing import Plan, Setting, compare, examine
 from hvdtrain.compare.page import write_page
 from hvdtrain.compare.rows import DISAGREES, FAILED, Row
-from hvdtrain.compare.running import fork_server
 from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
 from hvdtrain.launcher.command import find_controller

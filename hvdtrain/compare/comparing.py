@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from hvdtrain.children import ChildFailure
 from hvdtrain.compare.rows import FAILED, Row, Weights, make_row, over_rounds, read_weights
-from hvdtrain.compare.running import SystemFailure, run_system
+from hvdtrain.compare.running import run_system
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies import ORACLE, find_strategy
 from hvdtrain.strategies.contract import Spec
@@ -121,9 +122,9 @@ def _run(spec: Spec, setting: Setting, context: ForkServerContext, oracle: Weigh
     against = None if spec.system == ORACLE else oracle
     try:
         if oracle is None and spec.system != ORACLE:
-            raise SystemFailure(f"not run: {ORACLE}, which it is held against, has failed")
+            raise ChildFailure(f"not run: {ORACLE}, which it is held against, has failed")
         results = run_system(spec, strategy, setting.plan.controller, context)
-    except SystemFailure as failure:
+    except ChildFailure as failure:
         processes = strategy.processes(spec)
         return Row(spec.system, strategy.what, FAILED, processes, problem=str(failure))
     return make_row(spec, strategy, results, setting.gradient_bytes, against, setting.may_judge)

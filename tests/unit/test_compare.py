@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hvdtrain.children import ChildFailure, Commanded, explain, marked
 from hvdtrain.cli import _parser
 from hvdtrain.cli.compare import as_json, exit_code
 from hvdtrain.cli.compare_options import SYSTEMS, check_compare_flags
@@ -30,10 +31,8 @@ from hvdtrain.compare.rows import (
     over_rounds,
     worst_difference,
 )
-from hvdtrain.compare.running import MARK, Commanded, SystemFailure, explain
 from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.processes import marked
 from hvdtrain.metering import PHASES
 from hvdtrain.strategies.contract import Spec, Strategy
 from hvdtrain.strategies.traffic import Traffic
@@ -212,17 +211,17 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
     program += " start_new_session=True)\ntime.sleep(60)"
     child = Commanded([sys.executable, "-c", program], tmp_path / "log")
     deadline = time.monotonic() + 20
-    while len(marked(MARK, child._mark)) < 2 and time.monotonic() < deadline:
+    while len(marked(child._mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert child.exit_code() is None
     child.end()
-    assert marked(MARK, child._mark) == {}
+    assert marked(child._mark) == []
     assert child.exit_code() == -9
 
 
 def test_a_command_that_is_not_installed_is_told(tmp_path: Path) -> None:
     """Fails if a missing horovodrun ends the whole comparison with a traceback."""
-    with pytest.raises(SystemFailure, match=r"is not there\. Run launch/setup"):
+    with pytest.raises(ChildFailure, match=r"is not there\. Run launch/setup"):
         Commanded([str(tmp_path / "horovodrun")], tmp_path / "log")
 
 

@@ -64,6 +64,7 @@ LAYERS = {
     LAUNCHER: 5,
     "hvdtrain.api": 6,
     "hvdtrain.bench": 5,
+    "hvdtrain.children": 5,
     "hvdtrain.compare": 5,
     "hvdtrain.cli": 6,
 }

@@ -1,0 +1,170 @@
+"""Processes that measurements start: watched, and ended whatever happens.
+
+Those that compute here are forked from one server process that has imported torch, each into a
+session of its own; commands, such as horovodrun, are recognised by a mark in their environment.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.launcher.command import engine_environment
+
+PRELOADED = ["hvdtrain.strategies.process", "torch._dynamo"]  # the latter is any optimizer's
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+MARK = "HVDTRAIN_CHILD_MARK"
+POLL_S = 0.02
+GRACE_S = 3.0  # for the others to say what they met, once one has failed
+LINES_SHOWN = 12
+
+Result = dict[str, Any]
+
+
+class ChildFailure(Exception):
+    """A child did not come to its end; the text says why."""
+
+
+class Child(Protocol):
+    """A process that was started here."""
+
+    def exit_code(self) -> int | None:
+        """None: it is still running."""
+
+    def end(self) -> None:
+        """It, and all that it has started, are gone on return."""
+
+
+class Forked:
+    """A process of the fork server."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+class Commanded:
+    """A command that may start processes in sessions of their own, as horovodrun does: they bear
+    a mark.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: horovodrun's, unless given. Raises ChildFailure where the command is not
+        installed.
+        """
+        self._mark = secrets.token_hex(8)
+        environment = environment or engine_environment(os.environ, {}, None)
+        with log.open("wb") as output:
+            try:
+                self._process = subprocess.Popen(
+                    argv,
+                    env={**environment, MARK: self._mark},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                raise ChildFailure(
+                    f"{error.filename} is not there. Run launch/setup, or install "
+                    "hvdtrain[distributed]"
+                ) from error
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        while left := marked(self._mark):
+            for pid in left:
+                _kill(pid)
+            time.sleep(POLL_S)
+
+
+def fork_server() -> ForkServerContext:
+    """Starts it; it imports while we go on. Whatever is forked computes with one thread."""
+    os.environ.update(ONE_THREAD)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
+
+
+def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: float) -> None:
+    """Until all have ended well. Raises ChildFailure when one has not, or time is over."""
+    while True:
+        codes = [child.exit_code() for child in children]
+        if any(codes):
+            _wait_for_the_others(children)
+            raise ChildFailure(explain(folder, codes))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise ChildFailure(f"no end after {limit_s:g} s (--time-limit-s)")
+        time.sleep(POLL_S)
+
+
+def _wait_for_the_others(children: Sequence[Child]) -> None:
+    until = time.monotonic() + GRACE_S
+    while time.monotonic() < until and any(child.exit_code() is None for child in children):
+        time.sleep(POLL_S)
+
+
+def explain(folder: Path, codes: Sequence[int | None]) -> str:
+    """What the first process to fail has said; of one that could not speak, its last lines."""
+    told = [read_json(path) for path in folder.glob("process-*.json")]
+    failed = [content for content in told if "error" in content]
+    if failed:
+        return str(min(failed, key=lambda content: content["failed_at"])["error"])
+    number, code = next((n, code) for n, code in enumerate(codes) if code)
+    log = folder / f"process-{number}.log"
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"process {number} ended with code {code}", *lines[-LINES_SHOWN:]])
+
+
+def read_json(path: Path) -> Result:
+    content: Result = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def marked(mark: str) -> list[int]:
+    """The ids of the living processes that bear the mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # gone, or another user's
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
