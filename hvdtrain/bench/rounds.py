@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.exchange import Exchange
@@ -70,6 +70,12 @@ def run_rounds(
 
 def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> Ratio:
     """How many times as long `name` took as `to`."""
-    ratios = [a / b for a, b in zip(seconds[name], seconds[to], strict=True)]
-    lower, _, upper = statistics.quantiles(ratios, method="inclusive") if ratios[1:] else ratios * 3
+    return spread([a / b for a, b in zip(seconds[name], seconds[to], strict=True)])
+
+
+def spread(ratios: Sequence[float]) -> Ratio:
+    """Of the ratios of all rounds, of which there is at least one."""
+    lower, _, upper = (
+        statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
+    )
     return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.cli.bench_options import add_bench_flags, check_bench_flags
 from hvdtrain.cli.compare_options import DESCRIPTION as COMPARE
 from hvdtrain.cli.compare_options import add_compare_flags, check_compare_flags
 from hvdtrain.cli.doctor import add_doctor_flags
@@ -21,13 +22,6 @@ from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_veri
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
-
-BENCH_LENGTHS = {  # rounds, steps
-    "step": (60, 10),
-    "checkpoint": (9, 50),
-    "ring": (15, 3),
-    "audit": (30, 10),
-}
 
 
 def main() -> int:
@@ -119,25 +113,11 @@ def _parser() -> Parser:
     comparison.set_defaults(run=_compare)
     bench = commands.add_parser(
         "bench",
-        help=f"measure on this machine: {', '.join(BENCH_LENGTHS)}",
-        description="Measure, in rounds in turns. Alone, or under `horovodrun -np N`. "
-        "step: our step over loops written by hand; checkpoint: steps with over without saving; "
-        "ring: our ring beside the all-reduces of MPI or torch.distributed, and of Horovod; "
-        "audit: steps with over without audits.",
+        help="measure on this machine: scaling, step, ring, audit, checkpoint",
+        description="Measure on this machine, beside the peers, in rounds in turns.",
         allow_abbrev=False,
     )
-    bench.add_argument("bench", choices=tuple(BENCH_LENGTHS))
-    bench.add_argument("--model", default="lenet", choices=("lenet", "mlp"))
-    bench.add_argument("--batch-size", type=int, default=128, metavar="B", help="per worker")
-    bench.add_argument(
-        "--megabytes", type=float, default=40, metavar="M", help="that ring sums (default: 40)"
-    )
-    lengths = "; ".join(
-        f"{name} {rounds}, {steps}" for name, (rounds, steps) in BENCH_LENGTHS.items()
-    )
-    bench.add_argument("--rounds", type=int, help=f"and steps, by default: {lengths}")
-    bench.add_argument("--steps", type=int, help="per round")
-    bench.add_argument("--json", metavar="FILE", help="write all times and ratios")
+    add_bench_flags(bench)
     bench.set_defaults(run=_bench)
     evaluate = commands.add_parser(
         "evaluate",
@@ -238,18 +218,10 @@ def _compare(arguments: dict[str, Any], unknown: list[str], topology: Topology) 
 
 
 def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    if unknown:
-        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain bench --help)")
-    for name, length in zip(("rounds", "steps"), BENCH_LENGTHS[arguments["bench"]], strict=True):
-        if arguments[name] is None:
-            arguments[name] = length
-    above_0 = ("batch_size", "megabytes", "rounds", "steps")
-    too_small = [name for name in above_0 if not arguments[name] > 0]
-    if too_small:
-        raise UsageError(*(f"--{name.replace('_', '-')}: must be above 0" for name in too_small))
+    checked = check_bench_flags(arguments, unknown, topology)
     from hvdtrain.cli.bench import run
 
-    return run(arguments, topology)
+    return run(checked, topology)
 
 
 def _evaluate(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -1,73 +1,19 @@
-"""`hvdtrain bench NAME`, alone or under horovodrun: a table, and JSON."""
+"""`hvdtrain bench NAME`: each bench is in a module of its own."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from dataclasses import asdict
-from pathlib import Path
+import importlib
 from typing import Any
 
-import torch
-
-from hvdtrain.bench.audit import bench_audit
-from hvdtrain.bench.checkpoint import bench_checkpoint
-from hvdtrain.bench.ring import bench_ring
-from hvdtrain.bench.rounds import Measured, Options
-from hvdtrain.bench.step import bench_step
-from hvdtrain.cli.train import connect
-from hvdtrain.exchange import Exchange
-from hvdtrain.log import say
+from hvdtrain.cli.bench_options import WITHIN_A_JOB
 from hvdtrain.topology import Topology
-
-BENCHES = {
-    "step": bench_step,
-    "checkpoint": bench_checkpoint,
-    "ring": bench_ring,
-    "audit": bench_audit,
-}
 
 
 def run(arguments: dict[str, Any], topology: Topology) -> int:
-    """Collective: measure, and tell the medians and ratios. Returns the exit code."""
-    torch.set_num_threads(1)
-    options = Options(
-        rounds=arguments["rounds"],
-        steps=arguments["steps"],
-        model=arguments["model"],
-        batch_size=arguments["batch_size"],
-        megabytes=arguments["megabytes"],
-    )
-    exchange = connect(topology)
-    measured = BENCHES[arguments["bench"]](options, exchange)
-    if exchange.rank == 0:
-        say(_table(arguments["bench"], options, measured, exchange))
-        if arguments["json"]:
-            content = {
-                "seconds_per_step": measured.seconds,
-                "ratios": {name: asdict(result) for name, result in measured.ratios.items()},
-            }
-            if measured.megabytes is not None:
-                content["megabytes"] = measured.megabytes
-            Path(arguments["json"]).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    exchange.close()
-    return 0
+    """Measure, and tell the medians and ratios. Returns the exit code."""
+    if arguments["bench"] in WITHIN_A_JOB:
+        from hvdtrain.cli import bench_within
 
-
-def _table(bench: str, options: Options, measured: Measured, exchange: Exchange) -> str:
-    width = max(map(len, [*measured.seconds, *measured.ratios]))
-    lines = [
-        f"{bench}: {measured.what}, {exchange.size} workers ({exchange.controller}), one thread "
-        f"each; {options.rounds} rounds of {options.steps} steps in turns"
-    ]
-    for name, times in measured.seconds.items():
-        seconds = statistics.median(times)
-        speed = f"{measured.megabytes / seconds:9.0f} MB/s" if measured.megabytes else ""
-        lines.append(f"  {name:{width}} {1000 * seconds:9.3f} ms a step {speed}".rstrip())
-    for name, result in measured.ratios.items():
-        lines.append(
-            f"  ratio, {name:{width}} {result.median:6.3f}  (middle half: "
-            f"{result.lower_quartile:.3f} to {result.upper_quartile:.3f}, "
-            f"all: {result.lowest:.3f} to {result.highest:.3f})"
-        )
-    return "\n".join(lines)
+        return bench_within.run(arguments, topology)
+    module = importlib.import_module(f"hvdtrain.cli.bench_{arguments['bench']}")
+    return int(module.run(arguments))

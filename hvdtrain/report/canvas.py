@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from hvdtrain.errors import UsageError
 
 # By Okabe and Ito, for all kinds of colour vision; without the yellow, which white swallows.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -127,6 +130,22 @@ def is_wide(values: Iterable[float]) -> bool:
     """Whether the finite values are all above 0 and differ so much that a log axis helps."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
+
+
+def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
+    """Each as a PNG file in `folder`, which is made. Raises UsageError where that cannot be."""
+    paths = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for plot in plots:
+            paths.append(folder / f"{plot.name}.png")
+            paths[-1].write_bytes(to_png(plot.figure))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"--output={folder}: cannot be written: {reason}; choose another --output"
+        ) from error
+    return paths
 
 
 def to_png(figure: Figure) -> bytes:

@@ -54,3 +54,31 @@ def test_a_ring_of_one_is_refused() -> None:
     finished = run(hvdtrain("bench", "ring"))
     assert finished.exit_code == 2
     assert "2 ranks or more" in finished.output
+
+
+def test_bench_scaling(tmp_path: Path) -> None:
+    """Fails if a contestant does not run on one worker or on two, or plots or JSON are missing."""
+    target, plots = tmp_path / "scaling.json", tmp_path / "plots"
+    flags = ["--models=lenet", "--batch-size=4", "--workers=1,2", "--rounds=1", "--steps=10"]
+    flags += ["--controller=gloo", f"--json={target}", f"--output={plots}"]
+    finished = run(hvdtrain("bench", "scaling", *flags), timeout_s=240)
+    assert finished.exit_code == 0, finished.output
+    result = json.loads(target.read_text())
+    assert {(r["workers"], r["global_batch_size"]) for r in result["runs"]} == {
+        *((1, 4), (2, 8)),  # weak
+        *((1, 8), (2, 8)),  # strong
+    }
+    for found in result["runs"]:
+        rates = found["samples_per_s"]
+        assert set(rates) == {"hvdtrain", "DDP", "limit"}
+        assert all(len(values) == 1 and values[0] > 0 for values in rates.values())
+    assert all(point["over_ddp"]["median"] > 0 for point in result["points"])
+    assert {path.name for path in plots.iterdir()} == {"scaling.png", "ratios.png"}
+    assert "weak scaling" in finished.output
+
+
+def test_a_bench_that_starts_workers_is_refused_under_horovodrun() -> None:
+    """Fails if each of several workers would start workers of its own."""
+    finished = horovodrun(2, "gloo", hvdtrain("bench", "scaling"))
+    assert finished.exit_code == 1  # as horovodrun has it
+    assert "starts its workers itself" in finished.output

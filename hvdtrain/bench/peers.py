@@ -1,0 +1,63 @@
+"""The loops that `hvdtrain bench scaling` holds ours against, as one would write them by hand.
+
+They do less than our step does: no metrics, no sums over ranks, no checks.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdtrain.data import Shares
+from hvdtrain.strategies.contract import Parameters, Place, Strategy
+from hvdtrain.strategies.messages import join_group, leave_group
+from hvdtrain.strategies.work import GlobalBatch, Work, trained
+
+
+class BareLoop(Strategy):
+    """Forward, backward, step, on this process's share of each global batch."""
+
+    def __init__(self, work: Work, place: Place) -> None:
+        super().__init__(work, place)
+        self.model: nn.Module = work.model
+        self._optimizer = work.optimizer(trained(work.model))
+        self._shares = Shares(place.workers)
+
+    def step(self, batch: GlobalBatch) -> None:
+        own = self._shares.of(batch.indices, self.place.number)
+        inputs, labels = self.work.dataset.train.batch(own, batch.epoch)
+        self._optimizer.zero_grad()
+        functional.cross_entropy(self.model(inputs), labels).backward()
+        self._optimizer.step()
+
+    def parameters(self) -> Parameters:
+        """Nobody asks for them."""
+        return {}
+
+
+class PlainDdp(BareLoop):
+    """With torch's DistributedDataParallel over Gloo, in its own settings."""
+
+    what = "torch DistributedDataParallel, over Gloo"
+
+    def __init__(self, work: Work, place: Place) -> None:
+        """Collective: joins the others."""
+        super().__init__(work, place)
+        join_group(place)
+        self.model = DistributedDataParallel(work.model)
+
+    def close(self) -> None:
+        leave_group()
+
+
+class Independent(BareLoop):
+    """Alone, at the same time as the others: all that this machine can do."""
+
+    what = "independent processes at the same time, without exchange"
+
+    def __init__(self, work: Work, place: Place) -> None:
+        """Collective: all begin at the same time, and never meet again."""
+        super().__init__(work, place)
+        join_group(place)
+        leave_group()

@@ -1,0 +1,258 @@
+"""`hvdtrain bench scaling`: flags, order of runs, ratios, table and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from hvdtrain.bench import images
+from hvdtrain.bench.peers import Independent, PlainDdp
+from hvdtrain.bench.scaling import (
+    CONTESTANTS,
+    DDP,
+    LIMIT,
+    OURS,
+    Case,
+    Plan,
+    Runner,
+    examine,
+    measure,
+    turns,
+)
+from hvdtrain.bench.scaling_plots import draw_plots
+from hvdtrain.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
+from hvdtrain.bench.train_runs import logged_steps, on_workers, train_argv
+from hvdtrain.children import ChildFailure
+from hvdtrain.cli import _parser
+from hvdtrain.cli.bench_options import check_bench_flags
+from hvdtrain.data import load_dataset
+from hvdtrain.errors import UsageError
+from hvdtrain.report.canvas import to_png
+from hvdtrain.strategies import find_strategy
+from hvdtrain.topology import Topology
+
+
+def read(*flags: str, topology: Topology | None = None) -> dict:
+    """What these flags of `bench` come to."""
+    arguments, unknown = _parser().parse_known_args(["bench", *flags])
+    return check_bench_flags(vars(arguments), unknown, topology or Topology())
+
+
+def plan(**changes: object) -> Plan:
+    values = {"models": {"lenet": 8, "mlp": 4}, "workers": (1, 2), "modes": ("weak", "strong")}
+    values |= {"rounds": 2, "steps": 10, "controller": "gloo", "time_limit_s": 60.0}
+    return Plan(**values | changes)  # type: ignore[arg-type]
+
+
+def test_each_model_has_its_usual_batch() -> None:
+    """Fails if a batch goes to another model, or one for all is not for all."""
+    assert read("scaling")["models"] == {"lenet": 128, "mlp": 128, "resnet18-small": 16}
+    assert read("scaling", "--models", "resnet50,lenet")["models"] == {"resnet50": 16, "lenet": 128}
+    flags = ("scaling", "--models", "mlp,lenet", "--batch-size")
+    assert read(*flags, "3,5")["models"] == {"mlp": 3, "lenet": 5}
+    assert read(*flags, "7")["models"] == {"mlp": 7, "lenet": 7}
+
+
+def test_workers_are_counted_up_or_named() -> None:
+    """Fails if -np P is not N = 1..P, or the order of named ones decides."""
+    assert read("scaling", "-np", "3")["workers"] == (1, 2, 3)
+    assert read("scaling", "--workers", "4,1")["workers"] == (1, 4)
+    assert read("scaling", "--mode", "weak")["modes"] == ("weak",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--models lenet,,mlp", "--models=lenet,,mlp"),
+        ("--models lenet,lenet", "each once"),
+        ("--batch-size 1,2", "--batch-size=1,2: expected one number"),
+        ("--batch-size 0", "--batch-size=0"),
+        ("--batch-size ²", "--batch-size=²"),
+        ("--workers 1,x", "--workers=1,x"),
+        ("--workers 2,2", "each once"),
+        ("-np 0", "-np=0"),
+        ("--steps 15", "a multiple of 10"),
+        ("--steps 0", "--steps=0"),
+        ("--rounds 0", "--rounds=0"),
+        ("--time-limit-s nan", "--time-limit-s=nan"),
+        ("--output setup.py", "is not a folder"),
+        ("--json absent/x.json", "no such folder"),
+        ("--json tests", "is a folder"),
+        ("--fast", "--fast: no such flag"),
+    ],
+)
+def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a value that cannot be goes through, or is told without its flag."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(UsageError) as caught:
+        read("scaling", *flags.split())
+    (problem,) = caught.value.problems
+    assert expected in problem
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """Fails if one bad flag hides another, or workers of a job start jobs of their own."""
+    flags = ("--models", "", "--steps", "3", "--rounds", "0", "--np", "2", "--workers", "0")
+    with pytest.raises(UsageError) as caught:
+        read("scaling", *flags, topology=Topology(1, 2, 1, launched=True))
+    assert len(caught.value.problems) >= 6
+    assert any("starts its workers itself" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"models": {"lenett": 8, "mlpp": 8}}, ("--models=lenett", "--models=mlpp")),
+        ({"models": {"lenet": 50_000}}, ("lenet, N = 1", "lenet, N = 2", "lenet, N = 1")),
+        ({"models": {"mlp": 1}, "modes": ("weak",)}, ("mlp, N = 1", "mlp, N = 2")),
+    ],
+)
+def test_what_cannot_be_run_is_told_before(changes: dict, expected: tuple[str, ...]) -> None:
+    """Fails if a model that is unknown, a run beyond the epoch, or shares too small for batch norm
+    are met only by a worker.
+    """
+    with pytest.raises(UsageError) as caught:
+        examine(plan(**changes))
+    problems = caught.value.problems
+    assert len(problems) == len(expected)
+    assert all(word in problem for word, problem in zip(expected, problems, strict=True))
+
+
+def test_weak_and_strong_meet_at_the_most_workers() -> None:
+    """Fails if a batch is not kept as its mode says, or the same case runs twice."""
+    one = plan(models={"lenet": 8}, workers=(1, 2, 4), steps=None)
+    sizes = {(case.workers, case.global_batch_size) for case in one.cases()}
+    assert sizes == {(1, 8), (2, 16), (4, 32), (1, 32), (2, 32)}
+    assert len(one.cases()) == 5
+    assert {case.steps for case in one.cases()} == {200}
+
+
+def test_contestants_take_turns() -> None:
+    """Fails if one is left out of a round, or always follows the same one."""
+    order = [(number, name) for number, case, name in turns(plan(workers=(2,), models={"mlp": 4}))]
+    assert [name for number, name in order if number == 0] == list(CONTESTANTS)
+    assert [name for number, name in order if number == 1] == list(reversed(CONTESTANTS))
+
+
+def rate_of(case: Case, name: str, folder: Path) -> float:
+    """Two workers are 1.5 times as fast as one; ours are nine tenths of the limit."""
+    speed = {OURS: 90.0, DDP: 60.0, LIMIT: 100.0}[name]
+    return speed * (1.5 if case.workers == 2 else 1.0)
+
+
+def fail_once(case: Case, name: str, folder: Path) -> float:
+    if folder.name == "1":
+        raise ChildFailure("out of paper")
+    return rate_of(case, name, folder)
+
+
+def test_ratios_and_efficiency(tmp_path: Path) -> None:
+    """Fails if a ratio is upside down, or efficiency is not that of N against one worker."""
+    rates, problems = measure(plan(), rate_of, tmp_path, lambda line: None)
+    assert problems == []
+    points = points_of(plan(), rates)
+    assert len(points) == 8
+    two = next(p for p in points if (p.mode, p.case.model, p.case.workers) == ("weak", "mlp", 2))
+    assert two.samples_per_s == {OURS: 135.0, DDP: 90.0, LIMIT: 150.0}
+    assert two.over_ddp is not None
+    assert two.over_limit is not None
+    assert (two.over_ddp.median, two.over_limit.median) == (1.5, 0.9)
+    assert two.efficiency == dict.fromkeys(CONTESTANTS, 0.75)
+    alone = measure(plan(workers=(2,)), rate_of, tmp_path, lambda line: None)[0]
+    (first, *_) = points_of(plan(workers=(2,)), alone)
+    assert first.efficiency == dict.fromkeys(CONTESTANTS)
+
+
+def test_a_failed_run_ends_neither_the_others_nor_unnoticed(tmp_path: Path) -> None:
+    """Fails if one run's failure loses the rest, counts as a speed, or breaks the JSON."""
+    told: list[str] = []
+    one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",), rounds=3)
+    rates, problems = measure(one, fail_once, tmp_path, told.append)
+    assert problems == ["DDP, lenet, N = 2, round 1: out of paper"]
+    (found,) = rates.values()
+    assert math.isnan(found[DDP][0])
+    assert found[DDP][1:] == [90.0, 90.0]
+    points = points_of(one, rates)
+    assert points[0].over_ddp is not None
+    content = json.loads(json.dumps(as_json(one, rates, points, problems), allow_nan=False))
+    assert content["runs"][0]["samples_per_s"][DDP] == [None, 90.0, 90.0]
+    assert content["points"][0]["over_ddp"]["median"] == 1.5
+    assert "out of paper" in content["problems"][0]
+    assert ratio_within_rounds([math.nan, 1.0], [1.0, math.nan]) is None
+
+
+def test_the_table(tmp_path: Path) -> None:
+    """Fails if a column or a mode is missing, or what is not known shows as a number."""
+    one = plan(workers=(2,))
+    rates, _ = measure(one, rate_of, tmp_path, lambda line: None)
+    rates[one.case("weak", "mlp", 2)][LIMIT] = [math.nan, math.nan]
+    text = table(one, points_of(one, rates))
+    assert "2 rounds in turns; hvdtrain on gloo" in text
+    assert "weak scaling" in text
+    assert "strong scaling" in text
+    (row, *_) = [line.split() for line in text.splitlines() if line.startswith("  lenet")]
+    assert row[:6] == ["lenet", "2", "16", "135", "90", "150"]
+    assert row[6:12] == ["1.500", "(1.500", "to", "1.500)", "0.900", "(0.900"]
+    assert row[-3:] == ["-", "-", "-"]
+    (row, *_) = [line.split() for line in text.splitlines() if line.startswith("  mlp")]
+    assert row[3:6] == ["135", "90", "-"]
+
+
+def test_the_plots(tmp_path: Path) -> None:
+    """Fails if a plot cannot be drawn, also where runs have failed, or nothing came of any."""
+    one = plan(modes=("weak",))
+    rates, _ = measure(one, fail_once, tmp_path, lambda line: None)
+    plots = draw_plots(one, rates, points_of(one, rates))
+    assert [plot.name for plot in plots] == ["scaling", "ratios"]
+    assert all(len(to_png(plot.figure)) > 5000 for plot in plots)
+    nothing = {case: {name: [math.nan] for name in CONTESTANTS} for case in one.cases()}
+    assert draw_plots(one, nothing, points_of(one, nothing)) == []
+
+
+def test_ours_is_what_a_user_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if workers are started otherwise than by `launch`'s horovodrun and settings, or one
+    worker needs horovodrun.
+    """
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
+    train = train_argv(tmp_path, ["--model", "lenet"])
+    assert train[1:5] == ["-m", "hvdtrain.cli", "train", "--model"]
+    assert on_workers(train, 1, "mpi")[0] == train
+    argv, environment = on_workers(train, 2, "mpi")
+    assert Path(argv[0]).name == "horovodrun"
+    assert argv[1:6] == ["-np", "2", "--mpi", "-H", "localhost:2"]
+    assert argv[-len(train) :] == train
+    assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert environment["HOROVOD_FUSION_THRESHOLD"] == "0"
+
+
+def test_times_are_those_of_the_logged_steps(tmp_path: Path) -> None:
+    """Fails if a step's time is not the one at which it was logged."""
+    writer = SummaryWriter(str(tmp_path / "run" / "tensorboard"))
+    for step, at_s in ((10, 100.5), (20, 101.25)):
+        writer.add_scalar("train/loss", 1.0, step, walltime=at_s)
+    writer.close()
+    assert [(logged.step, logged.at_s) for logged in logged_steps(tmp_path)] == [
+        (10, 100.5),
+        (20, 101.25),
+    ]
+
+
+def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
+    """Fails if a peer's process would look for a class that is not there."""
+    runner = Runner("gloo", 60.0, None)  # type: ignore[arg-type]
+    for strategy in (PlainDdp, Independent):
+        spec = runner._spec(plan().cases()[0], strategy, tmp_path)
+        assert find_strategy(spec.system) is strategy
+
+
+def test_the_images_are_many_to_train_on_and_few_to_evaluate() -> None:
+    """Fails if a bench would run into an epoch's end, or wait for a long evaluation."""
+    data = load_dataset(images.NAME, Path(), 0, torch.float32)
+    assert (data.shape, data.classes) == (images.SHAPE, images.CLASSES)
+    assert (len(data.train), len(data.valid)) == (images.SAMPLES, images.VALID_SAMPLES)
