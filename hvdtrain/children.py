@@ -41,6 +41,9 @@ class Child(Protocol):
     def exit_code(self) -> int | None:
         """None: it is still running."""
 
+    def processes(self) -> list[int]:
+        """The ids of it, and of all that it has started."""
+
     def end(self) -> None:
         """It, and all that it has started, are gone on return."""
 
@@ -53,6 +56,9 @@ class Forked:
 
     def exit_code(self) -> int | None:
         return self._process.exitcode
+
+    def processes(self) -> list[int]:
+        return [self._process.pid] if self._process.pid else []
 
     def end(self) -> None:
         self._process.kill()
@@ -92,6 +98,9 @@ class Commanded:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
+    def processes(self) -> list[int]:
+        return marked(self._mark)
+
     def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -113,16 +122,19 @@ def fork_server() -> ForkServerContext:
 
 def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: float) -> None:
     """Until all have ended well. Raises ChildFailure when one has not, or time is over."""
-    while True:
-        codes = [child.exit_code() for child in children]
-        if any(codes):
-            _wait_for_the_others(children)
-            raise ChildFailure(explain(folder, codes))
-        if all(code == 0 for code in codes):
-            return
+    while not all_ended(children, folder):
         if time.monotonic() > deadline:
             raise ChildFailure(f"no end after {limit_s:g} s (--time-limit-s)")
         time.sleep(POLL_S)
+
+
+def all_ended(children: Sequence[Child], folder: Path) -> bool:
+    """Whether all have ended well. Raises ChildFailure when one has not."""
+    codes = [child.exit_code() for child in children]
+    if any(codes):
+        _wait_for_the_others(children)
+        raise ChildFailure(explain(folder, codes))
+    return all(code == 0 for code in codes)
 
 
 def _wait_for_the_others(children: Sequence[Child]) -> None:

@@ -16,7 +16,7 @@ from hvdtrain.data.synthetic import make_synthetic
 
 NAME = "hvdtrain.bench.images:images"  # as --data takes it
 SHAPE, CLASSES = (1, 28, 28), 10
-SAMPLES = 1 << 20  # of which none takes memory of its own
+SAMPLES = 1 << 22  # of which none takes memory of its own
 VALID_SAMPLES = 64
 
 

@@ -1,18 +1,30 @@
 """The loops that `hvdtrain bench scaling` holds ours against, as one would write them by hand.
 
-They do less than our step does: no metrics, no sums over ranks, no checks.
+They do less than our step does: no metrics, no sums over ranks, no checks. As often as `train` logs
+a step they tell the time.
 """
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
 from hvdtrain.strategies.contract import Parameters, Place, Strategy
 from hvdtrain.strategies.messages import join_group, leave_group
 from hvdtrain.strategies.work import GlobalBatch, Work, trained
+
+LOG_INTERVAL = RunConfig.log_interval  # steps
+
+
+def step_log(folder: Path, number: int) -> Path:
+    """Where a process tells the times of its steps: number and seconds, a line each."""
+    return folder / f"steps-{number}.txt"
 
 
 class BareLoop(Strategy):
@@ -23,6 +35,8 @@ class BareLoop(Strategy):
         self.model: nn.Module = work.model
         self._optimizer = work.optimizer(trained(work.model))
         self._shares = Shares(place.workers)
+        self._steps = 0
+        self._told = step_log(Path(place.spec.folder), place.number).open("w", encoding="utf-8")
 
     def step(self, batch: GlobalBatch) -> None:
         own = self._shares.of(batch.indices, self.place.number)
@@ -30,6 +44,10 @@ class BareLoop(Strategy):
         self._optimizer.zero_grad()
         functional.cross_entropy(self.model(inputs), labels).backward()
         self._optimizer.step()
+        self._steps += 1
+        if self._steps % LOG_INTERVAL == 0:
+            self._told.write(f"{self._steps} {time.time()}\n")
+            self._told.flush()
 
     def parameters(self) -> Parameters:
         """Nobody asks for them."""

@@ -1,8 +1,7 @@
 """`hvdtrain bench scaling`: samples/s on N = 1..P workers, ours beside DDP and the machine's limit.
 
-Contestants are started one after the other, each for a short run, so that none disturbs another
-(Horovod's thread wakes up also while its job waits). In each round all of a case follow closely on
-one another, and what is compared are the ratios within rounds.
+For each model and N the three live at the same time and compute in short turns (see
+hvdtrain/bench/turns.py), and what is compared are the ratios within a round of turns.
 """
 
 from __future__ import annotations
@@ -10,18 +9,21 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from hvdtrain.bench import images, peers
-from hvdtrain.bench.train_runs import logged_steps, on_workers, run_command, train_argv
-from hvdtrain.children import ChildFailure
-from hvdtrain.compare.running import run_system
-from hvdtrain.config import RunConfig
+from hvdtrain.bench.train_runs import log_of, logged_steps, on_workers, train_argv
+from hvdtrain.bench.turns import Job, Turns, read_steps, steps_per_s
+from hvdtrain.children import POLL_S, Child, ChildFailure, Commanded
+from hvdtrain.compare.running import start_system
 from hvdtrain.errors import UsageError
 from hvdtrain.models import build_model
 from hvdtrain.strategies.contract import Spec
@@ -30,11 +32,10 @@ from hvdtrain.strategies.work import WorkSpec
 OURS, DDP, LIMIT = "hvdtrain", "DDP", "limit"
 CONTESTANTS = (OURS, DDP, LIMIT)
 WEAK, STRONG = "weak", "strong"
-WARM_UP_STEPS = RunConfig.log_interval  # `train` is measured by the times that it logs
-STEPS = {"lenet": 200, "mlp": 100}  # some five seconds on two cores
-OTHER_STEPS = 30
 LEAST_SHARE = 2  # samples, of which batch norm can make statistics
+LEAST_STEPS = 1000  # within the epoch that all turns lie in
 LR, MOMENTUM = 0.01, 0.9
+FINISH_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,14 @@ class Case:
     model: str
     workers: int
     global_batch_size: int
-    steps: int  # measured, after those of the warm-up
+
+    @property
+    def steps(self) -> int:
+        """More than are ever made; all lie within one epoch, and before its last batch."""
+        return images.SAMPLES // self.global_batch_size - 1
+
+    def __str__(self) -> str:
+        return f"{self.model}, N = {self.workers}, {self.global_batch_size} samples a step"
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,16 @@ class Plan:
     workers: tuple[int, ...]
     modes: tuple[str, ...]
     rounds: int
-    steps: int | None  # None: as the model needs
+    turn_s: float
     controller: str  # gloo or mpi
-    time_limit_s: float  # of each run
+    time_limit_s: float  # of each case
 
     def case(self, mode: str, model: str, workers: int) -> Case:
         """Weak scaling keeps the samples a worker; strong scaling the global batch, which is that
         of the most workers, so that both meet there.
         """
         shares = workers if mode == WEAK else max(self.workers)
-        steps = self.steps or STEPS.get(model, OTHER_STEPS)
-        return Case(model, workers, self.models[model] * shares, steps)
+        return Case(model, workers, self.models[model] * shares)
 
     def cases(self) -> list[Case]:
         """Each once, in the order of running."""
@@ -79,7 +86,7 @@ class Plan:
 
 
 def examine(plan: Plan) -> None:
-    """Raises UsageError for models that cannot be built, and for runs longer than an epoch."""
+    """Raises UsageError for models that cannot be built, and batches too large or too small."""
     problems: list[str] = []
     for model in plan.models:
         try:
@@ -87,102 +94,154 @@ def examine(plan: Plan) -> None:
         except UsageError as error:
             problems += [problem.replace("--model=", "--models=") for problem in error.problems]
     for case in plan.cases():
-        samples = (WARM_UP_STEPS + case.steps) * case.global_batch_size
-        if samples > images.SAMPLES:
-            problems.append(
-                f"{case.model}, N = {case.workers}: {samples:,} samples in a run; there are "
-                f"{images.SAMPLES:,}. Lower --steps or --batch-size"
-            )
+        if case.steps < LEAST_STEPS:
+            problems.append(f"{case}: too many. Lower --batch-size")
         if case.global_batch_size < case.workers * LEAST_SHARE:
-            problems.append(
-                f"{case.model}, N = {case.workers}: {case.global_batch_size} samples a step are "
-                f"less than {LEAST_SHARE} a worker. Raise --batch-size"
-            )
+            problems.append(f"{case}: less than {LEAST_SHARE} a worker. Raise --batch-size")
     if problems:
         raise UsageError(*problems)
 
 
+class Contestant(Protocol):
+    """One that takes turns."""
+
+    def take(self, turn_s: float) -> None:
+        """One turn. Raises ChildFailure."""
+
+    def rates(self) -> list[float]:
+        """It ends. Samples/s of each turn. Raises ChildFailure."""
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+
+
 Rates = dict[Case, dict[str, list[float]]]  # samples/s by contestant and round; NaN: it failed
-Run = Callable[[Case, str, Path], float]
-
-
-def turns(plan: Plan) -> Iterator[tuple[int, Case, str]]:
-    """Every run in order: round, case, contestant. Every other round goes in reverse, so that none
-    is always the one after a certain other.
-    """
-    for number in range(plan.rounds):
-        for case in plan.cases():
-            for name in CONTESTANTS if number % 2 == 0 else reversed(CONTESTANTS):
-                yield number, case, name
+Start = Callable[[Case, str, Path], Contestant]
 
 
 def measure(
-    plan: Plan, run: Run, folder: Path, tell: Callable[[str], None]
+    plan: Plan, start: Start, folder: Path, tell: Callable[[str], None]
 ) -> tuple[Rates, list[str]]:
-    """All runs; what went wrong is told at once, and returned too."""
-    rates: Rates = {case: {name: [] for name in CONTESTANTS} for case in plan.cases()}
+    """All cases, one after the other; what went wrong is told at once, and returned too."""
+    rates: Rates = {}
     problems: list[str] = []
-    for turn, (number, case, name) in enumerate(turns(plan)):
-        try:
-            rate = run(case, name, folder / str(turn))
-        except ChildFailure as failure:
-            rate = math.nan
-            problems.append(
-                f"{name}, {case.model}, N = {case.workers}, round {number + 1}: {failure}"
-            )
+    for number, case in enumerate(plan.cases()):
+        own = folder / str(number)
+        own.mkdir(mode=0o700)
+
+        def note(name: str, failure: ChildFailure, case: Case = case) -> None:
+            problems.append(f"{name}, {case}: {failure}")
             tell(problems[-1])
-        rates[case][name].append(rate)
-        if all(len(found) == number + 1 for found in rates[case].values()):
-            tell(_progress(plan, number, case, rates[case]))
+
+        rates[case] = measure_case(plan, case, start, own, note)
+        told = (f"{name} {_middle(found):,.0f}" for name, found in rates[case].items())
+        tell(f"{case}: {', '.join(told)} samples/s")
     return rates, problems
 
 
-def _progress(plan: Plan, number: int, case: Case, rates: Mapping[str, list[float]]) -> str:
-    told = ", ".join(f"{name} {found[-1]:,.0f}" for name, found in rates.items())
-    return (
-        f"round {number + 1} of {plan.rounds}: {case.model}, N = {case.workers}, "
-        f"{case.global_batch_size} samples a step: {told} samples/s"
-    )
+def measure_case(
+    plan: Plan, case: Case, start: Start, folder: Path, note: Callable[[str, ChildFailure], None]
+) -> dict[str, list[float]]:
+    """All rounds of a case. A contestant that fails is left out of it."""
+    running: dict[str, Contestant] = {}
+    rates = {name: [math.nan] * plan.rounds for name in CONTESTANTS}
+    try:
+        for name in CONTESTANTS:
+            try:
+                running[name] = start(case, name, folder / name)
+            except ChildFailure as failure:
+                note(name, failure)
+        for number in range(plan.rounds):
+            for name in in_turn(number):
+                if name in running:
+                    try:
+                        running[name].take(plan.turn_s)
+                    except ChildFailure as failure:
+                        note(name, failure)
+                        running.pop(name).close()
+        for name, contestant in running.items():
+            try:
+                rates[name] = contestant.rates()
+            except ChildFailure as failure:
+                note(name, failure)
+    finally:
+        for contestant in running.values():
+            contestant.close()
+    return rates
+
+
+def in_turn(number: int) -> tuple[str, ...]:
+    """The order of a round. Every other one is reversed, so that none always follows the same."""
+    return CONTESTANTS if number % 2 == 0 else CONTESTANTS[::-1]
+
+
+def _middle(rates: Sequence[float]) -> float:
+    return sorted(rates)[len(rates) // 2]
+
+
+class InTurns:
+    """A job whose steps are counted in samples."""
+
+    def __init__(self, turns: Turns, samples: float) -> None:
+        """`samples`: of a step, of each process that tells of its steps."""
+        self._turns, self._samples = turns, samples
+        self.take, self.close = turns.take, turns.close
+
+    def rates(self) -> list[float]:
+        return [
+            sum(steps_per_s(steps) for steps in processes) * self._samples
+            for processes in self._turns.end()
+        ]
 
 
 @dataclass(frozen=True)
-class Runner:
-    """Runs one contestant once."""
+class Starter:
+    """Starts contestants."""
 
     controller: str
     time_limit_s: float
     context: ForkServerContext
 
-    def __call__(self, case: Case, name: str, folder: Path) -> float:
-        """Samples a second. `folder` is made. Raises ChildFailure."""
+    def __call__(self, case: Case, name: str, folder: Path) -> InTurns:
+        """Raises ChildFailure."""
+        deadline_s = time.monotonic() + self.time_limit_s
         if name == OURS:
-            return self._ours(case, folder)
-        return self._peer(case, peers.PlainDdp if name == DDP else peers.Independent, folder)
+            return InTurns(Turns(self._ours(case, folder), deadline_s), case.global_batch_size)
+        job = self._peer(case, peers.PlainDdp if name == DDP else peers.Independent, folder)
+        return InTurns(Turns(job, deadline_s), case.global_batch_size / case.workers)
 
-    def _ours(self, case: Case, folder: Path) -> float:
-        """`hvdtrain train` in full, between two of the steps that it logs."""
-        folder.mkdir(mode=0o700)
+    def _ours(self, case: Case, folder: Path) -> Job:
+        """`hvdtrain train` in full."""
         flags = ["--model", case.model, "--data", images.NAME, "--device", "cpu"]
         flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
-        flags += ["--momentum", str(MOMENTUM), "--max-steps", str(WARM_UP_STEPS + case.steps)]
+        flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
         argv, environment = on_workers(train_argv(folder, flags), case.workers, self.controller)
-        run_command(argv, environment, folder, self.time_limit_s)
-        first, *_, last = logged_steps(folder)
-        return (last.step - first.step) * case.global_batch_size / (last.at_s - first.at_s)
+        # A worker that waits for its turn is none that has failed.
+        waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
 
-    def _peer(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> float:
-        spec = self._spec(case, strategy, folder)
-        results = run_system(spec, strategy, self.controller, self.context)
-        own = [r["samples"] / case.workers / (r["ended_s"] - r["begun_s"]) for r in results]
-        return float(sum(own))
+        def start(children: list[Child]) -> None:
+            folder.mkdir(mode=0o700)
+            children.append(Commanded(argv, folder / "process-0.log", waiting | environment))
 
-    def _spec(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> Spec:
+        return Job(folder, start, [log_of(folder)], stop_train, lambda: [logged_steps(folder)])
+
+    def _peer(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> Job:
+        spec = self.spec(case, strategy, folder)
+        logs = [peers.step_log(folder, number) for number in range(case.workers)]
+
+        def start(children: list[Child]) -> None:
+            start_system(spec, strategy, self.controller, self.context, children)
+
+        return Job(folder, start, logs, lambda children: None, lambda: [*map(read_steps, logs)])
+
+    def spec(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> Spec:
+        """What a peer's processes are told."""
         work = WorkSpec(
             model=case.model,
             data=images.NAME,
             data_dir="",
             global_batch_size=case.global_batch_size,
-            steps=WARM_UP_STEPS + case.steps,
+            steps=case.steps,
             dtype="float32",
             seed=0,
             lr=LR,
@@ -200,3 +259,25 @@ class Runner:
             time_limit_s=self.time_limit_s,
             controller_pid=os.getpid(),
         )
+
+
+def stop_train(children: Sequence[Child]) -> None:
+    """As a user does: a worker that gets SIGTERM tells the others, and all save and leave. Killed,
+    Open MPI would leave files of its shared memory.
+    """
+    (child,) = children
+    workers = [pid for pid in child.processes() if _is_train(pid)]
+    for pid in workers[:1]:
+        os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + FINISH_S
+    while child.exit_code() is None and time.monotonic() < until:
+        time.sleep(POLL_S)
+
+
+def _is_train(pid: int) -> bool:
+    """Whether it is the Python process of a worker; horovodrun's and mpirun's only name it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return words[1:4] == [b"-m", b"hvdtrain.cli", b"train"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.bench.rounds import Ratio, spread
 from hvdtrain.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, WEAK, Case, Plan, Rates
+from hvdtrain.log import counted
 
 NOTHING = "-"
 
@@ -38,16 +39,17 @@ def points_of(plan: Plan, rates: Rates) -> list[Point]:
 
 def _point(plan: Plan, rates: Rates, mode: str, model: str, workers: int) -> Point:
     case = plan.case(mode, model, workers)
-    alone = rates[plan.case(mode, model, 1)] if 1 in plan.workers else None
     found = rates[case]
+    speed = {name: median(found[name]) for name in CONTESTANTS}
     efficiency: dict[str, float | None] = dict.fromkeys(CONTESTANTS)
-    for name in CONTESTANTS if alone else ():
-        over_one = ratio_within_rounds(found[name], alone[name]) if alone else None
-        efficiency[name] = over_one.median / workers if over_one else None
+    if 1 in plan.workers:
+        for name, alone in rates[plan.case(mode, model, 1)].items():
+            own, base = speed[name], median(alone)
+            efficiency[name] = own / (workers * base) if own and base else None
     return Point(
         mode=mode,
         case=case,
-        samples_per_s={name: _median(found[name]) for name in CONTESTANTS},
+        samples_per_s=speed,
         over_ddp=ratio_within_rounds(found[OURS], found[DDP]),
         over_limit=ratio_within_rounds(found[OURS], found[LIMIT]),
         efficiency=efficiency,
@@ -61,7 +63,8 @@ def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | 
     return spread(ended) if ended else None
 
 
-def _median(rates: Sequence[float]) -> float | None:
+def median(rates: Sequence[float]) -> float | None:
+    """Without those that failed; None: all did."""
     ended = [rate for rate in rates if not math.isnan(rate)]
     return statistics.median(ended) if ended else None
 
@@ -73,9 +76,9 @@ HEADINGS += tuple(f"of {name}" for name in CONTESTANTS[1:])
 
 def table(plan: Plan, points: Sequence[Point]) -> str:
     """One part for each mode."""
-    rounds = f"{plan.rounds} rounds" if plan.rounds > 1 else "1 round"
+    rounds = counted(plan.rounds, "round")
     lines = [
-        f"scaling: samples/s in the median of {rounds} in turns; hvdtrain on {plan.controller}, "
+        f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
         "DDP on gloo, one compute thread each; limit: as many processes at once, without exchange"
     ]
     for mode in plan.modes:

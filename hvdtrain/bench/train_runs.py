@@ -7,15 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.children import Commanded, watch
 from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv
 from hvdtrain.launcher.settings import settings_for
+from hvdtrain.recording import METRICS
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
 START_TIMEOUT_S = 60
@@ -23,11 +23,8 @@ WATCHDOG_S = 600.0  # as `launch` has it; it sets nothing for `train`
 EXPERIMENT = "run"
 
 
-@dataclass(frozen=True)
-class Logged:
-    """A step of which `train` told: its number, and when it had ended (seconds of the clock that
-    all processes of this machine share).
-    """
+class Logged(NamedTuple):
+    """A step that a process has told of: its number, and when it had ended (seconds since 1970)."""
 
     step: int
     at_s: float
@@ -72,8 +69,13 @@ def logged_steps(folder: Path) -> list[Logged]:
     return [Logged(event.step, event.wall_time) for event in found.Scalars("train/loss")]
 
 
+def log_of(folder: Path) -> Path:
+    """The file that grows by a line with each logged step of the run in `folder`."""
+    return folder / EXPERIMENT / METRICS
+
+
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl of one kind: step or epoch."""
-    text = (folder / EXPERIMENT / "metrics.jsonl").read_text("utf-8")
+    text = log_of(folder).read_text("utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     return [line for line in lines if line["kind"] == kind]

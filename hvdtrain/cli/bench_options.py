@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.launch_options import find_controller
-from hvdtrain.config import RunConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
@@ -28,11 +28,21 @@ SCALING = """\
 Weak and strong scaling on this machine for N = 1..P: `hvdtrain train` with all it does, beside
 torch's DistributedDataParallel over Gloo, and beside the machine's own limit: N processes at the
 same time that exchange nothing. All train the same model on the same images, with one compute
-thread each. They run one after the other, in rounds, and ratios are taken within rounds.
+thread each. They take turns of a few seconds, each while the others are stopped, and ratios are
+taken within rounds of turns.
+"""
+START = """\
+Seconds from the command to the end of the first step: `hvdtrain launch` and plain horovodrun beside
+torchrun with a DDP script, and `hvdtrain train` alone beside a plain script. They run one after the
+other, in rounds.
+"""
+CLASSIC = """\
+Epoch time and accuracy of (1 worker, batch 256, lr 0.1), (2, 256, 0.1) and (2, 512, 0.2) under
+`hvdtrain launch`, on Fashion-MNIST where its files are there, else on digits, beside what was
+published for two GPUs.
 """
 BATCH_SIZES = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # per worker
 OTHER_BATCH_SIZE = 16
-LOG_INTERVAL = RunConfig.log_interval  # when `train` tells the time
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +55,24 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
             "scaling",
             help="samples/s for N = 1..P, beside DDP and the machine's limit",
             description=SCALING,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+    _add_start(
+        benches.add_parser(
+            "start",
+            help="from the command to the end of the first step",
+            description=START,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    )
+    _add_classic(
+        benches.add_parser(
+            "classic",
+            help="epoch time and accuracy of textbooks' three settings, beside theirs",
+            description=CLASSIC,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -80,14 +108,31 @@ def _add_scaling(bench: argparse.ArgumentParser) -> None:
     workers.add_argument("-np", type=int, metavar="P", help="N = 1..P (default: the cores)")
     workers.add_argument("--workers", metavar="N,N", help="these N instead")
     add("--mode", default="both", choices=("weak", "strong", "both"), help="(both)")
-    add("--rounds", type=int, default=5, metavar="R", help="in turns (5)")
+    add("--rounds", type=int, default=10, metavar="R", help="of turns (10)")
     add(
-        "--steps",
-        type=int,
-        metavar="S",
-        help="measured in each run: a multiple of 10 (lenet 200, mlp 100, others 30)",
+        "--turn-s",
+        type=float,
+        default=3,
+        metavar="T",
+        help="seconds of a turn (3), or as long as 20 steps take",
     )
-    _add_common(bench, Path("runs", "bench-scaling"), time_limit_s=600)
+    _add_common(bench, Path("runs", "bench-scaling"), time_limit_s=1800)
+
+
+def _add_start(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("-np", type=int, dest="workers", metavar="N", default=2, help="workers (2)")
+    bench.add_argument("--rounds", type=int, default=5, metavar="R", help="in turns (5)")
+    _add_common(bench, Path("runs", "bench-start"), time_limit_s=300)
+
+
+def _add_classic(bench: argparse.ArgumentParser) -> None:
+    add = bench.add_argument
+    add("--model", default="lenet", choices=tuple(BATCH_SIZES), help="(lenet)")
+    add("--data", choices=("fashion-mnist", "digits"), help="(fashion-mnist, if it is there)")
+    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
+    add("--epochs", type=int, default=10, metavar="E", help="of each run (10)")
+    add("--rounds", type=int, default=1, metavar="R", help="in turns (1)")
+    _add_common(bench, Path("runs", "bench-classic"), time_limit_s=3600)
 
 
 def _add_common(bench: argparse.ArgumentParser, output: Path, time_limit_s: float) -> None:
@@ -103,7 +148,7 @@ def _add_common(bench: argparse.ArgumentParser, output: Path, time_limit_s: floa
         type=float,
         default=time_limit_s,
         metavar="T",
-        help=f"of each run ({time_limit_s:g})",
+        help=f"of each run, or case ({time_limit_s:g})",
     )
     add("--json", metavar="FILE", help="write all times and ratios")
     add("--output", type=Path, default=output, metavar="DIR", help=f"where plots go ({output})")
@@ -144,30 +189,44 @@ def _check_scaling(arguments: dict[str, Any], problems: list[str]) -> dict[str, 
         problems.append(f"--models={arguments['models']}: expected names, each once: lenet,mlp")
     sizes = _read_batch_sizes(arguments["batch_size"], models, problems)
     workers = _read_workers(arguments, problems)
-    steps = arguments["steps"]
-    if steps is not None and (steps < LOG_INTERVAL or steps % LOG_INTERVAL):
-        problems.append(
-            f"--steps={steps}: must be a multiple of {LOG_INTERVAL}, as train tells the time then"
-        )
+    _check_seconds(arguments, ("turn_s",), problems)
     _check_common(arguments, problems)
     modes = ("weak", "strong") if arguments["mode"] == "both" else (arguments["mode"],)
     return {"models": dict(zip(models, sizes, strict=True)), "workers": workers, "modes": modes}
+
+
+def _check_start(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    if arguments["workers"] < 2:
+        problems.append(f"-np={arguments['workers']}: must be at least 2 (one is measured anyway)")
+    _check_common(arguments, problems)
+    return {}
+
+
+def _check_classic(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    if arguments["epochs"] < 1:
+        problems.append(f"--epochs={arguments['epochs']}: must be at least 1")
+    _check_common(arguments, problems)
+    return {}
 
 
 def _check_common(arguments: dict[str, Any], problems: list[str]) -> None:
     """What all benches have that start jobs."""
     if arguments["rounds"] < 1:
         problems.append(f"--rounds={arguments['rounds']}: must be at least 1")
-    if not 0 < arguments["time_limit_s"] < float("inf"):
-        problems.append(
-            f"--time-limit-s={arguments['time_limit_s']:g}: must be a number of seconds above 0"
-        )
+    _check_seconds(arguments, ("time_limit_s",), problems)
     if arguments["output"].exists() and not arguments["output"].is_dir():
         problems.append(f"--output={arguments['output']}: is not a folder; choose another")
     try:
         arguments["controller"] = find_controller(arguments["controller"])
     except UsageError as error:
         problems += error.problems
+
+
+def _check_seconds(arguments: dict[str, Any], names: Sequence[str], problems: list[str]) -> None:
+    for name in names:
+        if not 0 < arguments[name] < float("inf"):
+            flag = f"--{name.replace('_', '-')}={arguments[name]:g}"
+            problems.append(f"{flag}: must be a number of seconds above 0")
 
 
 def _read_batch_sizes(text: str | None, models: list[str], problems: list[str]) -> list[int]:
@@ -209,4 +268,6 @@ def _numbers(text: str) -> list[int]:
 CHECKS = {
     **dict.fromkeys(WITHIN_A_JOB, _check_within_a_job),
     "scaling": _check_scaling,
+    "start": _check_start,
+    "classic": _check_classic,
 }

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.scaling import Plan, Runner, examine, measure
+from hvdtrain.bench.scaling import Plan, Starter, examine, measure
 from hvdtrain.bench.scaling_plots import draw_plots
 from hvdtrain.bench.scaling_results import as_json, points_of, table
 from hvdtrain.children import fork_server
+from hvdtrain.cli.bench import write_json
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
@@ -21,17 +21,14 @@ def run(arguments: dict[str, Any]) -> int:
     """All runs, one after the other. Returns the exit code: 1 where some have failed."""
     StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
     context = fork_server()
-    names = Plan.__dataclass_fields__
-    plan = Plan(**{name: arguments[name] for name in names})
+    plan = Plan(**{name: arguments[name] for name in Plan.__dataclass_fields__})
     examine(plan)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        runner = Runner(plan.controller, plan.time_limit_s, context)
-        rates, problems = measure(plan, runner, Path(folder), say)
+        starter = Starter(plan.controller, plan.time_limit_s, context)
+        rates, problems = measure(plan, starter, Path(folder), say)
     points = points_of(plan, rates)
     say(table(plan, points))
-    if arguments["json"]:
-        text = json.dumps(as_json(plan, rates, points, problems), indent=2, allow_nan=False)
-        Path(arguments["json"]).write_text(text + "\n", "utf-8")
+    write_json(arguments["json"], as_json(plan, rates, points, problems))
     for path in write_plots(draw_plots(plan, rates, points), arguments["output"]):
         say(f"written to {path}")
     return EXIT_FAILED if problems else EXIT_OK

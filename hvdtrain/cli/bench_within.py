@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from hvdtrain.bench.checkpoint import bench_checkpoint
 from hvdtrain.bench.ring import bench_ring
 from hvdtrain.bench.rounds import Measured, Options
 from hvdtrain.bench.step import bench_step
+from hvdtrain.cli.bench import write_json
 from hvdtrain.cli.train import connect
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -42,14 +41,13 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     measured = BENCHES[arguments["bench"]](options, exchange)
     if exchange.rank == 0:
         say(_table(arguments["bench"], options, measured, exchange))
-        if arguments["json"]:
-            content = {
-                "seconds_per_step": measured.seconds,
-                "ratios": {name: asdict(result) for name, result in measured.ratios.items()},
-            }
-            if measured.megabytes is not None:
-                content["megabytes"] = measured.megabytes
-            Path(arguments["json"]).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        content: dict[str, Any] = {
+            "seconds_per_step": measured.seconds,
+            "ratios": {name: asdict(result) for name, result in measured.ratios.items()},
+        }
+        if measured.megabytes is not None:
+            content["megabytes"] = measured.megabytes
+        write_json(arguments["json"], content)
     exchange.close()
     return 0
 

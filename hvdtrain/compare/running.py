@@ -20,25 +20,39 @@ def run_system(
 ) -> list[Result]:
     """What each process of the system has measured. Raises ChildFailure."""
     folder = Path(spec.folder)
-    folder.mkdir(mode=0o700)
-    path = folder / "spec.json"
-    path.write_text(spec.as_text(), "utf-8")
     deadline = time.monotonic() + spec.time_limit_s
     children: list[Child] = []
     try:
-        if strategy.under_horovodrun:
-            command = [sys.executable, "-m", "hvdtrain.strategies.process", str(path)]
-            argv = horovodrun_argv(_engine(spec, controller), command)
-            children.append(Commanded(argv, folder / "process-0.log"))
-        else:
-            for number in range(len(strategy.processes(spec))):
-                children.append(_fork(context, path, number))
+        start_system(spec, strategy, controller, context, children)
         watch(children, folder, deadline, spec.time_limit_s)
     finally:
         for child in children:
             child.end()
     numbers = range(len(strategy.processes(spec)))
     return [read_json(folder / f"process-{number}.json") for number in numbers]
+
+
+def start_system(
+    spec: Spec,
+    strategy: type[Strategy],
+    controller: str,
+    context: ForkServerContext,
+    children: list[Child],
+) -> None:
+    """Make the system's folder, and add each process to `children` as it is started: they are to
+    be ended also where a later one could not be. Raises ChildFailure.
+    """
+    folder = Path(spec.folder)
+    folder.mkdir(mode=0o700)
+    path = folder / "spec.json"
+    path.write_text(spec.as_text(), "utf-8")
+    if strategy.under_horovodrun:
+        command = [sys.executable, "-m", "hvdtrain.strategies.process", str(path)]
+        argv = horovodrun_argv(_engine(spec, controller), command)
+        children.append(Commanded(argv, folder / "process-0.log"))
+        return
+    for number in range(len(strategy.processes(spec))):
+        children.append(_fork(context, path, number))
 
 
 def _engine(spec: Spec, controller: str) -> Engine:

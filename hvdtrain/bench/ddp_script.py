@@ -1,0 +1,62 @@
+"""A small training script as one writes it for torchrun: what `bench start` holds ours against.
+
+    torchrun --nproc-per-node 2 ddp_script.py TIMES.json
+    python ddp_script.py TIMES.json
+
+It uses nothing of hvdtrain. Rank 0 leaves the monotonic times (in seconds) of its beginning and of
+the ends of imports, joining, preparation and first step.
+"""
+
+from __future__ import annotations
+
+import time
+
+TIMES = [time.monotonic()]
+
+import json  # noqa: E402  # what comes first is what is measured
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from torch import distributed, nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+BATCH_SIZE = 128
+
+
+def lenet() -> nn.Module:
+    """With the layers and sizes of `--model lenet`."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()),
+        *(nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def main() -> None:
+    """Collective: one step."""
+    TIMES.append(time.monotonic())
+    torch.set_num_threads(1)
+    together = "WORLD_SIZE" in os.environ
+    if together:
+        distributed.init_process_group("gloo")
+    TIMES.append(time.monotonic())
+    torch.manual_seed(0)
+    images, labels = torch.randn(10 * BATCH_SIZE, 1, 28, 28), torch.arange(10 * BATCH_SIZE) % 10
+    model = DistributedDataParallel(lenet()) if together else lenet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    TIMES.append(time.monotonic())
+    rank = distributed.get_rank() if together else 0
+    own = slice(rank * BATCH_SIZE, (rank + 1) * BATCH_SIZE)
+    nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
+    optimizer.step()
+    TIMES.append(time.monotonic())
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(TIMES), "utf-8")
+    if together:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
