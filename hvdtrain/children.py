@@ -12,8 +12,10 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -23,7 +25,9 @@ from hvdtrain.launcher.command import engine_environment
 
 PRELOADED = ["hvdtrain.strategies.process", "torch._dynamo"]  # the latter is any optimizer's
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-MARK = "HVDTRAIN_CHILD_MARK"
+MARK = "HVDTRAIN_CHILD_MARK"  # each command's own
+GROUP_MARK = "HVDTRAIN_GROUP_MARK"  # of all that is started while they are guarded
+ALL_IS_WELL = b"."
 POLL_S = 0.02
 GRACE_S = 3.0  # for the others to say what they met, once one has failed
 LINES_SHOWN = 12
@@ -83,7 +87,7 @@ class Commanded:
             try:
                 self._process = subprocess.Popen(
                     argv,
-                    env={**environment, MARK: self._mark},
+                    env={**environment, **_group(), MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -105,10 +109,35 @@ class Commanded:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        while left := marked(self._mark):
-            for pid in left:
-                _kill(pid)
-            time.sleep(POLL_S)
+        end_marked(self._mark)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Whatever is started within ends with this process, also where it is killed, and also if it is
+    stopped and could not notice: another process looks after that.
+    """
+    mark = secrets.token_hex(8)
+    argv = [sys.executable, "-m", __name__, mark]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        assert guard.stdin is not None
+        os.environ[GROUP_MARK] = mark
+        try:
+            yield
+        finally:
+            del os.environ[GROUP_MARK]
+            guard.stdin.write(ALL_IS_WELL)
+            guard.stdin.close()
+
+
+def guard(mark: str) -> None:
+    """Until the other process ends, or tells that all is well."""
+    if sys.stdin.buffer.read() != ALL_IS_WELL:
+        end_marked(mark, GROUP_MARK)
+
+
+def _group() -> dict[str, str]:
+    return {name: os.environ[name] for name in (GROUP_MARK,) if name in os.environ}
 
 
 def fork_server() -> ForkServerContext:
@@ -160,9 +189,17 @@ def read_json(path: Path) -> Result:
     return content
 
 
-def marked(mark: str) -> list[int]:
+def end_marked(mark: str, name: str = MARK) -> None:
+    """They are gone on return."""
+    while left := marked(mark, name):
+        for pid in left:
+            _kill(pid)
+        time.sleep(POLL_S)
+
+
+def marked(mark: str, name: str = MARK) -> list[int]:
     """The ids of the living processes that bear the mark in their environment."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{name}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -180,3 +217,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])

@@ -40,8 +40,9 @@ class Published:
     epoch_s: tuple[float, float, float]
 
 
-# On Fashion-MNIST with GPUs; handed down as such, and not found again in a source that could be
-# cited. Gluon's last setting had twice the batch on two GPUs.
+# On Fashion-MNIST with one and two GPUs. These figures are quoted, and were not found again in a
+# source to cite. The nearest that was: d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla
+# V100), with 13.2 s for the first setting and 7.3 s for the last one in Gluon.
 PUBLISHED = (
     Published("Gluon, ResNet-18", (14.2, 10.2, 8.1)),
     Published("d2l, LeNet", (2.6, 2.6, 2.4)),

@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import signal
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def measure(
             tell(problems[-1])
 
         rates[case] = measure_case(plan, case, start, own, note)
-        told = (f"{name} {_middle(found):,.0f}" for name, found in rates[case].items())
+        told = (f"{name} {statistics.median(r):,.0f}" for name, r in rates[case].items())
         tell(f"{case}: {', '.join(told)} samples/s")
     return rates, problems
 
@@ -173,10 +174,6 @@ def measure_case(
 def in_turn(number: int) -> tuple[str, ...]:
     """The order of a round. Every other one is reversed, so that none always follows the same."""
     return CONTESTANTS if number % 2 == 0 else CONTESTANTS[::-1]
-
-
-def _middle(rates: Sequence[float]) -> float:
-    return sorted(rates)[len(rates) // 2]
 
 
 class InTurns:

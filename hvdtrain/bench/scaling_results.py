@@ -69,9 +69,12 @@ def median(rates: Sequence[float]) -> float | None:
     return statistics.median(ended) if ended else None
 
 
-HEADINGS = ("model", "N", "samples a step", *(f"{name}/s" for name in CONTESTANTS))
-HEADINGS += (f"of {DDP} (middle half)", f"of the {LIMIT} (middle half)", "efficiency")
-HEADINGS += tuple(f"of {name}" for name in CONTESTANTS[1:])
+HEADINGS = (
+    *("model", "N", "samples a step"),
+    *(f"{name}/s" for name in CONTESTANTS),
+    *(f"{OURS} / {name} (middle half)" for name in (DDP, LIMIT)),
+    *("efficiency", f"{DDP}'s", f"{LIMIT}'s"),
+)
 
 
 def table(plan: Plan, points: Sequence[Point]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.bench.classic import Plan, as_json, data_that_is_there, measure, table, train
 from hvdtrain.bench.plots import draw_classic
-from hvdtrain.children import ChildFailure
+from hvdtrain.children import ChildFailure, guarded
 from hvdtrain.cli.bench import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
 from hvdtrain.launcher.stopping import StopRequests
@@ -22,7 +22,7 @@ def run(arguments: dict[str, Any]) -> int:
     data = arguments["data"] or data_that_is_there(Path(arguments["data_dir"]))
     values = arguments | {"data": data}
     plan = Plan(**{name: values[name] for name in Plan.__dataclass_fields__})
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         try:
             results = measure(plan, train, Path(folder), say)
         except ChildFailure as failure:

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.bench.scaling import Plan, Starter, examine, measure
 from hvdtrain.bench.scaling_plots import draw_plots
 from hvdtrain.bench.scaling_results import as_json, points_of, table
-from hvdtrain.children import fork_server
+from hvdtrain.children import fork_server, guarded
 from hvdtrain.cli.bench import write_json
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK
 from hvdtrain.launcher.stopping import StopRequests
@@ -20,11 +20,10 @@ from hvdtrain.report.canvas import write_plots
 def run(arguments: dict[str, Any]) -> int:
     """All runs, one after the other. Returns the exit code: 1 where some have failed."""
     StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
-    context = fork_server()
     plan = Plan(**{name: arguments[name] for name in Plan.__dataclass_fields__})
     examine(plan)
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        starter = Starter(plan.controller, plan.time_limit_s, context)
+    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+        starter = Starter(plan.controller, plan.time_limit_s, fork_server())
         rates, problems = measure(plan, starter, Path(folder), say)
     points = points_of(plan, rates)
     say(table(plan, points))

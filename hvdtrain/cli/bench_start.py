@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.bench.plots import draw_start
 from hvdtrain.bench.start import Plan, Runner, measure, ratios_of, table
-from hvdtrain.children import ChildFailure
+from hvdtrain.children import ChildFailure, guarded
 from hvdtrain.cli.bench import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
 from hvdtrain.launcher.stopping import StopRequests
@@ -21,7 +21,7 @@ def run(arguments: dict[str, Any]) -> int:
     """All starts, one after the other. Returns the exit code. Raises TrainingError."""
     StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
     plan = Plan(**{name: arguments[name] for name in Plan.__dataclass_fields__})
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         try:
             starts = measure(plan, Runner(plan), Path(folder), say)
         except ChildFailure as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,12 @@ def test_a_ring_of_one_is_refused() -> None:
     assert "2 ranks or more" in finished.output
 
 
-def test_bench_scaling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_bench_scaling(controller: str, tmp_path: Path) -> None:
     """Fails if a contestant does not run on one worker or on two, or plots or JSON are missing."""
     target, plots = tmp_path / "scaling.json", tmp_path / "plots"
-    flags = ["--models=lenet", "--batch-size=4", "--workers=1,2", "--rounds=1", "--steps=10"]
-    flags += ["--controller=gloo", f"--json={target}", f"--output={plots}"]
+    flags = ["--models=lenet", "--batch-size=4", "--workers=1,2", "--rounds=1", "--turn-s=0.1"]
+    flags += [f"--controller={controller}", f"--json={target}", f"--output={plots}"]
     finished = run(hvdtrain("bench", "scaling", *flags), timeout_s=240)
     assert finished.exit_code == 0, finished.output
     result = json.loads(target.read_text())
@@ -82,3 +84,61 @@ def test_a_bench_that_starts_workers_is_refused_under_horovodrun() -> None:
     finished = horovodrun(2, "gloo", hvdtrain("bench", "scaling"))
     assert finished.exit_code == 1  # as horovodrun has it
     assert "starts its workers itself" in finished.output
+
+
+def test_bench_start(tmp_path: Path) -> None:
+    """Fails if a command does not come to its first step, or its parts are not the whole."""
+    target, plots = tmp_path / "start.json", tmp_path / "plots"
+    flags = ["--rounds=1", "--controller=gloo", f"--json={target}", f"--output={plots}"]
+    finished = run(hvdtrain("bench", "start", *flags), timeout_s=240)
+    assert finished.exit_code == 0, finished.output
+    result = json.loads(target.read_text())
+    assert len(result["starts"]) == 5
+    for name, (start,) in result["starts"].items():
+        assert 0 < start["total_s"] < 240
+        assert bool(start["parts_s"]) == (name != "hvdtrain launch")
+        if start["parts_s"]:
+            assert sum(start["parts_s"].values()) == pytest.approx(start["total_s"])
+            assert all(seconds > -0.01 for seconds in start["parts_s"].values())
+    assert len(result["ratios"]) == 3
+    assert (plots / "start.png").exists()
+
+
+def test_bench_classic(tmp_path: Path) -> None:
+    """Fails if a setting does not run, or its figures are lost."""
+    target, plots = tmp_path / "classic.json", tmp_path / "plots"
+    flags = ["--epochs=2", "--data=digits", "--model=mlp", "--controller=gloo"]
+    finished = run(
+        hvdtrain("bench", "classic", *flags, f"--json={target}", f"--output={plots}"), timeout_s=240
+    )
+    assert finished.exit_code == 0, finished.output
+    rows = json.loads(target.read_text())["rows"]
+    assert [(row["workers"], row["global_batch_size"], row["lr"]) for row in rows] == [
+        *((1, 256, 0.1), (2, 256, 0.1), (2, 512, 0.2)),
+    ]
+    assert all(len(row["runs"][0]["epoch_s"]) == 2 for row in rows)
+    accuracies = [row["runs"][0]["accuracy"] for row in rows]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.02)  # the same global batches
+    assert (plots / "classic.png").exists()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_killed_bench_leaves_nothing_behind(controller: str, tmp_path: Path) -> None:
+    """Fails if processes that are stopped, and cannot notice, outlive the command."""
+    flags = ["scaling", "--models=lenet", "--batch-size=4", "--workers=2", "--mode=weak"]
+    flags += ["--rounds=1000", f"--controller={controller}", f"--output={tmp_path / 'plots'}"]
+    # The shell's child is killed once it has processes that are stopped; `run` looks for the rest.
+    program = (
+        "import subprocess, sys, time, psutil\n"
+        "bench = subprocess.Popen(sys.argv[1:])\n"
+        "def stopped():\n"
+        "    found = [p for p in psutil.process_iter(['status', 'cmdline'])]\n"
+        "    return [p for p in found if p.info['status'] == psutil.STATUS_STOPPED]\n"
+        "until = time.monotonic() + 90\n"
+        "while len(stopped()) < 4 and time.monotonic() < until: time.sleep(0.05)\n"
+        "assert len(stopped()) >= 4 and bench.poll() is None\n"
+        "bench.kill()\n"
+        "bench.wait()\n"
+    )
+    finished = run([sys.executable, "-c", program, *hvdtrain("bench", *flags)], timeout_s=180)
+    assert finished.exit_code == 0, finished.output

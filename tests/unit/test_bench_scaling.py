@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,10 +22,11 @@ from hvdtrain.bench.scaling import (
     OURS,
     Case,
     Plan,
-    Runner,
+    Starter,
+    _is_train,
     examine,
+    in_turn,
     measure,
-    turns,
 )
 from hvdtrain.bench.scaling_plots import draw_plots
 from hvdtrain.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
@@ -45,7 +49,7 @@ def read(*flags: str, topology: Topology | None = None) -> dict:
 
 def plan(**changes: object) -> Plan:
     values = {"models": {"lenet": 8, "mlp": 4}, "workers": (1, 2), "modes": ("weak", "strong")}
-    values |= {"rounds": 2, "steps": 10, "controller": "gloo", "time_limit_s": 60.0}
+    values |= {"rounds": 2, "turn_s": 0.1, "controller": "gloo", "time_limit_s": 60.0}
     return Plan(**values | changes)  # type: ignore[arg-type]
 
 
@@ -76,8 +80,7 @@ def test_workers_are_counted_up_or_named() -> None:
         ("--workers 1,x", "--workers=1,x"),
         ("--workers 2,2", "each once"),
         ("-np 0", "-np=0"),
-        ("--steps 15", "a multiple of 10"),
-        ("--steps 0", "--steps=0"),
+        ("--turn-s 0", "--turn-s=0"),
         ("--rounds 0", "--rounds=0"),
         ("--time-limit-s nan", "--time-limit-s=nan"),
         ("--output setup.py", "is not a folder"),
@@ -97,7 +100,7 @@ def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.Monke
 
 def test_all_problems_are_told_at_once() -> None:
     """Fails if one bad flag hides another, or workers of a job start jobs of their own."""
-    flags = ("--models", "", "--steps", "3", "--rounds", "0", "--np", "2", "--workers", "0")
+    flags = ("--models", "", "--turn-s", "-3", "--rounds", "0", "--np", "2", "--workers", "0")
     with pytest.raises(UsageError) as caught:
         read("scaling", *flags, topology=Topology(1, 2, 1, launched=True))
     assert len(caught.value.problems) >= 6
@@ -108,13 +111,13 @@ def test_all_problems_are_told_at_once() -> None:
     ("changes", "expected"),
     [
         ({"models": {"lenett": 8, "mlpp": 8}}, ("--models=lenett", "--models=mlpp")),
-        ({"models": {"lenet": 50_000}}, ("lenet, N = 2", "lenet, N = 1")),
+        ({"models": {"lenet": 3_000}}, ("lenet, N = 2", "lenet, N = 1")),
         ({"models": {"mlp": 1}, "modes": ("weak",)}, ("mlp, N = 1", "mlp, N = 2")),
     ],
 )
 def test_what_cannot_be_run_is_told_before(changes: dict, expected: tuple[str, ...]) -> None:
-    """Fails if a model that is unknown, a run beyond the epoch, or shares too small for batch norm
-    are met only by a worker.
+    """Fails if a model that is unknown, an epoch that is too short, or shares too small for batch
+    norm are met only by a worker.
     """
     with pytest.raises(UsageError) as caught:
         examine(plan(**changes))
@@ -125,35 +128,52 @@ def test_what_cannot_be_run_is_told_before(changes: dict, expected: tuple[str, .
 
 def test_weak_and_strong_meet_at_the_most_workers() -> None:
     """Fails if a batch is not kept as its mode says, or the same case runs twice."""
-    one = plan(models={"lenet": 8}, workers=(1, 2, 4), steps=None)
+    one = plan(models={"lenet": 8}, workers=(1, 2, 4))
     sizes = {(case.workers, case.global_batch_size) for case in one.cases()}
     assert sizes == {(1, 8), (2, 16), (4, 32), (1, 32), (2, 32)}
     assert len(one.cases()) == 5
-    assert {case.steps for case in one.cases()} == {200}
+
+
+def test_a_run_ends_before_its_epoch_does() -> None:
+    """Fails if an evaluation or a short last batch could come into a turn."""
+    for size in (1, 6, 256, 3000):
+        assert (Case("lenet", 1, size).steps + 1) * size <= images.SAMPLES
 
 
 def test_contestants_take_turns() -> None:
     """Fails if one is left out of a round, or always follows the same one."""
-    order = [(number, name) for number, case, name in turns(plan(workers=(2,), models={"mlp": 4}))]
-    assert [name for number, name in order if number == 0] == list(CONTESTANTS)
-    assert [name for number, name in order if number == 1] == list(reversed(CONTESTANTS))
+    assert in_turn(0) == in_turn(2) == CONTESTANTS
+    assert in_turn(1) == CONTESTANTS[::-1]
 
 
-def rate_of(case: Case, name: str, folder: Path) -> float:
+class MadeUp:
     """Two workers are 1.5 times as fast as one; ours are nine tenths of the limit."""
-    speed = {OURS: 90.0, DDP: 60.0, LIMIT: 100.0}[name]
-    return speed * (1.5 if case.workers == 2 else 1.0)
+
+    def __init__(self, case: Case, name: str, fails: str = "") -> None:
+        self._speed = {OURS: 90.0, DDP: 60.0, LIMIT: 100.0}[name] * (1 + (case.workers - 1) / 2)
+        self._fails, self.turns, self.closed = fails, 0, False
+
+    def take(self, turn_s: float) -> None:
+        self.turns += 1
+        if self._fails == "turn":
+            raise ChildFailure("out of paper")
+
+    def rates(self) -> list[float]:
+        if self._fails == "rates":
+            raise ChildFailure("out of ink")
+        return [self._speed] * self.turns
+
+    def close(self) -> None:
+        self.closed = True
 
 
-def fail_once(case: Case, name: str, folder: Path) -> float:
-    if folder.name == "1":
-        raise ChildFailure("out of paper")
-    return rate_of(case, name, folder)
+def start(case: Case, name: str, folder: Path) -> MadeUp:
+    return MadeUp(case, name)
 
 
 def test_ratios_and_efficiency(tmp_path: Path) -> None:
     """Fails if a ratio is upside down, or efficiency is not that of N against one worker."""
-    rates, problems = measure(plan(), rate_of, tmp_path, lambda line: None)
+    rates, problems = measure(plan(), start, tmp_path, lambda line: None)
     assert problems == []
     points = points_of(plan(), rates)
     assert len(points) == 8
@@ -163,36 +183,56 @@ def test_ratios_and_efficiency(tmp_path: Path) -> None:
     assert two.over_limit is not None
     assert (two.over_ddp.median, two.over_limit.median) == (1.5, 0.9)
     assert two.efficiency == dict.fromkeys(CONTESTANTS, 0.75)
-    alone = measure(plan(workers=(2,)), rate_of, tmp_path, lambda line: None)[0]
-    (first, *_) = points_of(plan(workers=(2,)), alone)
+    only_two = plan(workers=(2,))
+    (first, *_) = points_of(only_two, measured(only_two, tmp_path / "two"))
     assert first.efficiency == dict.fromkeys(CONTESTANTS)
 
 
-def test_a_failed_run_ends_neither_the_others_nor_unnoticed(tmp_path: Path) -> None:
-    """Fails if one run's failure loses the rest, counts as a speed, or breaks the JSON."""
-    told: list[str] = []
+def measured(one: Plan, folder: Path) -> dict:
+    folder.mkdir()
+    return measure(one, start, folder, lambda line: None)[0]
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"), [("start", "no ribbon"), ("turn", "out of paper"), ("rates", "out of ink")]
+)
+def test_a_failure_ends_neither_the_others_nor_unnoticed(
+    fails: str, reason: str, tmp_path: Path
+) -> None:
+    """Fails if one's failure loses the rest, counts as a speed, breaks the JSON, or leaves one
+    running.
+    """
+    started: list[MadeUp] = []
+
+    def begin(case: Case, name: str, folder: Path) -> MadeUp:
+        if name == DDP and fails == "start":
+            raise ChildFailure("no ribbon")
+        started.append(MadeUp(case, name, fails if name == DDP else ""))
+        return started[-1]
+
     one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",), rounds=3)
-    rates, problems = measure(one, fail_once, tmp_path, told.append)
-    assert problems == ["DDP, lenet, N = 2, round 1: out of paper"]
-    (found,) = rates.values()
-    assert math.isnan(found[DDP][0])
-    assert found[DDP][1:] == [90.0, 90.0]
+    told: list[str] = []
+    rates, problems = measure(one, begin, tmp_path, told.append)
+    assert problems == [f"DDP, lenet, N = 2, 16 samples a step: {reason}"]
+    assert problems[0] in told
+    assert all(contestant.closed for contestant in started)
     points = points_of(one, rates)
-    assert points[0].over_ddp is not None
+    assert (points[0].over_ddp, points[0].samples_per_s[DDP]) == (None, None)
+    assert points[0].over_limit is not None
     content = json.loads(json.dumps(as_json(one, rates, points, problems), allow_nan=False))
-    assert content["runs"][0]["samples_per_s"][DDP] == [None, 90.0, 90.0]
-    assert content["points"][0]["over_ddp"]["median"] == 1.5
-    assert "out of paper" in content["problems"][0]
+    assert content["runs"][0]["samples_per_s"][DDP] == [None] * 3
+    assert content["points"][0]["over_limit"]["median"] == 0.9
+    assert reason in content["problems"][0]
     assert ratio_within_rounds([math.nan, 1.0], [1.0, math.nan]) is None
 
 
 def test_the_table(tmp_path: Path) -> None:
     """Fails if a column or a mode is missing, or what is not known shows as a number."""
     one = plan(workers=(2,))
-    rates, _ = measure(one, rate_of, tmp_path, lambda line: None)
+    rates = measured(one, tmp_path / "plan")
     rates[one.case("weak", "mlp", 2)][LIMIT] = [math.nan, math.nan]
     text = table(one, points_of(one, rates))
-    assert "2 rounds in turns; hvdtrain on gloo" in text
+    assert "2 rounds of turns; hvdtrain on gloo" in text
     assert "weak scaling" in text
     assert "strong scaling" in text
     (row, *_) = [line.split() for line in text.splitlines() if line.startswith("  lenet")]
@@ -206,7 +246,8 @@ def test_the_table(tmp_path: Path) -> None:
 def test_the_plots(tmp_path: Path) -> None:
     """Fails if a plot cannot be drawn, also where runs have failed, or nothing came of any."""
     one = plan(modes=("weak",))
-    rates, _ = measure(one, fail_once, tmp_path, lambda line: None)
+    rates = measured(one, tmp_path / "plan")
+    rates[one.cases()[0]][DDP][0] = math.nan
     plots = draw_plots(one, rates, points_of(one, rates))
     assert [plot.name for plot in plots] == ["scaling", "ratios"]
     assert all(len(to_png(plot.figure)) > 5000 for plot in plots)
@@ -245,9 +286,9 @@ def test_times_are_those_of_the_logged_steps(tmp_path: Path) -> None:
 
 def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
     """Fails if a peer's process would look for a class that is not there."""
-    runner = Runner("gloo", 60.0, None)  # type: ignore[arg-type]
+    starter = Starter("gloo", 60.0, None)  # type: ignore[arg-type]
     for strategy in (PlainDdp, Independent):
-        spec = runner._spec(plan().cases()[0], strategy, tmp_path)
+        spec = starter.spec(plan().cases()[0], strategy, tmp_path)
         assert find_strategy(spec.system) is strategy
 
 
@@ -256,3 +297,19 @@ def test_the_images_are_many_to_train_on_and_few_to_evaluate() -> None:
     data = load_dataset(images.NAME, Path(), 0, torch.float32)
     assert (data.shape, data.classes) == (images.SHAPE, images.CLASSES)
     assert (len(data.train), len(data.valid)) == (images.SAMPLES, images.VALID_SAMPLES)
+
+
+def test_a_worker_is_told_from_those_that_name_it() -> None:
+    """Fails if horovodrun or mpirun, whose arguments hold the same words, would get the signal."""
+    words = ["-m", "hvdtrain.cli", "train"]
+    naming = [sys.executable, "-c", "import time; time.sleep(60)", *words]
+    with subprocess.Popen(naming) as process:
+        assert not _is_train(process.pid)
+        process.kill()
+    with subprocess.Popen([sys.executable, *words], stdout=-3, stderr=-3) as process:
+        deadline = time.monotonic() + 20  # until it has become that
+        while not (found := _is_train(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    assert found
+    assert not _is_train(process.pid)

@@ -1,0 +1,107 @@
+"""Turns: who is stopped and who runs, and which steps count."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.bench.train_runs import Logged
+from hvdtrain.bench.turns import Job, Turns, read_steps, steps_per_s
+from hvdtrain.children import Child, ChildFailure, Commanded
+
+# Tells of a step every hundredth of a second, and ends after so many.
+PROGRAM = """
+import sys, time
+with open(sys.argv[1], "w") as stream:
+    for step in range(1, int(sys.argv[2])):
+        time.sleep(0.01)
+        stream.write(f"{step} {time.time()}\\n")
+        stream.flush()
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@contextmanager
+def running(folder: Path, steps: int = 100_000, code: int = 0) -> Iterator[tuple[Turns, Path]]:
+    """One that has warmed up, and its log."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "steps"
+    argv = [sys.executable, "-c", PROGRAM, str(log), str(steps), str(code)]
+
+    def start(children: list[Child]) -> None:
+        children.append(Commanded(argv, folder / "process-0.log"))
+
+    job = Job(folder, start, [log], lambda children: None, lambda: [read_steps(log)])
+    turns = Turns(job, time.monotonic() + 30)
+    try:
+        yield turns, log
+    finally:
+        turns.close()
+
+
+def test_it_stands_still_but_for_its_turns(tmp_path: Path) -> None:
+    """Fails if a job goes on outside its turns, or steps count that were made there, or in the
+    interval in which it stood still.
+    """
+    with running(tmp_path) as (turns, log):
+        time.sleep(0.05)  # until the kernel has stopped it
+        before = log.read_bytes()
+        time.sleep(0.3)
+        assert log.read_bytes() == before
+        begun_s = []
+        for _ in range(2):
+            begun_s.append(time.time())
+            turns.take(0.2)
+            time.sleep(0.3)
+        found = turns.end()
+    assert len(found) == 2
+    for (steps,), began_s in zip(found, begun_s, strict=True):
+        assert len(steps) >= 2
+        assert began_s < steps[0].at_s < steps[-1].at_s < began_s + 10
+        assert 5 < steps_per_s(steps) < 101
+    assert found[0][0][-1].step < found[1][0][0].step
+
+
+def test_a_turn_lasts_until_enough_was_told(tmp_path: Path) -> None:
+    """Fails if a turn ends without an interval to measure."""
+    with running(tmp_path) as (turns, _):
+        turns.take(0.0)
+        assert all(len(steps) >= 2 for steps in turns.end()[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "expected"),
+    [(1, 0, "before its turns were over"), (1, 3, "ended with code 3"), (40, 5, "with code 5")],
+)
+def test_one_that_ends_is_told(steps: int, code: int, expected: str, tmp_path: Path) -> None:
+    """Fails if a job that has ended, well or not, is waited for."""
+    with pytest.raises(ChildFailure, match=expected), running(tmp_path, steps, code) as (turns, _):
+        for _ in range(20):
+            turns.take(0.1)
+
+
+def test_a_deadline_ends_it(tmp_path: Path) -> None:
+    """Fails if one that tells nothing is waited for without end."""
+    (tmp_path / "log").touch()
+
+    def start(children: list[Child]) -> None:
+        argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+        children.append(Commanded(argv, tmp_path / "process-0.log"))
+
+    job = Job(tmp_path, start, [tmp_path / "log"], lambda children: None, list)
+    with pytest.raises(ChildFailure, match="not over in time"):
+        Turns(job, time.monotonic() + 0.2)
+
+
+def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    """Fails if the half of a number passes for a time."""
+    path = tmp_path / "steps"
+    path.write_text("10 1.5\n20 2.25\n30 2.")
+    steps = read_steps(path)
+    assert steps == [Logged(10, 1.5), Logged(20, 2.25)]
+    assert steps_per_s(steps) == 10 / 0.75
