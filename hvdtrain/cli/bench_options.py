@@ -108,13 +108,13 @@ def _add_scaling(bench: argparse.ArgumentParser) -> None:
     workers.add_argument("-np", type=int, metavar="P", help="N = 1..P (default: the cores)")
     workers.add_argument("--workers", metavar="N,N", help="these N instead")
     add("--mode", default="both", choices=("weak", "strong", "both"), help="(both)")
-    add("--rounds", type=int, default=10, metavar="R", help="of turns (10)")
+    add("--rounds", type=int, default=12, metavar="R", help="of turns (12)")
     add(
         "--turn-s",
         type=float,
-        default=3,
+        default=2,
         metavar="T",
-        help="seconds of a turn (3), or as long as 20 steps take",
+        help="seconds of a turn (2), or as long as 20 steps take",
     )
     _add_common(bench, Path("runs", "bench-scaling"), time_limit_s=1800)
 
