@@ -6,6 +6,7 @@ session of its own; commands, such as horovodrun, are recognised by a mark in th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.launcher.command import engine_environment
+from hvdtrain.launcher.processes import marked
 
 PRELOADED = ["hvdtrain.strategies.process", "torch._dynamo"]  # the latter is any optimizer's
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -103,16 +104,16 @@ class Commanded:
         return self._process.poll()
 
     def processes(self) -> list[int]:
-        return marked(self._mark)
+        return list(marked(MARK, self._mark))
 
     def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        end_marked(self._mark)
+        end_marked(MARK, self._mark)
 
 
-@contextmanager
+@contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Whatever is started within ends with this process, also where it is killed, and also if it is
     stopped and could not notice: another process looks after that.
@@ -133,7 +134,7 @@ def guarded() -> Iterator[None]:
 def guard(mark: str) -> None:
     """Until the other process ends, or tells that all is well."""
     if sys.stdin.buffer.read() != ALL_IS_WELL:
-        end_marked(mark, GROUP_MARK)
+        end_marked(GROUP_MARK, mark)
 
 
 def _group() -> dict[str, str]:
@@ -189,35 +190,10 @@ def read_json(path: Path) -> Result:
     return content
 
 
-def end_marked(mark: str, name: str = MARK) -> None:
+def end_marked(name: str, mark: str) -> None:
     """They are gone on return."""
-    while left := marked(mark, name):
+    while left := marked(name, mark):
         for pid in left:
-            _kill(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
-
-
-def marked(mark: str, name: str = MARK) -> list[int]:
-    """The ids of the living processes that bear the mark in their environment."""
-    wanted = f"{name}={mark}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # gone, or another user's
-    return found
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-if __name__ == "__main__":
-    guard(sys.argv[1])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.launch_options import find_controller
 from hvdtrain.errors import UsageError
+from hvdtrain.launcher.command import find_controller
 from hvdtrain.topology import Topology
 
 LENGTHS = {  # rounds, steps: of the benches that run within one job

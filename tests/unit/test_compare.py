@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hvdtrain.children import ChildFailure, Commanded, explain, marked
+from hvdtrain.children import MARK, ChildFailure, Commanded, explain
 from hvdtrain.cli import _parser
 from hvdtrain.cli.compare import as_json, exit_code
 from hvdtrain.cli.compare_options import SYSTEMS, check_compare_flags
@@ -33,6 +33,7 @@ from hvdtrain.compare.rows import (
 )
 from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import UsageError
+from hvdtrain.launcher.processes import marked
 from hvdtrain.metering import PHASES
 from hvdtrain.strategies.contract import Spec, Strategy
 from hvdtrain.strategies.traffic import Traffic
@@ -211,11 +212,11 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
     program += " start_new_session=True)\ntime.sleep(60)"
     child = Commanded([sys.executable, "-c", program], tmp_path / "log")
     deadline = time.monotonic() + 20
-    while len(marked(child._mark)) < 2 and time.monotonic() < deadline:
+    while len(marked(MARK, child._mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert child.exit_code() is None
     child.end()
-    assert marked(child._mark) == []
+    assert marked(MARK, child._mark) == {}
     assert child.exit_code() == -9
 
 
