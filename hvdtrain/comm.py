@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from hvdtrain.ring.transports.mpi import MpiTransport, library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 
 ABANDON_TIMEOUT_S = 2.0
+POLL_S = 1e-4
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
@@ -104,6 +106,8 @@ class HorovodExchange:
         """
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
+        for handle, _ in [*optimizer._handles.values()]:  # type: ignore[attr-defined]
+            _rest_until_done(handle)
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -236,6 +240,14 @@ class HorovodExchange:
             f"{' and '.join(changes)}. Horovod averages only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
+
+
+def _rest_until_done(handle: int) -> None:
+    """Collective: hvd.synchronize() spins while it waits, which takes time from Horovod's own
+    thread where workers fill the cores (horovod/torch/mpi_ops_v2.cc, WaitAndClear).
+    """
+    while not hvd.poll(handle):
+        time.sleep(POLL_S)
 
 
 def _finish(handles: Iterable[int]) -> Tensors:
