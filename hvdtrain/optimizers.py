@@ -28,7 +28,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the model's parameters; frozen ones are in it, and left alone.
 
-    Momentum and weight decay are given to those that have them. Raises UsageError.
+    Momentum and weight decay are given to those that have them, and the step that goes once over
+    memory instead of once for each of its operations (`fused`). Raises UsageError.
     """
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
@@ -37,5 +38,6 @@ def build_optimizer(
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    wanted["fused"] = not any(getattr(module, "sparse", False) for module in model.modules())
     settings = {key: value for key, value in wanted.items() if key in accepted}
     return optimizer_class(model.parameters(), **settings)

@@ -232,6 +232,20 @@ def test_sgd_gets_momentum_and_weight_decay() -> None:
     assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.7, 0.01)
 
 
+@pytest.mark.parametrize(("sparse", "fused"), [(False, True), (True, False)])
+def test_the_step_goes_once_over_memory_where_it_can(sparse: bool, fused: bool) -> None:
+    """Fails when the slower step is built, or the fused one for gradients that it cannot take."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2))
+    optimizer = build_optimizer("sgd", model, lr=0.1, momentum=0.0, weight_decay=0.0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    model(torch.tensor([1, 4])).square().sum().backward()
+    optimizer.step()
+    assert [group["fused"] for group in optimizer.param_groups] == [fused]
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert new.grad is not None
+        torch.testing.assert_close(new.detach(), old.detach() - 0.1 * new.grad.to_dense())
+
+
 @pytest.mark.parametrize("name", [*UNSUITABLE, "sdg", "", "Adam W"])
 def test_unsuitable_optimizers_are_refused(name: str) -> None:
     """Fails when one that cannot train here is built, or the reason and the others are not told."""
