@@ -22,6 +22,7 @@ from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.fields import profiled_steps
 from hvdtrain.log import say
 from hvdtrain.loop_state import restore
+from hvdtrain.memory import keep_freed_memory
 from hvdtrain.metering import Meter
 from hvdtrain.profiling import StepProfiler
 from hvdtrain.pulse import Pulse
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 def run(config: TrainConfig, topology: Topology) -> int:
     """Collective: one training run; its failures are told here. Returns the exit code."""
     pulse = Pulse.from_environment()
+    keep_freed_memory()
     if config.run.profile is not None:  # Horovod wants to know when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     with StopSignals() as signals:

@@ -25,6 +25,7 @@ LAYERS = {
             "hvdtrain.config",
             "hvdtrain.topology",
             "hvdtrain.log",
+            "hvdtrain.memory",
             "hvdtrain.pulse",
             "hvdtrain.plugins",
         ),
