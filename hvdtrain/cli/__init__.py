@@ -16,6 +16,8 @@ from hvdtrain.cli.failure import tell
 from hvdtrain.cli.launch_options import DESCRIPTION as LAUNCH
 from hvdtrain.cli.launch_options import add_launch_flags
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
+from hvdtrain.cli.plan_options import DESCRIPTION as PLAN
+from hvdtrain.cli.plan_options import add_plan_flags, check_plan_flags
 from hvdtrain.cli.reporting import add_report_flags
 from hvdtrain.cli.trained_options import add_evaluate_flags, add_predict_flags
 from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_verify_options
@@ -119,6 +121,15 @@ def _parser() -> Parser:
     )
     add_bench_flags(bench)
     bench.set_defaults(run=_bench)
+    plan = commands.add_parser(
+        "plan",
+        help="predict step time and efficiency on N workers, from latency, bandwidth and compute",
+        description=PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_plan_flags(plan)
+    plan.set_defaults(run=_plan)
     evaluate = commands.add_parser(
         "evaluate",
         help="exact metrics of a checkpoint, on one device",
@@ -222,6 +233,13 @@ def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) ->
     from hvdtrain.cli.bench import run
 
     return run(checked, topology)
+
+
+def _plan(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    check_plan_flags(arguments, unknown)
+    from hvdtrain.cli.plan import run
+
+    return run(arguments)
 
 
 def _evaluate(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

@@ -67,6 +67,7 @@ LAYERS = {
     "hvdtrain.bench": 5,
     "hvdtrain.children": 5,
     "hvdtrain.compare": 5,
+    "hvdtrain.planning": 5,
     "hvdtrain.cli": 6,
 }
 VERSION = "hvdtrain.__version__"  # a plain constant

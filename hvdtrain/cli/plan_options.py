@@ -1,0 +1,135 @@
+"""The flags of `hvdtrain plan`, checked before anything is measured. Light: `--help` reads it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+MOST_WORKERS = 1 << 20
+DESCRIPTION = """\
+Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
+ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
+
+Efficiency is throughput on N / (N x throughput on 1). The largest useful N is the largest up to
+which it is at least --min-efficiency. Nothing is fitted to results of training: a step's phases and
+the moment at which each gradient is ready are measured here (or given), latency and bandwidth too.
+
+    hvdtrain plan --model resnet18 --data synthetic:3x224x224 --batch-size 16
+    hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
+        --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
+"""
+FROM_0 = ("latency_us", "intra_latency_us", "cycle_time_ms", "fusion_bytes", "negotiation_us")
+ABOVE_0 = ("bandwidth_gbit_s", "intra_bandwidth_gbit_s", "step_time_s", "compute_speed")
+AT_LEAST_1 = ("batch_size", "steps", "workers_per_host", "cores_per_host", "servers")
+OF_MODEL = ("model", "data", "batch_size", "steps", "step_time_s")
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    compute = parser.add_argument_group("what a worker computes")
+    add = compute.add_argument
+    add("--model", help="as of train (lenet)")
+    add("--data", help="as of train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
+    add("--batch-size", type=int, metavar="B", help="of each worker (32)")
+    add("--steps", type=int, metavar="S", help="that are measured (30)")
+    add("--step-time-s", type=float, metavar="T", help="of one device: not measured, but as given")
+    add("--profile", type=Path, metavar="FILE", help="instead: from --save-profile, or by hand")
+    add("--save-profile", type=Path, metavar="FILE", help="write what was measured")
+    add("--compute-speed", type=float, default=1, metavar="X", help="of a device, x this one (1)")
+    _add_network_flags(parser.add_argument_group("what connects them"))
+    _add_training_flags(parser.add_argument_group("how gradients travel"))
+    add = parser.add_argument_group("what is told").add_argument
+    add("--max-workers", type=int, default=1024, metavar="N", help="(1024)")
+    add("--min-efficiency", type=float, default=0.5, metavar="E", help="that is useful (0.5)")
+    add("--json", metavar="FILE", help="write every prediction and all it was made from")
+    add("--output", type=Path, default=Path("runs", "plan"), help="of the plot (runs/plan)")
+
+
+def _add_network_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--latency-us", type=float, metavar="L", help="of a message; none: it is measured")
+    add("--bandwidth-gbit-s", type=float, metavar="B", help="of a host, in each direction")
+    add("--network", type=Path, metavar="FILE", help="from hvdtrain.planning.probe on two hosts")
+    add("--workers-per-host", type=int, default=1, metavar="K", help="(1)")
+    add("--intra-latency-us", type=float, metavar="L", help="in a host (as between hosts)")
+    add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="in a host (as between hosts)")
+    add("--cores-per-host", type=int, metavar="C", help="that its workers share (enough)")
+    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help="that is measured")
+    add("--time-limit-s", type=float, default=120, metavar="T", help="of that (120)")
+
+
+def _add_training_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--servers", type=int, metavar="K", help="parameter servers (one a host)")
+    add("--fusion-bytes", type=int, default=0, metavar="F", help="in one exchange (0: no fusion)")
+    add("--cycle-time-ms", type=float, default=1, metavar="C", help="as HOROVOD_CYCLE_TIME (1)")
+    add(
+        "--negotiation",
+        default="tree",
+        choices=("tree", "linear"),
+        help="how ranks agree on what is ready; linear: Horovod before June 2018 (tree)",
+    )
+    add("--negotiation-us", type=float, metavar="L", help="of each of its messages (the latency)")
+
+
+def check_plan_flags(arguments: dict[str, Any], unknown: list[str]) -> None:
+    """Raises UsageError with every problem of the flags."""
+    problems = [f"{text}: no such flag" for text in unknown]
+    problems += _out_of_range(arguments)
+    problems += _contradictions(arguments)
+    output = arguments["output"]
+    if output.exists() and not output.is_dir():
+        problems.append(f"--output={output}: is not a folder; choose another")
+    for name in ("json", "save_profile"):
+        file = arguments[name]
+        if file and not Path(file).absolute().parent.is_dir():
+            problems.append(f"{_flag(name)}={file}: there is no such folder; make it first")
+    if problems:
+        raise UsageError(*problems)
+
+
+def _out_of_range(arguments: dict[str, Any]) -> list[str]:
+    ranges: list[tuple[str, Callable[[float], bool], str]]
+    ranges = [(name, lambda value: value >= 0, "at least 0") for name in FROM_0]
+    ranges += [(name, lambda value: value > 0, "above 0") for name in (*ABOVE_0, "time_limit_s")]
+    ranges += [(name, lambda value: value >= 1, "at least 1") for name in AT_LEAST_1]
+    ranges += [
+        ("max_workers", lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),
+        ("min_efficiency", lambda value: 0 < value <= 1, "above 0, and 1 at most"),
+    ]
+    return [
+        f"{_flag(name)}={value}: must be {text}"
+        for name, holds, text in ranges
+        if (value := arguments[name]) is not None and not (math.isfinite(value) and holds(value))
+    ]
+
+
+def _contradictions(arguments: dict[str, Any]) -> list[str]:
+    given = {name for name, value in arguments.items() if value is not None}
+    problems = []
+    if "profile" in given:
+        too_many = [_flag(name) for name in (*OF_MODEL, "save_profile") if name in given]
+        if too_many:
+            problems.append(f"{', '.join(too_many)}: not beside --profile, which says it all")
+    if {"steps", "step_time_s"} <= given:
+        problems.append("--steps: nothing is measured where --step-time-s is given")
+    flags = {"latency_us", "bandwidth_gbit_s"} & given
+    if len(flags) == 1:
+        problems.append("--latency-us, --bandwidth-gbit-s: give both, or neither")
+    if flags and "network" in given:
+        problems.append("--network: not beside --latency-us and --bandwidth-gbit-s")
+    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"} & given
+    if len(inside) == 1:
+        problems.append("--intra-latency-us, --intra-bandwidth-gbit-s: give both, or neither")
+    if inside and arguments["workers_per_host"] == 1:
+        problems.append("--intra-...: a host has one worker; give --workers-per-host too")
+    return problems
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,140 @@
+"""What one worker's step computes: its phases, and when each gradient is ready."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hvdtrain.errors import UsageError
+
+EXAMPLE = '{"name": "weight", "size_bytes": 4096, "ready_s": 0.01}'
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of one parameter tensor."""
+
+    name: str
+    size_bytes: int
+    ready_s: float  # from the beginning of the backward pass
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step of one worker alone."""
+
+    name: str
+    batch_size: int  # samples of a step
+    forward_s: float  # all that comes before the backward pass
+    backward_s: float
+    update_s: float  # all that comes after the exchange
+    gradients: tuple[Gradient, ...]  # in the order in which they become ready
+    step_times_s: tuple[float, ...] = ()  # of measured steps; none: no spread is known
+    source: str = "as given"
+
+    @property
+    def step_s(self) -> float:
+        """Without any exchange."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(gradient.size_bytes for gradient in self.gradients)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `read_profile` takes it."""
+        return asdict(self)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Raises UsageError where it cannot be written."""
+    try:
+        path.write_text(json.dumps(profile.as_json(), indent=2) + "\n", "utf-8")
+    except OSError as error:
+        raise UsageError(f"--save-profile={path}: {error.strerror or error}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile as `--save-profile` writes it, or written by hand. Raises UsageError with every
+    problem of the file.
+    """
+    content = read_json_object(path, "--profile")
+    problems = [f"--profile={path}: {text}" for text in _problems(content)]
+    if problems:
+        raise UsageError(*problems)
+    gradients = [
+        Gradient(one["name"], one["size_bytes"], float(one["ready_s"]))
+        for one in content["gradients"]
+    ]
+    return Profile(
+        name=content["name"],
+        batch_size=content["batch_size"],
+        forward_s=float(content["forward_s"]),
+        backward_s=float(content["backward_s"]),
+        update_s=float(content["update_s"]),
+        gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
+        step_times_s=tuple(map(float, content.get("step_times_s", ()))),
+        source=str(content.get("source", "as given")),
+    )
+
+
+def read_json_object(path: Path, flag: str) -> dict[str, Any]:
+    """Raises UsageError, which names the flag, where the file holds none."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{flag}={path}: {error.strerror or error}") from error
+    except ValueError as error:  # also where it is no text
+        raise UsageError(f"{flag}={path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{flag}={path}: a JSON object was expected")
+    return content
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    known = Profile.__dataclass_fields__
+    yield from (f"{name}: no such field" for name in content if name not in known)
+    if not isinstance(content.get("name"), str):
+        yield "name: a text was expected"
+    if not is_count(content.get("batch_size")):
+        yield f"batch_size={content.get('batch_size')}: a whole number of at least 1 was expected"
+    for name in ("forward_s", "backward_s", "update_s"):
+        if not is_seconds(content.get(name)):
+            yield f"{name}={content.get(name)}: seconds of at least 0 were expected"
+    times = content.get("step_times_s", [])
+    if not isinstance(times, list) or not all(is_seconds(one) and one > 0 for one in times):
+        yield "step_times_s: a list of seconds above 0 was expected"
+    backward_s = content.get("backward_s")
+    if backward_s == 0 and content.get("forward_s") == 0:
+        yield "forward_s, backward_s: one of them must be above 0"
+    yield from _problems_of_gradients(content.get("gradients"), backward_s)
+
+
+def _problems_of_gradients(gradients: Any, backward_s: Any) -> Iterator[str]:
+    if not isinstance(gradients, list) or not gradients:
+        yield f"gradients: a list was expected, of objects such as {EXAMPLE}"
+        return
+    for number, one in enumerate(gradients):
+        if not isinstance(one, dict) or set(one) != set(Gradient.__dataclass_fields__):
+            yield f"gradients[{number}]: an object such as {EXAMPLE} was expected"
+            continue
+        if not isinstance(one["name"], str):
+            yield f"gradients[{number}].name: a text was expected"
+        if not is_count(one["size_bytes"]):
+            yield f"gradients[{number}].size_bytes={one['size_bytes']}: must be at least 1, whole"
+        ready = one["ready_s"]
+        if not is_seconds(ready) or (is_seconds(backward_s) and ready > backward_s):
+            yield f"gradients[{number}].ready_s={ready}: must be from 0 to backward_s"
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_seconds(value: Any) -> TypeGuard[float]:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
