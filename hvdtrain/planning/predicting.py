@@ -37,6 +37,7 @@ class Prediction:
     exchanges: int
     samples_per_s: float
     efficiency: float  # throughput / (N x throughput of 1)
+    efficiency_without_overlap: float  # the same if no exchange were hidden by the backward pass
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def predict(setting: Setting, method: str, workers: int) -> Prediction:
         exchanges=exchanges,
         samples_per_s=workers * profile.batch_size / step_s,
         efficiency=alone_s / step_s,
+        efficiency_without_overlap=alone_s / (compute_s + busy_s),
     )
 
 

@@ -56,7 +56,7 @@ def _time(
         exchange.all_reduce(values, "average", f"hvdtrain.probe.{size_bytes}", "together")
         own.append(time.perf_counter() - started)
     by_rank: list[list[float]] = exchange.all_gather_object(own[1:], "hvdtrain.probe.times")
-    from_last_submission = [min(times) for times in zip(*by_rank, strict=True)]
+    from_last_submission: list[float] = [min(times) for times in zip(*by_rank, strict=True)]
     return statistics.median(from_last_submission)
 
 
