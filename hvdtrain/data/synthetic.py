@@ -45,8 +45,11 @@ class SyntheticSplit:
         return self._patterns[labels] + self._noise[numbers % len(self._noise)], labels
 
 
-def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
-    """`spec`: synthetic:CxHxW[,classes=K][,samples=M]. Raises UsageError when it is not."""
+def read_spec(spec: str) -> tuple[Shape, int, int]:
+    """Shape, classes and training samples of synthetic:CxHxW[,classes=K][,samples=M].
+
+    Raises UsageError when it is not that.
+    """
     match = SYNTAX.fullmatch(spec)
     options = dict(part.split("=") for part in match.group(4).split(",")[1:]) if match else {}
     sizes = [int(text) for text in match.groups()[:3]] if match else []
@@ -58,7 +61,12 @@ def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
             f"--data={spec}: expected synthetic:CHANNELSxHEIGHTxWIDTH[,classes=K][,samples=M], "
             "such as synthetic:1x28x28 (at least 1 each, and 2 classes)"
         )
-    shape: Shape = (sizes[0], sizes[1], sizes[2])
+    return (sizes[0], sizes[1], sizes[2]), classes, samples
+
+
+def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
+    """`spec`: as `read_spec` takes it. Raises UsageError."""
+    shape, classes, samples = read_spec(spec)
     generator = np.random.Generator(np.random.PCG64([seed, 0x5EED]))
     patterns = torch.as_tensor(generator.standard_normal((classes, *shape)), dtype=dtype)
     noise = torch.as_tensor(NOISE * generator.standard_normal((POOL, *shape)), dtype=dtype)

@@ -9,6 +9,7 @@ first. Layers without counted operations (activations, normalisation) take none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import plugins
 from hvdtrain.data import load_dataset
-from hvdtrain.models import build_model, fit_dataset
+from hvdtrain.data.splits import Shape
+from hvdtrain.data.synthetic import PREFIX, read_spec
+from hvdtrain.models import build_model, fit_dataset, lenet
 from hvdtrain.planning.profiles import Gradient, Profile
 from hvdtrain.strategies.work import DTYPES
 
@@ -36,12 +39,24 @@ class Layer:
 
 def build_layers(model_name: str, data: str, data_dir: str, dtype: str) -> list[Layer]:
     """Of the model that `--model` and `--data` name. Raises UsageError."""
-    dataset = fit_dataset(load_dataset(data, Path(data_dir), 0, DTYPES[dtype]), model_name)
-    model = build_model(model_name, dataset.shape, dataset.classes, DTYPES[dtype])
-    layers: list[Layer] = plugins.call(
-        "--model", model_name, count_layers, model, tuple(dataset.shape)
-    )
+    shape, classes = _shape_and_classes(model_name, data, data_dir, DTYPES[dtype])
+    # Without values, a large network is built in no time; whose code is not ours may need them.
+    with nullcontext() if plugins.is_plugin(model_name) else torch.device("meta"):
+        model = build_model(model_name, shape, classes, DTYPES[dtype])
+    layers: list[Layer] = plugins.call("--model", model_name, count_layers, model, shape)
     return layers
+
+
+def _shape_and_classes(
+    model_name: str, data: str, data_dir: str, dtype: torch.dtype
+) -> tuple[Shape, int]:
+    """Made-up data need not be made up for that."""
+    if data.startswith(PREFIX):
+        shape, classes, _ = read_spec(data)
+        size = lenet.IMAGE_SIZE if model_name == "lenet" else shape[1:]
+        return (shape[0], *size), classes
+    dataset = fit_dataset(load_dataset(data, Path(data_dir), 0, dtype), model_name)
+    return dataset.shape, dataset.classes
 
 
 def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:

@@ -23,7 +23,7 @@ INPUTS = {"inception_v3": "synthetic:3x299x299,classes=1000"}
 NVLINK_LATENCY_S = PCI_LATENCY_S = 5.7e-6
 NETWORK_LATENCY_S = 6.6e-6
 PCI_BANDWIDTH = 15.75e9  # PCI Express 3.0 x16: 16 lanes of 8 GT/s, 128b/130b
-NVLINK_BANDWIDTH = 20e9  # one link of a Tesla P100, in each direction (NVIDIA's white paper)
+NVLINK_BANDWIDTH = 20e9  # in each direction by one of a Tesla P100's four links, 80 GB/s in all
 
 
 def _network(gbit_s: float) -> Link:

@@ -1,4 +1,4 @@
-"""`hvdtrain plan` that measures for real: compute in its own process, the network with two workers."""
+"""`hvdtrain plan` that measures for real: compute by itself, the network with two workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_all_is_measured(controller: str, tmp_path: Path) -> None:
 
 
 def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """Fails if --time-limit-s does not hold, the way out is not told, or a worker is left behind."""
+    """Fails if --time-limit-s does not hold, the way out is not told, or a worker is left."""
     flags = ["--steps=1", "--batch-size=1", "--time-limit-s=0.5", f"--output={tmp_path}"]
     finished = run(hvdtrain("plan", *flags), timeout_s=60)
     assert finished.exit_code == 1, finished.output
