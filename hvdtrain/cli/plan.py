@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Everything."""
     return {
-        **asdict(replace(setting)),
+        **asdict(setting),
         "network": network.as_json() if network else None,
         "predictions": [asdict(prediction) for prediction in predictions],
         "largest_useful": {method: asdict(one) for method, one in useful.items()},

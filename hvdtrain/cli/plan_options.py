@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.errors import UsageError
 
 MOST_WORKERS = 1 << 20
+LEAST, MOST = 1e-9, 1e9  # of what has a unit: beyond lies a mistake
 DESCRIPTION = """\
 Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
 ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
@@ -24,7 +25,10 @@ the moment at which each gradient is ready are measured here (or given), latency
         --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
 """
 FROM_0 = ("latency_us", "intra_latency_us", "cycle_time_ms", "fusion_bytes", "negotiation_us")
-ABOVE_0 = ("bandwidth_gbit_s", "intra_bandwidth_gbit_s", "step_time_s", "compute_speed")
+ABOVE_0 = (
+    *("bandwidth_gbit_s", "intra_bandwidth_gbit_s", "step_time_s", "compute_speed"),
+    "time_limit_s",
+)
 AT_LEAST_1 = ("batch_size", "steps", "workers_per_host", "cores_per_host", "servers")
 OF_MODEL = ("model", "data", "batch_size", "steps", "step_time_s")
 
@@ -95,8 +99,11 @@ def check_plan_flags(arguments: dict[str, Any], unknown: list[str]) -> None:
 
 def _out_of_range(arguments: dict[str, Any]) -> list[str]:
     ranges: list[tuple[str, Callable[[float], bool], str]]
-    ranges = [(name, lambda value: value >= 0, "at least 0") for name in FROM_0]
-    ranges += [(name, lambda value: value > 0, "above 0") for name in (*ABOVE_0, "time_limit_s")]
+    ranges = [(name, lambda value: 0 <= value <= MOST, f"from 0 to {MOST:g}") for name in FROM_0]
+    ranges += [
+        (name, lambda value: LEAST <= value <= MOST, f"from {LEAST:g} to {MOST:g}")
+        for name in ABOVE_0
+    ]
     ranges += [(name, lambda value: value >= 1, "at least 1") for name in AT_LEAST_1]
     ranges += [
         ("max_workers", lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),

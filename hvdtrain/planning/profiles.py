@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, TypeGuard
 
 from hvdtrain.errors import UsageError
 
+LEAST_S, MOST_S = 1e-9, 1e9
+MOST_COUNT = 1 << 60
 EXAMPLE = '{"name": "weight", "size_bytes": 4096, "ready_s": 0.01}'
 
 
@@ -109,8 +110,9 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(times, list) or not all(is_seconds(one) and one > 0 for one in times):
         yield "step_times_s: a list of seconds above 0 was expected"
     backward_s = content.get("backward_s")
-    if backward_s == 0 and content.get("forward_s") == 0:
-        yield "forward_s, backward_s: one of them must be above 0"
+    phases = [backward_s, content.get("forward_s")]
+    if all(is_seconds(phase) and phase < LEAST_S for phase in phases):
+        yield f"forward_s, backward_s: one of them must be at least {LEAST_S:g}"
     yield from _problems_of_gradients(content.get("gradients"), backward_s)
 
 
@@ -132,9 +134,9 @@ def _problems_of_gradients(gradients: Any, backward_s: Any) -> Iterator[str]:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNT
 
 
 def is_seconds(value: Any) -> TypeGuard[float]:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
+    return number and 0 <= value <= MOST_S

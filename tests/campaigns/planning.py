@@ -1,10 +1,10 @@
 """Predictions of `hvdtrain plan` beside what was published, and beside what is measured here.
 
     python -m tests.campaigns.planning published
-    python -m tests.campaigns.planning measure [--controllers gloo mpi] [--rounds 3]
+    python -m tests.campaigns.planning measure [--controllers gloo mpi]
     python -m tests.campaigns.planning measured
 
-prints the tables of docs/planning.md. `measure` takes some minutes, and needs a machine that does
+prints the tables of docs/planning.md. `measure` takes four minutes, and needs a machine that does
 nothing else; it writes docs/planning-measured.json, which `measured` shows again.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.bench.jobs import DATA
 from hvdtrain.planning.costs import Cluster
 from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.planning.network import measure_network, read_network
@@ -29,14 +30,13 @@ from hvdtrain.planning.overlap import Queue
 from hvdtrain.planning.predicting import Setting, predict
 from hvdtrain.planning.profiles import read_profile
 from hvdtrain.strategies.work import WorkSpec
+from tests.campaigns.planning_worker import ROUNDS, WORK
 from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
-from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, hvdtrain, run
+from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, run
 
 MEASURED = CHECKOUT / "docs" / "planning-measured.json"
-DATA = "synthetic:1x28x28"
-WORK = {"lenet": (128, 120), "mlp": (128, 60), "resnet18-small": (16, 30)}  # batch size, steps
 WORKERS = (1, 2, 3, 4)
-LIMIT_S = 300.0
+LIMIT_S = 100.0
 
 
 def published_table() -> list[str]:
@@ -57,36 +57,35 @@ def published_table() -> list[str]:
     return lines
 
 
-def measure(controllers: Sequence[str], rounds: int) -> dict[str, Any]:
+def measure(controllers: Sequence[str]) -> dict[str, Any]:
     """All that the other table is made from."""
     torch.set_num_threads(1)
     profiles = {
         model: measure_profile(
-            WorkSpec(model, DATA, ".", batch, WARM_UP_STEPS + steps, "float32", 0, 0.01, 0.9)
+            WorkSpec(
+                *(model, DATA, ".", batch_size, WARM_UP_STEPS + ROUNDS * steps),
+                *("float32", 0, 0.01, 0.9),
+            )
         ).as_json()
-        for model, (batch, steps) in WORK.items()
+        for model, (batch_size, steps) in WORK.items()
     }
-    found: dict[str, Any] = {"cores": os.cpu_count(), "profiles": profiles, "networks": {}}
+    alone = _train("none", 1)
+    networks, found = {}, {}
     for controller in controllers:
-        found["networks"][controller] = measure_network(controller, LIMIT_S).as_json()
-    found["samples_per_s"] = {
-        controller: {
-            model: {str(n): [_train(model, controller, n) for _ in range(rounds)] for n in WORKERS}
-            for model in WORK
+        networks[controller] = measure_network(controller, LIMIT_S).as_json()
+        by_workers = {n: alone if n == 1 else _train(controller, n) for n in WORKERS}
+        found[controller] = {
+            model: {str(n): rates[model] for n, rates in by_workers.items()} for model in WORK
         }
-        for controller in controllers
-    }
-    return found
+    cores = len(os.sched_getaffinity(0))
+    return {"cores": cores, "profiles": profiles, "networks": networks, "samples_per_s": found}
 
 
-def _train(model: str, controller: str, workers: int) -> float:
-    """Samples a second over all workers, as the run's own summary has it."""
-    batch_size, steps = WORK[model]
+def _train(controller: str, workers: int) -> dict[str, list[float]]:
+    """Samples a second of each model and round, over all workers."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [f"--model={model}", f"--data={DATA}", f"--batch-size={batch_size}"]
-        flags += [f"--max-steps={steps}", f"--output={folder}", "--experiment=run"]
-        flags += ["--log-interval=1000", "--lr=0.01"]
-        command = hvdtrain("train", *flags)
+        file = Path(folder, "found")
+        command = [sys.executable, "-m", "tests.campaigns.planning_worker", str(file)]
         variables = {"OMP_NUM_THREADS": "1"}
         finished = (
             run(command, LIMIT_S, variables=variables)
@@ -94,8 +93,8 @@ def _train(model: str, controller: str, workers: int) -> float:
             else horovodrun(workers, controller, command, timeout_s=LIMIT_S, variables=variables)
         )
         assert finished.exit_code == 0, finished.output
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    return float(summary["samples_per_s"])
+        found: dict[str, list[float]] = json.loads(file.read_text())
+    return found
 
 
 def measured_table(measured: dict[str, Any]) -> list[str]:
@@ -147,13 +146,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("table", choices=("published", "measure", "measured"))
     parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS))
-    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.table == "published":
         print("\n".join(published_table()))
         return 0
     if arguments.table == "measure":
-        found = measure(arguments.controllers, arguments.rounds)
+        found = measure(arguments.controllers)
         MEASURED.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(measured_table(json.loads(MEASURED.read_text()))))
     return 0

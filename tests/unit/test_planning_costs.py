@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.planning.costs import (
@@ -24,6 +24,7 @@ from hvdtrain.ring.trace import trace_all_reduce
 SLOW, FAST = Link(20e-6, 1e9), Link(3e-6, 16e9)
 LINKS = st.builds(Link, st.floats(0, 1e-3), st.floats(1e6, 1e12))
 SIZES = st.floats(1, 1e10)
+UNHURRIED = settings(deadline=None)
 
 
 def flat(link: Link) -> Cluster:
@@ -130,6 +131,7 @@ def test_parameter_server_takes_a_message_of_each_worker() -> None:
 
 
 @pytest.mark.parametrize("cost", METHODS.values())
+@UNHURRIED
 @given(link=LINKS, inside=LINKS, each=st.integers(1, 16), size=SIZES)
 def test_one_worker_exchanges_nothing(
     cost: Cost, link: Link, inside: Link, each: int, size: float
@@ -139,6 +141,7 @@ def test_one_worker_exchanges_nothing(
 
 
 @pytest.mark.parametrize("cost", METHODS.values())
+@UNHURRIED
 @given(link=LINKS, each=st.integers(1, 16), workers=st.integers(2, 2000), size=SIZES)
 def test_cost_is_monotonic(cost: Cost, link: Link, each: int, workers: int, size: float) -> None:
     """Fails when more bytes, more latency or less bandwidth make an exchange faster, or where all
@@ -155,6 +158,7 @@ def test_cost_is_monotonic(cost: Cost, link: Link, each: int, workers: int, size
     assert alone[1] >= alone[0] * (1 - 1e-12)
 
 
+@UNHURRIED
 @given(link=LINKS, each=st.integers(1, 16), workers=st.integers(2, 500), size=SIZES)
 def test_nothing_beats_the_bound_of_bandwidth(
     link: Link, each: int, workers: int, size: float

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.planning.costs import METHODS, Cluster, Link
@@ -21,6 +21,7 @@ from hvdtrain.planning.predicting import (
 from hvdtrain.planning.profiles import Gradient, Profile
 from hvdtrain.planning.stragglers import expected_maximum, slowdown
 
+UNHURRIED = settings(deadline=None)
 ONE_EACH = Queue(cycle_s=0.0, fusion_bytes=0)
 LINK = Link(1e-4, 1e8)
 
@@ -85,6 +86,7 @@ def test_fusion_takes_neighbours(limit: int, buffers: list[int]) -> None:
 ROWS = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 100)), min_size=1, max_size=12)
 
 
+@UNHURRIED
 @given(
     rows=ROWS,
     cycle=st.sampled_from([0.0, 0.3, 5.0]),
@@ -140,6 +142,7 @@ def test_one_worker_is_the_profile(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@UNHURRIED
 @given(
     rows=st.lists(st.tuples(st.integers(4, 10**8), st.floats(0, 1)), min_size=1, max_size=6),
     workers=st.integers(2, 600),
