@@ -236,7 +236,7 @@ def _bench(arguments: dict[str, Any], unknown: list[str], topology: Topology) ->
 
 
 def _plan(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    check_plan_flags(arguments, unknown)
+    check_plan_flags(arguments, unknown, topology)
     from hvdtrain.cli.plan import run
 
     return run(arguments)

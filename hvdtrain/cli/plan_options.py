@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.topology import Topology
 
 MOST_WORKERS = 1 << 20
 LEAST, MOST = 1e-9, 1e9  # of what has a unit: beyond lies a mistake
@@ -81,9 +82,11 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     add("--negotiation-us", type=float, metavar="L", help="of each of its messages (the latency)")
 
 
-def check_plan_flags(arguments: dict[str, Any], unknown: list[str]) -> None:
-    """Raises UsageError with every problem of the flags."""
+def check_plan_flags(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> None:
+    """Raises UsageError with every problem of the flags, or of a start by horovodrun."""
     problems = [f"{text}: no such flag" for text in unknown]
+    if topology.launched:
+        problems.append("plan starts the workers that it measures: run it once, not by horovodrun")
     problems += _out_of_range(arguments)
     problems += _contradictions(arguments)
     output = arguments["output"]

@@ -26,6 +26,7 @@ from hvdtrain.planning.plots import draw_plot
 from hvdtrain.planning.predicting import METHODS, Setting, largest_useful, predict_all
 from hvdtrain.planning.profiles import Gradient, Profile, read_profile, write_profile
 from hvdtrain.report.canvas import to_png
+from hvdtrain.topology import Topology
 from tests.unit.strategies import work_spec
 
 PROFILE = Profile(
@@ -53,7 +54,7 @@ plan: two $layers, 8 samples a worker, 2 gradients of 5.000 MB
 def flags(*arguments: str) -> dict[str, Any]:
     """What these flags come to, once they are checked."""
     parsed, unknown = _parser().parse_known_args(["plan", *arguments])
-    check_plan_flags(vars(parsed), unknown)
+    check_plan_flags(vars(parsed), unknown, Topology())
     return vars(parsed)
 
 
@@ -110,6 +111,14 @@ def test_all_problems_of_the_flags_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         flags("--latency-us=-1", "--servers=0", "--max-workers=0", "--profile=p", "--data=d", "-x")
     assert len(caught.value.problems) == 6
+
+
+def test_it_is_run_once() -> None:
+    """Fails when every worker of a job begins to plan, and to start workers."""
+    parsed, unknown = _parser().parse_known_args(["plan"])
+    launched = Topology(rank=0, size=2, launched=True)
+    with pytest.raises(UsageError, match="not by horovodrun"):
+        check_plan_flags(vars(parsed), unknown, launched)
 
 
 def write(folder: Path, content: object) -> Path:
