@@ -4,8 +4,8 @@
     python -m tests.campaigns.planning measure [--controllers gloo mpi]
     python -m tests.campaigns.planning measured
 
-prints the tables of docs/planning.md. `measure` takes four minutes, and needs a machine that does
-nothing else; it writes docs/planning-measured.json, which `measured` shows again.
+prints the tables of docs/planning.md. `measure` takes some minutes, and needs a machine that does
+nothing else; it adds what is missing to docs/planning-measured.json, which `measured` shows again.
 """
 
 from __future__ import annotations
@@ -57,28 +57,32 @@ def published_table() -> list[str]:
     return lines
 
 
-def measure(controllers: Sequence[str]) -> dict[str, Any]:
-    """All that the other table is made from."""
+def measure(controllers: Sequence[str]) -> None:
+    """All that the other table is made from, into the file; what it holds already is kept."""
     torch.set_num_threads(1)
-    profiles = {
-        model: measure_profile(
-            WorkSpec(
-                *(model, DATA, ".", batch_size, WARM_UP_STEPS + ROUNDS * steps),
-                *("float32", 0, 0.01, 0.9),
-            )
-        ).as_json()
-        for model, (batch_size, steps) in WORK.items()
-    }
-    alone = _train("none", 1)
-    networks, found = {}, {}
+    found: dict[str, Any] = {"profiles": {}, "networks": {}, "samples_per_s": {}}
+    if MEASURED.exists():
+        found = json.loads(MEASURED.read_text())
+    found["cores"] = len(os.sched_getaffinity(0))
+    for model, (batch_size, steps) in WORK.items():
+        if model not in found["profiles"]:
+            count = WARM_UP_STEPS + ROUNDS * steps
+            spec = WorkSpec(model, DATA, ".", batch_size, count, "float32", 0, 0.01, 0.9)
+            _keep(found, "profiles", model, measure_profile(spec).as_json())
     for controller in controllers:
-        networks[controller] = measure_network(controller, LIMIT_S).as_json()
-        by_workers = {n: alone if n == 1 else _train(controller, n) for n in WORKERS}
-        found[controller] = {
-            model: {str(n): rates[model] for n, rates in by_workers.items()} for model in WORK
-        }
-    cores = len(os.sched_getaffinity(0))
-    return {"cores": cores, "profiles": profiles, "networks": networks, "samples_per_s": found}
+        if controller not in found["networks"]:
+            network = measure_network(controller, LIMIT_S).as_json()
+            _keep(found, "networks", controller, network)
+    for name in ["none 1", *(f"{c} {n}" for c in controllers for n in WORKERS if n > 1)]:
+        if name not in found["samples_per_s"]:
+            controller, workers = name.split()
+            _keep(found, "samples_per_s", name, _train(controller, int(workers)))
+
+
+def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
+    """At once, as a long measurement may be cut short."""
+    found[part][name] = value
+    MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def _train(controller: str, workers: int) -> dict[str, list[float]]:
@@ -98,18 +102,20 @@ def _train(controller: str, workers: int) -> dict[str, list[float]]:
 
 
 def measured_table(measured: dict[str, Any]) -> list[str]:
-    """A row for each model, controller and N: samples a second, and efficiency."""
+    """A row for each controller, model and N: samples a second, and efficiency."""
     lines = [
         "| controller | model | N | samples/s predicted | measured | residual "
         "| efficiency predicted | measured | residual |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for controller, by_model in measured["samples_per_s"].items():
-        for model, by_workers in by_model.items():
+    rates = measured["samples_per_s"]
+    for controller in sorted(measured["networks"]):
+        for model in WORK:
             setting = _setting(measured, controller, model)
-            alone = statistics.median(by_workers["1"])
-            for workers, rates in by_workers.items():
-                lines.append(_row(setting, controller, model, int(workers), rates, alone))
+            alone = statistics.median(rates["none 1"][model])
+            for workers in WORKERS:
+                by_model = rates["none 1" if workers == 1 else f"{controller} {workers}"]
+                lines.append(_row(setting, controller, model, workers, by_model[model], alone))
     return lines
 
 
@@ -151,8 +157,7 @@ def main() -> int:
         print("\n".join(published_table()))
         return 0
     if arguments.table == "measure":
-        found = measure(arguments.controllers)
-        MEASURED.write_text(json.dumps(found, indent=1) + "\n")
+        measure(arguments.controllers)
     print("\n".join(measured_table(json.loads(MEASURED.read_text()))))
     return 0
 

@@ -18,7 +18,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.topology import Topology
 
 ROUNDS = 3
-WORK = {"lenet": (128, 20), "mlp": (128, 10), "resnet18-small": (16, 4)}  # batch size, steps
+WORK = {"lenet": (128, 20), "mlp": (128, 10), "resnet18-small": (16, 2)}  # batch size, steps
 
 
 def samples_per_s(model: str, exchange: Exchange) -> list[float]:
