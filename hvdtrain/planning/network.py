@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.compare.running import Commanded, SystemFailure
+from hvdtrain.children import ChildFailure, Commanded
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.launcher.command import Engine, horovodrun_argv
 from hvdtrain.planning.costs import Link, negotiation_messages
@@ -170,7 +170,7 @@ def measure_network(controller: str, limit_s: float) -> Network:
         engine = Engine(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
         try:
             code = _run(horovodrun_argv(engine, worker), log, limit_s)
-        except SystemFailure as failure:
+        except ChildFailure as failure:
             raise TrainingError(f"network: {failure}") from failure
         if code != 0 or not file.exists():
             lines = log.read_text("utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
