@@ -125,10 +125,10 @@ def guarded() -> Iterator[None]:
         os.environ[GROUP_MARK] = mark
         try:
             yield
+            guard.stdin.write(ALL_IS_WELL)
         finally:
             del os.environ[GROUP_MARK]
-            guard.stdin.write(ALL_IS_WELL)
-            guard.stdin.close()
+            guard.stdin.close()  # without that word it ends what was left when an error came
 
 
 def guard(mark: str) -> None:

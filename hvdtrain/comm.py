@@ -107,7 +107,8 @@ class HorovodExchange:
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
         for handle, _ in [*optimizer._handles.values()]:  # type: ignore[attr-defined]
-            _rest_until_done(handle)
+            if isinstance(handle, int):  # else not begun yet, or a sparse gradient's
+                _rest_until_done(handle)
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

@@ -24,7 +24,12 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def build_optimizer(
-    name: str, model: torch.nn.Module, lr: float, momentum: float, weight_decay: float
+    name: str,
+    model: torch.nn.Module,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    amp: str = "none",
 ) -> torch.optim.Optimizer:
     """The optimizer over the model's parameters; frozen ones are in it, and left alone.
 
@@ -38,6 +43,9 @@ def build_optimizer(
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    wanted["fused"] = not any(getattr(module, "sparse", False) for module in model.modules())
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    # A fused step would be left to find infinite gradients itself (fp16), after it has made its
+    # state, and takes no sparse gradients.
+    wanted["fused"] = amp != "fp16" and not sparse
     settings = {key: value for key, value in wanted.items() if key in accepted}
     return optimizer_class(model.parameters(), **settings)

@@ -55,11 +55,11 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """How the run ended."""
-        self._write("summary.json", json.dumps(_json_ready(summary), indent=2) + "\n")
+        self._write("summary.json", json.dumps(json_ready(summary), indent=2) + "\n")
 
     def write_evaluation(self, evaluation: dict[str, Any]) -> None:
         """The newest evaluation in full; of earlier ones only the figures stay (metrics)."""
-        self._write("evaluation.json", json.dumps(_json_ready(evaluation)) + "\n")
+        self._write("evaluation.json", json.dumps(json_ready(evaluation)) + "\n")
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Add one JSON object, on a line of its own, to a `.jsonl` file."""
@@ -67,7 +67,7 @@ class RunDirectory:
             stream = self._streams.get(name)
             if stream is None:
                 stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
-            stream.write(json.dumps(_json_ready(record)) + "\n")
+            stream.write(json.dumps(json_ready(record)) + "\n")
             stream.flush()
 
     def forget_after(self, step: int) -> None:
@@ -137,12 +137,12 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _json_ready(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """JSON has no infinity and no NaN: they become null."""
     if isinstance(value, dict):
-        return {key: _json_ready(item) for key, item in value.items()}
+        return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
+        return [json_ready(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

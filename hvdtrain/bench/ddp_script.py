@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from torch import distributed, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-BATCH_SIZE = 128
+BATCH_SIZE, SAMPLES = 128, 1280
 
 
 def lenet() -> nn.Module:
@@ -43,12 +43,12 @@ def main() -> None:
         distributed.init_process_group("gloo")
     TIMES.append(time.monotonic())
     torch.manual_seed(0)
-    images, labels = torch.randn(10 * BATCH_SIZE, 1, 28, 28), torch.arange(10 * BATCH_SIZE) % 10
+    images, labels = torch.randn(SAMPLES, 1, 28, 28), torch.arange(SAMPLES) % 10
     model = DistributedDataParallel(lenet()) if together else lenet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     TIMES.append(time.monotonic())
     rank = distributed.get_rank() if together else 0
-    own = slice(rank * BATCH_SIZE, (rank + 1) * BATCH_SIZE)
+    own = torch.arange(rank * BATCH_SIZE, (rank + 1) * BATCH_SIZE) % SAMPLES
     nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
     optimizer.step()
     TIMES.append(time.monotonic())

@@ -17,6 +17,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.metering import Meter
 from hvdtrain.models import build_model
+from hvdtrain.optimizers import build_optimizer
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training import Audit, Job, train_step
@@ -44,7 +45,7 @@ def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
     shares = Shares(exchange.size)
     return Job(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM),
+        optimizer=build_optimizer("sgd", model, LR, MOMENTUM, weight_decay=0.0),
         update=Update(model, device),
         task=task,
         data=task.build_data(),
@@ -73,7 +74,9 @@ def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
 
 
 def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
-    """The loop that one would write by hand, with the job's optimizer as it is."""
+    """The loop that one would write by hand, with the job's optimizer as it is; its step is
+    collective where that is distributed.
+    """
     batches = endless_batches(job.sampler)
 
     def step() -> None:
@@ -88,7 +91,7 @@ def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
 
 
 def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDIT) -> Callable[[], None]:
-    """The product's step: weighted loss, sums over ranks, schedule, clock."""
+    """The product's step, a collective: weighted loss, sums over ranks, schedule, clock."""
     steps = endless_steps(job, exchange.rank)
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)
     numbers = itertools.count(1)

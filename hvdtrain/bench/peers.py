@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
+from hvdtrain.memory import keep_freed_memory
+from hvdtrain.optimizers import build_optimizer
 from hvdtrain.strategies.contract import Parameters, Place, Strategy
 from hvdtrain.strategies.messages import join_group, leave_group
 from hvdtrain.strategies.work import GlobalBatch, Work, trained
@@ -70,12 +72,17 @@ class PlainDdp(BareLoop):
 
 
 class Independent(BareLoop):
-    """Alone, at the same time as the others: all that this machine can do."""
+    """Alone, at the same time as the others: all that this machine can do, and so with the memory
+    and the optimizer's step that `train` has found to be the fastest.
+    """
 
     what = "independent processes at the same time, without exchange"
 
     def __init__(self, work: Work, place: Place) -> None:
         """Collective: all begin at the same time, and never meet again."""
+        keep_freed_memory()
         super().__init__(work, place)
+        spec = work.spec
+        self._optimizer = build_optimizer("sgd", work.model, spec.lr, spec.momentum, 0.0)
         join_group(place)
         leave_group()

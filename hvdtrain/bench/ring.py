@@ -60,6 +60,7 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
 
 
 def _peer(ring: Transport, exchange: Exchange) -> Sum:
+    """Collective: the all-reduce that the ring is held against, of MPI or torch.distributed."""
     if isinstance(ring, MpiTransport):
         return ring.library_sum
     _join_torch_distributed(exchange)
@@ -94,7 +95,9 @@ def _join_torch_distributed(exchange: Exchange) -> None:
 
 
 def _check(name: str, sum_over_ranks: Sum, length: int, exchange: Exchange) -> None:
-    """Raises TrainingError when a contestant does not sum: its speed would mean nothing."""
+    """Collective: raises TrainingError when a contestant does not sum; its speed would mean
+    nothing.
+    """
     pattern = np.arange(length, dtype=np.int64) % 251  # such sums are exact in float32
     total = sum_over_ranks(((exchange.rank + 1) * pattern).astype(DTYPE))
     if not np.array_equal(total, pattern * sum(range(1, exchange.size + 1))):

@@ -8,6 +8,7 @@ has told within its turn; the first of them ends the interval in which it was st
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -59,7 +60,7 @@ class Turns:
         self._signal(signal.SIGCONT)
         try:
             time.sleep(turn_s)
-            self._wait_for(LEAST_LINES, before)
+            self._wait_for(LEAST_LINES + 1, before)  # the last may be told of in part only
         finally:
             self._signal(signal.SIGSTOP)
         self._windows.append((began_s, time.time()))
@@ -104,7 +105,9 @@ def _within(steps: Sequence[Logged], began_s: float, ended_s: float) -> list[Log
 
 
 def steps_per_s(steps: Sequence[Logged]) -> float:
-    """Between the first and the last of at least two."""
+    """Between the first and the last; NaN where there are fewer than two."""
+    if len(steps) < 2:
+        return math.nan
     first, *_, last = steps
     return (last.step - first.step) / (last.at_s - first.at_s)
 

@@ -115,7 +115,7 @@ def _parser() -> Parser:
     comparison.set_defaults(run=_compare)
     bench = commands.add_parser(
         "bench",
-        help="measure on this machine: scaling, step, ring, audit, checkpoint",
+        help="measure on this machine: scaling, start, classic, step, ring, audit, checkpoint",
         description="Measure on this machine, beside the peers, in rounds in turns.",
         allow_abbrev=False,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.bench_options import WITHIN_A_JOB
@@ -19,9 +17,3 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
         return bench_within.run(arguments, topology)
     module = importlib.import_module(f"hvdtrain.cli.bench_{arguments['bench']}")
     return int(module.run(arguments))
-
-
-def write_json(path: str | None, content: dict[str, Any]) -> None:
-    """To the file of --json, if there is one."""
-    if path:
-        Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.bench.classic import Plan, as_json, data_that_is_there, measure, table, train
 from hvdtrain.bench.plots import draw_classic
 from hvdtrain.children import ChildFailure, guarded
-from hvdtrain.cli.bench import write_json
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say

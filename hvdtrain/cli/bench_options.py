@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cli.json_file import json_problems
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.topology import Topology
@@ -131,7 +132,7 @@ def _add_classic(bench: argparse.ArgumentParser) -> None:
     add("--data", choices=("fashion-mnist", "digits"), help="(fashion-mnist, if it is there)")
     add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
     add("--epochs", type=int, default=10, metavar="E", help="of each run (10)")
-    add("--rounds", type=int, default=1, metavar="R", help="in turns (1)")
+    add("--rounds", type=int, default=3, metavar="R", help="in turns (3)")
     _add_common(bench, Path("runs", "bench-classic"), time_limit_s=3600)
 
 
@@ -165,11 +166,7 @@ def check_bench_flags(
     if bench not in WITHIN_A_JOB and topology.launched:
         problems.append(f"bench {bench} starts its workers itself: run it once, by itself")
     checked = arguments | CHECKS[bench](arguments, problems)
-    target = arguments["json"] and Path(arguments["json"]).absolute()
-    if target and not target.parent.is_dir():
-        problems.append(f"--json={arguments['json']}: there is no such folder; make it first")
-    elif target and target.is_dir():
-        problems.append(f"--json={arguments['json']}: is a folder; give a file")
+    problems += json_problems(arguments["json"])
     if problems:
         raise UsageError(*problems)
     return checked

@@ -10,7 +10,7 @@ from hvdtrain.bench.scaling import Plan, Starter, examine, measure
 from hvdtrain.bench.scaling_plots import draw_plots
 from hvdtrain.bench.scaling_results import as_json, points_of, table
 from hvdtrain.children import fork_server, guarded
-from hvdtrain.cli.bench import write_json
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say

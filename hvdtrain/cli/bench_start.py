@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.bench.plots import draw_start
 from hvdtrain.bench.start import Plan, Runner, measure, ratios_of, table
 from hvdtrain.children import ChildFailure, guarded
-from hvdtrain.cli.bench import write_json
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say

@@ -13,10 +13,11 @@ from hvdtrain.bench.checkpoint import bench_checkpoint
 from hvdtrain.bench.ring import bench_ring
 from hvdtrain.bench.rounds import Measured, Options
 from hvdtrain.bench.step import bench_step
-from hvdtrain.cli.bench import write_json
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.cli.train import connect
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
+from hvdtrain.memory import keep_freed_memory
 from hvdtrain.topology import Topology
 
 BENCHES = {
@@ -30,6 +31,7 @@ BENCHES = {
 def run(arguments: dict[str, Any], topology: Topology) -> int:
     """Collective: measure, and tell the medians and ratios. Returns the exit code."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as train does
     options = Options(
         rounds=arguments["rounds"],
         steps=arguments["steps"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.children import fork_server
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.compare.comparing import Plan, Setting, compare, examine
 from hvdtrain.compare.page import write_page
 from hvdtrain.compare.rows import DISAGREES, FAILED, Row
@@ -37,9 +37,7 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
         rows = compare(setting, Path(folder), context, show)
     say("\n".join([*notes_of(rows, setting), verdict(rows)]))
-    if arguments["json"]:
-        text = json.dumps(as_json(setting, rows), indent=2, allow_nan=False)
-        Path(arguments["json"]).write_text(text + "\n", "utf-8")
+    write_json(arguments["json"], as_json(setting, rows))
     say(f"written to {write_page(rows, setting, arguments['output'])}")
     return exit_code(rows)
 

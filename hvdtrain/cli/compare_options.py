@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cli.json_file import json_problems
 from hvdtrain.errors import UsageError
 from hvdtrain.plugins import is_plugin
 
@@ -89,8 +90,7 @@ def check_compare_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[
         problems.append(f"--momentum={arguments['momentum']}: must be from 0 to below 1")
     if arguments["output"].exists() and not arguments["output"].is_dir():
         problems.append(f"--output={arguments['output']}: is not a folder; choose another")
-    if arguments["json"] and not Path(arguments["json"]).absolute().parent.is_dir():
-        problems.append(f"--json={arguments['json']}: there is no such folder; make it first")
+    problems += json_problems(arguments["json"])
     text = arguments["systems"]
     systems = SYSTEMS if text is None else tuple(part.strip() for part in text.split(","))
     problems += [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -12,8 +10,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hvdtrain.cli.host_flags import add_host_flags, attempt, find_hosts, ssh_options
+from hvdtrain.cli.json_file import json_problems, write_json
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
-from hvdtrain.launcher.doctor.examining import Examination, Wishes, examine
+from hvdtrain.launcher.doctor.examining import Wishes, examine
 from hvdtrain.launcher.doctor.facts import failed
 from hvdtrain.launcher.doctor.telling import as_json, tell_findings, tell_verdict
 from hvdtrain.launcher.hosts import Host
@@ -46,8 +45,7 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
         say(_headline(hosts))
         found = examine(hosts, ssh, wishes)
     say(tell_findings(found.findings))
-    if arguments["json"]:
-        _write(Path(arguments["json"]), found)
+    write_json(arguments["json"], as_json(found))
     say(tell_verdict(found.findings, found.seconds))
     return EXIT_PREFLIGHT if failed(found.findings) else EXIT_OK
 
@@ -67,7 +65,7 @@ def _read(
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a name of a network interface")
-    problems += _file_problems(arguments["json"])
+    problems += json_problems(arguments["json"])
     hosts = attempt(problems, lambda: find_hosts(arguments))
     options = attempt(problems, lambda: ssh_options(arguments))
     if problems or hosts is None or options is None:
@@ -81,21 +79,9 @@ def _read(
     return hosts or (Host("localhost"),), options, wishes
 
 
-def _file_problems(name: str | None) -> list[str]:
-    if name is None:
-        return []
-    path = Path(name)
-    writable = os.access(path if path.exists() else path.parent, os.W_OK)
-    return [] if writable and not path.is_dir() else [f"--json={name}: cannot be written"]
-
-
 def _headline(hosts: tuple[Host, ...]) -> str:
     if len(hosts) == 1:
         return f"doctor: {hosts[0].address}"
     named = ", ".join(host.address for host in hosts[:SHOWN_HOSTS])
     more = f" and {len(hosts) - SHOWN_HOSTS} more" if len(hosts) > SHOWN_HOSTS else ""
     return f"doctor: {len(hosts)} hosts: {named}{more}"
-
-
-def _write(path: Path, found: Examination) -> None:
-    path.write_text(json.dumps(as_json(found), indent=2) + "\n", "utf-8")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvdtrain.errors import EXIT_OK, UsageError
-from hvdtrain.launcher.command import find_mpirun
+from hvdtrain.cli.json_file import write_json
+from hvdtrain.errors import EXIT_OK
+from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
 from hvdtrain.planning.costs import METHODS, Cluster, Link
@@ -44,16 +43,16 @@ def run(arguments: dict[str, Any]) -> int:
     if arguments["save_profile"]:
         write_profile(profile, arguments["save_profile"])
     if network is None and arguments["latency_us"] is None:
-        network = measure_network(_controller(arguments), arguments["time_limit_s"])
+        network = measure_network(
+            find_controller(arguments["controller"]), arguments["time_limit_s"]
+        )
     setting = make_setting(arguments, profile, network)
     most, least = arguments["max_workers"], arguments["min_efficiency"]
     predictions = predict_all(setting, worker_counts(most))
     useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
     say("\n".join([*describe(setting, network), *table(predictions)]))
     say("\n".join(describe_useful(useful, least)))
-    if arguments["json"]:
-        text = json.dumps(as_json(setting, network, predictions, useful), indent=2, allow_nan=False)
-        _write(Path(arguments["json"]), text + "\n")
+    write_json(arguments["json"], as_json(setting, network, predictions, useful))
     say(f"written to {write_plot(predictions, useful, least, profile, arguments['output'])}")
     return EXIT_OK
 
@@ -120,15 +119,3 @@ def as_json(
 def _link(arguments: dict[str, Any], prefix: str) -> Link:
     bandwidth = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA / BITS
     return Link(arguments[f"{prefix}latency_us"] * MICRO, bandwidth)
-
-
-def _controller(arguments: dict[str, Any]) -> str:
-    chosen: str = arguments["controller"]
-    return chosen if chosen != "auto" else "mpi" if find_mpirun() else "gloo"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(f"--json={path}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cli.json_file import json_problems
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
@@ -93,9 +94,7 @@ def check_plan_flags(arguments: dict[str, Any], unknown: list[str], topology: To
     if output.exists() and not output.is_dir():
         problems.append(f"--output={output}: is not a folder; choose another")
     for name in ("json", "save_profile"):
-        file = arguments[name]
-        if file and not Path(file).absolute().parent.is_dir():
-            problems.append(f"{_flag(name)}={file}: there is no such folder; make it first")
+        problems += json_problems(arguments[name], _flag(name))
     if problems:
         raise UsageError(*problems)
 

@@ -66,7 +66,8 @@ def prepare(
     return Job(
         model=model,
         optimizer=build_optimizer(
-            settings.opt, model, lr, settings.momentum, settings.weight_decay
+            *(settings.opt, model, lr, settings.momentum, settings.weight_decay),
+            config.precision.amp,
         ),
         update=Update(
             model,

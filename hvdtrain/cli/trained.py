@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.checkpoint import DamagedCheckpoint, load_weights
+from hvdtrain.cli.json_file import write_json
 from hvdtrain.cli.options import build_config, train_options
 from hvdtrain.cli.prepare import choose_device
 from hvdtrain.cli.tasks import DTYPES, build_data, build_model, build_task
@@ -59,8 +59,7 @@ def evaluate(arguments: dict[str, Any]) -> int:
     bad = len(data.valid) - found.samples
     skipped = f"; {bad:,} more could not be read, and were left out" if bad else ""
     say(_describe(found, f"{data.name}, {counted(found.samples, 'sample')}{skipped}"))
-    if arguments["json"]:
-        _write_json(Path(arguments["json"]), asdict(found) | {"classes": takeaway.get("classes")})
+    write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
     return EXIT_OK
 
 
@@ -87,8 +86,7 @@ def predict(arguments: dict[str, Any]) -> int:
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).cpu().tolist()
         told += _tell(read, scores, takeaway["classes"], arguments["top"])
-    if arguments["json"]:
-        _write_json(Path(arguments["json"]), told)
+    write_json(arguments["json"], told)
     _count_bad(len(paths) - len(told), len(paths), arguments["skip_bad_samples"])
     return EXIT_OK
 
@@ -201,10 +199,3 @@ def _describe(found: Evaluation, what: str) -> str:
         seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
         lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
     return "\n".join(lines)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    try:
-        path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
-    except OSError as error:
-        raise UsageError(f"--json={path}: cannot be written: {error.strerror}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvdtrain.cli.failure import leave_at_once, tell
+from hvdtrain.cli.json_file import check_json, write_json
 from hvdtrain.cli.train import connect_workers
 from hvdtrain.cli.verify_options import VerifyOptions
-from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError, VerifyMismatch
+from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch
 from hvdtrain.exchange import agree
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
@@ -48,7 +48,7 @@ def run(options: VerifyOptions, topology: Topology) -> int:
 def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
     """Collective: run all cases; rank 0 prints the table and writes the JSON."""
     first = exchange.rank == 0
-    agree(exchange, "json", lambda: _check_file(options.json) if first else None)
+    agree(exchange, "json", lambda: check_json(options.json) if first else None)
     transport = exchange.ring()
     if first:
         say(_header(options, exchange))
@@ -116,15 +116,6 @@ def _header(options: VerifyOptions, exchange: HorovodExchange) -> str:
     )
 
 
-def _check_file(name: str | None) -> None:
-    """Raises UsageError where the JSON could not be written at the end."""
-    if name is None:
-        return
-    path = Path(name)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--json={name}: cannot be written")
-
-
 def _write(
     path: Path, options: VerifyOptions, exchange: HorovodExchange, results: list[Result]
 ) -> None:
@@ -138,4 +129,4 @@ def _write(
         "wrong": sum(not result.ok for result in results),
         "cases": [as_json(result) for result in results],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    write_json(path, content)

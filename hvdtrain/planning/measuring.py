@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hvdtrain.errors import UsageError
+from hvdtrain.memory import keep_freed_memory
+from hvdtrain.optimizers import build_optimizer
 from hvdtrain.planning.profiles import Gradient, Profile
-from hvdtrain.strategies.work import GlobalBatch, Work, WorkSpec, trained
+from hvdtrain.strategies.work import GlobalBatch, Work, WorkSpec
 
 WARM_UP_STEPS = 3
 
@@ -33,7 +35,14 @@ def measure_profile(spec: WorkSpec) -> Profile:
     A step is what training does: load, forward, loss, backward, update. Raises UsageError for a
     model or data that cannot be.
     """
+    keep_freed_memory()
     work = Work(spec)
+    samples = len(work.dataset.train)
+    if samples < spec.global_batch_size:
+        raise UsageError(
+            f"--batch-size={spec.global_batch_size}: {spec.data} has {samples} samples to train "
+            "on; take fewer, or other data"
+        )
     names = [name for name, p in work.model.named_parameters() if p.requires_grad]
     steps = [times for times in _run(work) if set(times.ready) == set(names)]
     if not steps:
@@ -61,7 +70,7 @@ def measure_profile(spec: WorkSpec) -> Profile:
 
 def _run(work: Work) -> Iterator[StepTimes]:
     """The times of each step that counts."""
-    optimizer = work.optimizer(trained(work.model))
+    optimizer = build_optimizer("sgd", work.model, work.spec.lr, work.spec.momentum, 0.0)
     work.model.train()
     times = StepTimes()
 
@@ -74,8 +83,8 @@ def _run(work: Work) -> Iterator[StepTimes]:
     for number, batch in enumerate(work.batches()):
         times = StepTimes()
         _step(work, optimizer, batch, times)
-        if number >= WARM_UP_STEPS:
-            yield times
+        if number >= WARM_UP_STEPS and len(batch.indices) == work.spec.global_batch_size:
+            yield times  # the last batch of an epoch may be short, and faster
 
 
 def _step(

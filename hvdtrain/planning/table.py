@@ -56,7 +56,7 @@ def _describe_cluster(setting: Setting, network: Network | None) -> list[str]:
     if network:
         source = (
             f"measured with {network.workers} workers ({network.controller}), "
-            f"{100 * network.typical_residual:.0f} % from the fit in the mean, "
+            f"{100 * network.typical_residual:.0f} % from the fit typically (root mean square), "
             f"{100 * network.worst_residual:.0f} % at most"
         )
     lines = [f"  network  {_link(cluster.between)}; {source}"]

@@ -15,6 +15,7 @@ from hvdtrain.bench.jobs import make_job, our_step
 from hvdtrain.bench.rounds import run_rounds
 from hvdtrain.cli.train import connect
 from hvdtrain.exchange import Exchange
+from hvdtrain.memory import keep_freed_memory
 from hvdtrain.topology import Topology
 
 ROUNDS = 3
@@ -33,6 +34,7 @@ def samples_per_s(model: str, exchange: Exchange) -> list[float]:
 def main() -> int:
     """Collective: rank 0 writes the file that `sys.argv` names."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     exchange = connect(Topology.from_environment())
     found = {model: samples_per_s(model, exchange) for model in WORK}
     if exchange.rank == 0:

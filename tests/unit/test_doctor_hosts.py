@@ -323,7 +323,7 @@ def test_the_command_fails_with_3(
     ("arguments", "expected"),
     [
         (["--hostfile=nowhere"], ["nowhere"]),
-        (["--hostfile=nowhere", "-H", "a:1"], ["--hostfile and -H"]),
+        (["--hostfile=nowhere", "-H", "a:1"], ["-H/--hosts: not allowed with argument --hostfile"]),
         (["-H", "a:0", "-p", "0"], ["a:0", "--ssh-port=0"]),
         (["-i", "no/key", "--json=no/folder/x.json"], ["no/key", "--json=no/folder/x.json"]),
         (["--network-interface", "a/b"], ["--network-interface=a/b"]),

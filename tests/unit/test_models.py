@@ -232,11 +232,14 @@ def test_sgd_gets_momentum_and_weight_decay() -> None:
     assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.7, 0.01)
 
 
-@pytest.mark.parametrize(("sparse", "fused"), [(False, True), (True, False)])
-def test_the_step_goes_once_over_memory_where_it_can(sparse: bool, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("sparse", "amp", "fused"),
+    [(False, "none", True), (False, "bf16", True), (False, "fp16", False), (True, "none", False)],
+)
+def test_the_step_goes_once_over_memory_where_it_can(sparse: bool, amp: str, fused: bool) -> None:
     """Fails when the slower step is built, or the fused one for gradients that it cannot take."""
     model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2))
-    optimizer = build_optimizer("sgd", model, lr=0.1, momentum=0.0, weight_decay=0.0)
+    optimizer = build_optimizer("sgd", model, lr=0.1, momentum=0.0, weight_decay=0.0, amp=amp)
     before = [parameter.clone() for parameter in model.parameters()]
     model(torch.tensor([1, 4])).square().sum().backward()
     optimizer.step()

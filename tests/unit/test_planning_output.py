@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from hvdtrain.cli import main
+from hvdtrain.errors import UsageError
 from hvdtrain.planning.costs import Cluster, Link
 from hvdtrain.planning.counting import build_layers, count_layers, share_out
 from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
@@ -77,7 +79,7 @@ def test_operations_of_lenet_by_hand() -> None:
 
 def test_a_measured_profile(capsys: pytest.CaptureFixture[str]) -> None:
     """Fails when a gradient is missing or out of bounds, the last layer's is not ready before the
-    first's, or steps that warm up count.
+    first's, or steps that warm up count, or the short ones at the end of an epoch.
     """
     found = measure_profile(work_spec(dtype="float32", steps=WARM_UP_STEPS + 4))
     assert [g.name for g in found.gradients][-2:] in (
@@ -86,8 +88,14 @@ def test_a_measured_profile(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert found.gradient_bytes == 4 * 129_068 and len(found.gradients) == 8
     assert all(0 < g.ready_s <= 1.5 * found.backward_s for g in found.gradients)
-    assert len(found.step_times_s) == 4 and found.batch_size == 5
+    assert len(found.step_times_s) == 3 and found.batch_size == 5  # of 5, 5, 2 and 5 samples
     assert 0 < found.forward_s < max(found.step_times_s)
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    """Fails when steps of fewer samples are taken for those of a whole batch."""
+    with pytest.raises(UsageError, match=r"--batch-size=13: .* has 12 samples"):
+        measure_profile(replace(work_spec(dtype="float32", steps=1), global_batch_size=13))
 
 
 def run_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
