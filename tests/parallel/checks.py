@@ -121,6 +121,17 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
             assert error <= 1e-12 * largest, (name, samples, accum_steps, key, error / largest)
 
 
+def sparse_gradients_are_averaged(exchange: Exchange) -> None:
+    """Each rank looks up rows of its own: the average holds those of all ranks, over N."""
+    layer = torch.nn.Embedding(exchange.size + 1, 2, sparse=True, dtype=torch.float64)
+    optimizer = exchange.distribute(torch.optim.SGD(layer.parameters(), lr=1.0), layer)
+    layer(torch.tensor([exchange.rank, exchange.size])).sum().backward()
+    exchange.reduce_gradients(optimizer)
+    expected = torch.full((exchange.size + 1, 2), 1 / exchange.size, dtype=torch.float64)
+    expected[-1] = 1.0  # the row that all have looked up
+    torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+
+
 def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
     """Weight decay and a state of its own must not move the parameters of other ranks."""
     torch.manual_seed(100 + exchange.rank)
@@ -368,6 +379,7 @@ CHECKS = (
     statistics_are_averaged_and_put_back,
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
+    sparse_gradients_are_averaged,
     initial_state_is_that_of_rank_0,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,
