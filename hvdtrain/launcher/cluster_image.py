@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.cluster_engine import Engine, EngineError
-from hvdtrain.launcher.cluster_wheels import put_wheels
+from hvdtrain.launcher.cluster_wheels import put_wheels, remove_wheels
 from hvdtrain.launcher.install.horovod_wheel import cache_folder
 from hvdtrain.log import say
 
@@ -41,8 +41,19 @@ def _find_or_build(engine: Engine, root: Path) -> str:
         return tag
     started = time.monotonic()
     _ensure_base(engine, dockerfile_default(root, "BASE"))
-    if not (root / "docker" / "wheels" / "complete").exists():
-        _try_wheels(root)
+    try:
+        remove_wheels(root)
+        if not (root / "docker" / "wheels" / "complete").exists():
+            _try_wheels(root)
+        _build(root, tag)
+    finally:  # or they would take part in builds by hand, which may want others
+        remove_wheels(root)
+    engine.capture("tag", tag, NAME)
+    say(f"cluster: built {tag}, also called {NAME}, in {time.monotonic() - started:.0f} s")
+    return tag
+
+
+def _build(root: Path, tag: str) -> None:
     say(f"cluster: building the image {tag}: some minutes the first time")
     command = ["docker", "build", "--file", str(root / DOCKERFILE), "--tag", tag, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -55,9 +66,6 @@ def _find_or_build(engine: Engine, root: Path) -> str:
             f"the image could not be built (exit code {done.returncode}; all of its output is in "
             f"{log}):\n{tail}"
         )
-    engine.capture("tag", tag, NAME)
-    say(f"cluster: built {tag}, also called {NAME}, in {time.monotonic() - started:.0f} s")
-    return tag
 
 
 def image_key(root: Path) -> str:

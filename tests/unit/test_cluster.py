@@ -208,6 +208,40 @@ def test_what_is_not_in_the_image_does_not_rebuild_it(checkout: Path, name: str)
     assert cluster_image.image_key(checkout) == before
 
 
+@pytest.mark.parametrize("ending", ["built", "build failed", "download failed"])
+def test_wheels_leave_the_build_context(
+    checkout: Path, path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Fails when wheels of one build, or of an older one, take part in another by hand."""
+    context = checkout / "docker" / "wheels" / "from-host"
+    context.mkdir()
+    (context / "old.whl").touch()
+
+    def download(root: Path, torch_index: str) -> None:
+        assert not context.exists()
+        if ending == "download failed":
+            raise PreflightError("no index")
+        context.mkdir()
+        (context / "complete").touch()
+
+    monkeypatch.setattr(cluster_image, "put_wheels", download)
+    monkeypatch.setattr(cluster_image, "put_authorities", lambda root: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "cache"))
+    built = f"test {ending!r} != 'build failed' && exit 0; exit 1"
+    put(
+        path,
+        "docker",
+        f'case "$1 $2 $3" in "image inspect hvdtrain:"*) exit 1;; build*) {built};; esac',
+    )
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    if ending == "build failed":
+        with pytest.raises(PreflightError, match="could not be built"):
+            cluster_image.ensure_image(engine, checkout)
+    else:
+        cluster_image.ensure_image(engine, checkout)
+    assert not context.exists()
+
+
 def test_every_input_of_the_image_reaches_the_engine() -> None:
     """Fails when the Dockerfile copies what .dockerignore keeps out, or the hash leaves it out."""
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
