@@ -107,7 +107,7 @@ def logs(engine: Engine) -> None:
     """The end of each log of the newest run, and of each host's sshd."""
     for worker in _workers(engine, running=False):
         say(f"==> sshd of {worker} <==")
-        say(engine.capture("logs", "--tail", SHOWN_LINES, worker).rstrip())
+        say(engine.logs(worker, SHOWN_LINES))
     start_beside(engine, ["python", "-c", SHOW_LOGS, RUNS, SHOWN_LINES], running=False)
 
 
@@ -166,7 +166,18 @@ def _plain_name(engine: Engine, worker: str) -> str:
 
 def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
     deadline = time.monotonic() + START_S
-    scan = ["exec", workers[0], "ssh-keyscan", "-T", "3", "-p", str(PORT), *workers]
+    scan = [
+        "exec",
+        workers[0],
+        "ssh-keyscan",
+        "-t",
+        "ed25519",
+        "-T",
+        "3",
+        "-p",
+        str(PORT),
+        *workers,
+    ]
     while True:
         try:
             answers = engine.capture(*scan)
@@ -176,7 +187,7 @@ def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
         if not silent:
             return
         if time.monotonic() > deadline:
-            last = engine.capture("logs", "--tail", SHOWN_LINES, silent[0])
+            last = engine.logs(silent[0], SHOWN_LINES)
             raise PreflightError(
                 f"no sshd answers on {', '.join(silent)} after {START_S:.0f} s"
                 + (f" ({problem})" if not answers else "")

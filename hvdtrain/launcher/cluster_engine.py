@@ -55,6 +55,15 @@ class Engine:
             )
         return done.stdout
 
+    def logs(self, container: str, lines: str) -> str:
+        """The end of what a container has printed; sshd does so to standard error."""
+        done = _run(["docker", "logs", "--tail", lines, container])
+        if done.returncode != 0:
+            raise EngineError(
+                f"docker logs failed (exit code {done.returncode}): {_last_lines(done.stderr)}"
+            )
+        return (done.stdout + done.stderr).rstrip()
+
     def succeeds(self, *arguments: str) -> bool:
         """Whether a docker command ends with 0."""
         return _run(["docker", *arguments]).returncode == 0

@@ -99,6 +99,13 @@ def test_hosts_are_in_the_order_of_their_numbers(path: Path) -> None:
     assert engine.workers() == ["c-worker-1", "c-worker-2", "c-worker-10"]
 
 
+def test_logs_show_what_sshd_says(path: Path) -> None:
+    """Fails when standard error, where sshd writes, is left out."""
+    put(path, "docker", "echo out; echo 'Server listening' >&2")
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    assert engine.logs("c-worker-1", "20") == "out\nServer listening"
+
+
 def test_names_that_open_mpi_refuses_are_changed(path: Path, tmp_path: Path) -> None:
     """Fails when a host keeps an underscore, or one without is renamed."""
     put(path, "docker", f'echo "$@" >> {tmp_path}/asked')
