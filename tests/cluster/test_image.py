@@ -88,7 +88,7 @@ def _layers(image: str) -> Iterator[tarfile.TarFile]:
             if content is None:
                 continue
             try:
-                layer = tarfile.open(fileobj=content, mode="r|*")
+                layer = tarfile.open(fileobj=content, mode="r|*")  # noqa: SIM115 # closed below
             except tarfile.ReadError:  # a description of the image
                 continue
             with layer:
