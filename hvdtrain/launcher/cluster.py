@@ -21,6 +21,7 @@ from hvdtrain.errors import EXIT_OK, HvdtrainError, PreflightError, UsageError
 from hvdtrain.launcher.cluster_engine import Engine, EngineError, launcher_argv
 from hvdtrain.launcher.cluster_image import ensure_image
 from hvdtrain.launcher.cluster_keys import PORT
+from hvdtrain.launcher.hostfile import parse_hostfile
 from hvdtrain.log import complain, say
 
 HOME = "/home/hvdtrain"
@@ -99,8 +100,8 @@ def start_beside(engine: Engine, command: Sequence[str], running: bool = True) -
 
 def compute_threads(hostfile: str, cores: int) -> int:
     """For each worker: each host believes to have all cores of the machine that they share."""
-    slots = sum(int(line.rpartition("=")[2]) for line in hostfile.splitlines())
-    return max(1, cores // max(1, slots))
+    hosts = parse_hostfile(hostfile, Path(HOSTFILE)) if hostfile else ()
+    return max(1, cores // max(1, sum(host.slots for host in hosts)))
 
 
 def logs(engine: Engine) -> None:

@@ -29,9 +29,12 @@ DEBIAN_RELEASE = "bookworm"
 
 def ensure_image(engine: Engine, root: Path) -> str:
     """The image for this checkout, built if it is not there. Raises PreflightError."""
-    with (root / DOCKERFILE).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # two of us would fill one build context
-        return _find_or_build(engine, root)
+    try:
+        with (root / DOCKERFILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # two of us would fill one build context
+            return _find_or_build(engine, root)
+    except (OSError, ValueError) as error:
+        raise PreflightError(f"the image cannot be prepared from {root}: {error}") from error
 
 
 def _find_or_build(engine: Engine, root: Path) -> str:
@@ -110,6 +113,7 @@ def _try_wheels(root: Path) -> None:
     try:
         put_wheels(root, dockerfile_default(root, "PIP_EXTRA_INDEX_URL"))
     except PreflightError as error:
+        remove_wheels(root)  # half of them would be worse than none
         say(f"cluster: {error}\ncluster: so the image's own pip will ask its index")
 
 

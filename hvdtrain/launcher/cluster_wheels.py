@@ -8,6 +8,7 @@ as the build lasts.
 from __future__ import annotations
 
 import ast
+import fcntl
 import hashlib
 import json
 import os
@@ -32,25 +33,40 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 def put_wheels(root: Path, torch_index: str) -> Path:
     """Fill docker/wheels/from-host with all that the image needs, from the cache if it is there.
 
-    Raises PreflightError when pip is missing here or an index does not have them.
+    Raises PreflightError when pip is missing here, an index does not have them, or a file that is
+    needed cannot be read or written.
     """
+    try:
+        return _put_wheels(root, torch_index)
+    except (OSError, ValueError) as error:  # the text of an OSError names the path
+        raise PreflightError(f"wheels cannot be put into {root / FROM_HOST}: {error}") from error
+
+
+def _put_wheels(root: Path, torch_index: str) -> Path:
     wanted = requirements(root)
     constraints = root / "launch" / "constraints.txt"
     key = hashlib.sha256(json.dumps([wanted, constraints.read_text(), platform.machine()]).encode())
     cache = cache_folder().parent / "wheels" / key.hexdigest()[:20]
-    if not (cache / COMPLETE).exists():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".new-") as scratch:
-            new = Path(scratch, "wheels")
-            new.mkdir(mode=0o755)
-            _download(new, wanted, constraints, torch_index)
-            (new / COMPLETE).touch()
-            shutil.rmtree(cache, ignore_errors=True)
-            new.rename(cache)
     target = root / FROM_HOST
-    shutil.copytree(cache, target, copy_function=_link)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with (cache.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other checkouts of this user share the cache
+        if not (cache / COMPLETE).exists():
+            _fill_cache(cache, wanted, constraints, torch_index)
+        shutil.copytree(cache, target, copy_function=_link)
     _put_horovod(target / "horovod", constraints.read_text())
     return target
+
+
+def _fill_cache(cache: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
+    """What is broken off is not taken."""
+    with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".new-") as scratch:
+        new = Path(scratch, "wheels")
+        new.mkdir(mode=0o755)
+        _download(new, wanted, constraints, torch_index)
+        (new / COMPLETE).touch()
+        shutil.rmtree(cache, ignore_errors=True)
+        new.rename(cache)
 
 
 def remove_wheels(root: Path) -> None:
@@ -154,10 +170,17 @@ def _put_horovod(into: Path, constraints: str) -> None:
     """A wheel of Horovod that launch/setup has built here: the image takes it if it fits."""
     into.mkdir()
     for path in sorted(cache_folder().glob("*/inputs.json")):
-        if horovod_fits(json.loads(path.read_text()), constraints, platform.machine()):
+        if horovod_fits(_read_json(path), constraints, platform.machine()):
             (into / path.parent.name).mkdir()
             for wheel in path.parent.glob("*.whl"):
                 _link(str(wheel), str(into / path.parent.name / wheel.name))
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise PreflightError(f"{path} is damaged ({error}): remove {path.parent}") from error
 
 
 def _link(source: str, target: str) -> None:

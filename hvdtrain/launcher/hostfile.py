@@ -71,8 +71,13 @@ class HostCollector:
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file; UsageError names each bad line as FILE:LINE."""
+    return parse_hostfile(_decode(_read_bytes(path), path), path)
+
+
+def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
+    """The hosts of a file's text. `path`: where it is from, for the message."""
     collector = HostCollector()
-    for number, line in enumerate(_lines(_decode(_read_bytes(path), path)), 1):
+    for number, line in enumerate(_lines(text), 1):
         if not line or line.isspace():
             continue
         source = f"{path}:{number}"

@@ -136,6 +136,13 @@ def test_hosts_share_the_cores(slots: list[int], cores: int, threads: int) -> No
     assert cluster.compute_threads(hostfile, cores) == threads
 
 
+def test_a_hostfile_that_was_edited_is_read() -> None:
+    """Fails when comments, blank lines or another dialect end in a traceback."""
+    assert cluster.compute_threads("# mine\n\nc-worker-1 slots = 2 # fast\nc-worker-2:2\n", 16) == 4
+    with pytest.raises(UsageError, match=r"/etc/mpi/hostfile:1: .*slots"):
+        cluster.compute_threads("c-worker-1 slots=many\n", 16)
+
+
 def test_runs_are_never_copied_over(path: Path, tmp_path: Path) -> None:
     """Fails when `down` writes into a run that is there."""
     put(path, "docker", 'for last; do :; done; /bin/mkdir "$last/mine"; echo new > "$last/mine/x"')
@@ -213,6 +220,25 @@ def test_what_is_not_in_the_image_does_not_rebuild_it(checkout: Path, name: str)
     (checkout / name).parent.mkdir(parents=True, exist_ok=True)
     (checkout / name).write_text("new")
     assert cluster_image.image_key(checkout) == before
+
+
+def test_what_is_missing_or_damaged_is_named(
+    checkout: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a file that cannot be read or understood ends in a traceback without its path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "cache"))
+    monkeypatch.setattr(cluster_wheels, "_download", lambda *_: None)
+    damaged = checkout / "cache" / "hvdtrain" / "horovod" / "key" / "inputs.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    with pytest.raises(PreflightError, match=r"inputs\.json is damaged .*: remove "):
+        cluster_wheels.put_wheels(checkout, "")
+    cluster_wheels.remove_wheels(checkout)
+    (checkout / "setup.py").unlink()
+    with pytest.raises(PreflightError, match=r"wheels cannot be put .*setup\.py"):
+        cluster_wheels.put_wheels(checkout, "")
+    with pytest.raises(PreflightError, match=r"cannot be prepared .*setup\.py"):
+        cluster_image.ensure_image(cluster_engine.Engine("c", Path("compose.yaml")), checkout)
 
 
 @pytest.mark.parametrize("ending", ["built", "build failed", "download failed"])
