@@ -24,6 +24,7 @@ from hvdtrain.launcher.cluster_keys import PORT
 from hvdtrain.launcher.hostfile import parse_hostfile
 from hvdtrain.log import complain, say
 
+COMMANDS = ("up", "run", "doctor", "logs", "down")
 HOME = "/home/hvdtrain"
 RUNS = f"{HOME}/runs"
 HOSTFILE = "/etc/mpi/hostfile"  # where `hvdtrain launch` and `doctor` look by themselves
@@ -48,6 +49,8 @@ def main() -> int:
         _check_name(arguments.name)
         options = _parse_up(arguments.rest) if arguments.command == "up" else None
         engine.check()
+        if arguments.command in ("up", "down"):
+            engine.check_ours()
         if options:
             up(engine, root, options)
         elif arguments.command == "down":
@@ -114,13 +117,33 @@ def logs(engine: Engine) -> None:
 
 def down(engine: Engine, destination: Path | None) -> None:
     """Stop jobs (they save), copy what was trained to `destination`, and remove everything."""
-    if launchers := engine.launchers():
-        engine.capture("stop", "--time", str(STOP_S), *launchers)
-    workers = engine.workers(running=False)
-    if workers and destination:
-        _copy_runs(engine, workers[0], destination)
+    _stop_jobs(engine)
+    if destination:
+        for worker in _with_own_runs(engine):
+            _copy_runs(engine, worker, destination)
     engine.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
     say(f"cluster: {engine.cluster} is down; nothing of it is left")
+
+
+def _stop_jobs(engine: Engine) -> None:
+    launchers = engine.launchers()
+    if not launchers:
+        return
+    try:
+        engine.capture("stop", "--time", str(STOP_S), *launchers)
+    except EngineError:
+        if engine.launchers(running=True):  # else one has ended by itself meanwhile
+            raise
+
+
+def _with_own_runs(engine: Engine) -> list[str]:
+    """One worker for each volume of runs: all share one, or each has its own."""
+    place = f'{{{{range .Mounts}}}}{{{{if eq .Destination "{RUNS}"}}}}{{{{.Source}}}}'
+    owners: dict[str, str] = {}
+    for worker in engine.workers(running=False):
+        volume = engine.capture("inspect", "--format", f"{place}{{{{end}}}}{{{{end}}}}", worker)
+        owners.setdefault(volume.strip(), worker)
+    return list(owners.values())
 
 
 def _copy_runs(engine: Engine, worker: str, destination: Path) -> None:
@@ -213,14 +236,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="launch/cluster",
         usage="launch/cluster [--name NAME] up|run|doctor|logs|down [...]",
         description="A cluster of containers on this machine.",
+        allow_abbrev=False,
         epilog="run takes the flags of `hvdtrain launch`: run -np 6 --controller mpi -- train ...; "
         "doctor those of `hvdtrain doctor`; up and down explain themselves with --help.",
     )
     parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="hvdtrain", help="for several clusters (%(default)s)")
-    parser.add_argument("command", choices=("up", "run", "doctor", "logs", "down"))
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    parser.add_argument("command", choices=COMMANDS)
+    ours, rest = _split(argv)
+    arguments = parser.parse_args(ours)
+    arguments.rest = rest
+    return arguments
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Up to the command, and after it; argparse would drop a `--` that is not for it."""
+    for i, word in enumerate(argv):
+        if word in COMMANDS and (i == 0 or argv[i - 1] not in ("--name", "--root")):
+            return argv[: i + 1], argv[i + 1 :]
+    return argv, []
 
 
 def _parse_up(argv: Sequence[str]) -> argparse.Namespace:

@@ -24,6 +24,11 @@ NO_COMPOSE = (
     "Docker Compose is missing, as plugin and as command. On Debian or Ubuntu: apt-get install "
     "docker-compose; from Docker's own packages: docker-compose-plugin"
 )
+NOT_OURS = (
+    "there are containers of a Compose project {name!r} that was started from {folder}, not from "
+    "{ours}; nothing was changed. Take another name (launch/cluster --name NAME ...), or remove it "
+    "from there"
+)
 
 
 class EngineError(PreflightError):
@@ -90,11 +95,22 @@ class Engine:
         pairs = [line.split(maxsplit=1) for line in answer.splitlines()]
         return [name for _, name in sorted((int(number), name) for number, name in pairs)]
 
-    def launchers(self) -> list[str]:
+    def launchers(self, running: bool = False) -> list[str]:
         """The containers that `run` and its like have started for the cluster."""
-        return self.capture(
-            "ps", "--all", "--quiet", "--filter", f"label={launcher_label(self.cluster)}"
-        ).split()
+        which = [] if running else ["--all"]
+        label = f"label={launcher_label(self.cluster)}"
+        return self.capture("ps", *which, "--quiet", "--filter", label).split()
+
+    def check_ours(self) -> None:
+        """Raises PreflightError when the name is taken by another Compose project."""
+        ours = self.compose_file.parent.resolve()
+        answer = self.capture(
+            *("ps", "--all", "--format", '{{.Label "com.docker.compose.project.working_dir"}}'),
+            *("--filter", f"label=com.docker.compose.project={self.cluster}"),
+        )
+        for folder in filter(None, answer.splitlines()):
+            if Path(folder).resolve() != ours:
+                raise PreflightError(NOT_OURS.format(name=self.cluster, folder=folder, ours=ours))
 
 
 def launcher_label(cluster: str) -> str:
