@@ -52,6 +52,22 @@ def test_all_mistakes_of_up_are_named_at_once(monkeypatch: pytest.MonkeyPatch, c
         assert problem in told
 
 
+@pytest.mark.parametrize(
+    ("argv", "name", "command", "rest"),
+    [
+        (["run", "--", "python", "s.py", "--log_dir", "x"], "hvdtrain", "run", 0),
+        (["--name", "run", "run", "-np", "2", "--", "train"], "run", "run", 2),
+        (["--name=two", "--root", "up", "down", "--discard"], "two", "down", 3),
+    ],
+)
+def test_what_follows_the_command_is_left_as_it_is(
+    argv: list[str], name: str, command: str, rest: int
+) -> None:
+    """Fails when the -- before a foreign script is lost, so that its flags are taken for ours."""
+    found = cluster._parse(argv)
+    assert (found.name, found.command, found.rest) == (name, command, argv[rest + 1 :])
+
+
 def test_a_name_that_compose_refuses_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Fails when it reaches Compose, which would change or refuse it."""
     assert run_cluster(monkeypatch, "--name", "My cluster", "down") == 2
@@ -152,6 +168,44 @@ def test_runs_are_never_copied_over(path: Path, tmp_path: Path) -> None:
     cluster._copy_runs(engine, "c-worker-1", tmp_path / "runs")
     assert (tmp_path / "runs" / "mine" / "x").read_text() == "old"
     assert (tmp_path / "runs" / "mine-2" / "x").read_text() == "new\n"
+
+
+def test_the_runs_of_each_volume_are_copied_once(path: Path) -> None:
+    """Fails when a host's own runs are left behind, or those of a shared volume come twice."""
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    listed = "ps) printf '1 c-worker-1\\n2 c-worker-2\\n';;"
+    put(path, "docker", f"case $1 in {listed} *) for last; do :; done; echo $last;; esac")
+    assert cluster._with_own_runs(engine) == ["c-worker-1", "c-worker-2"]
+    put(path, "docker", f"case $1 in {listed} *) echo /one;; esac")
+    assert cluster._with_own_runs(engine) == ["c-worker-1"]
+
+
+@pytest.mark.parametrize("still_there", [False, True])
+def test_a_job_that_ends_by_itself_does_not_hinder_down(path: Path, still_there: bool) -> None:
+    """Fails when `down` breaks off as a job is gone already, or goes on though one runs."""
+    left = "echo a" if still_there else ":"
+    gone = "stop*) echo 'No such container: b' >&2; exit 1;;"
+    put(path, "docker", f'case "$1 $2" in "ps --all") echo a b;; ps*) {left};; {gone} esac')
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    if still_there:
+        with pytest.raises(PreflightError, match="No such container"):
+            cluster._stop_jobs(engine)
+    else:
+        cluster._stop_jobs(engine)
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_containers_of_another_project_are_left_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, command: str
+) -> None:
+    """Fails when a project that happens to have the cluster's name is changed or removed."""
+    asked = tmp_path / "asked"
+    put(path, "docker", f'echo "$1" >> {asked}; case $1 in ps) echo /srv/shop;; esac')
+    assert run_cluster(monkeypatch, "--name", "shop", command) == 3
+    assert "was started from /srv/shop, not from" in capsys.readouterr().err
+    assert set(asked.read_text().split()) == {"version", "ps"}
+    put(path, "docker", f"case $1 in ps) echo {ROOT}/docker;; esac")
+    cluster_engine.Engine("c", ROOT / "docker" / "compose.yaml").check_ours()
 
 
 # Keys
@@ -333,6 +387,29 @@ def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:
     assert cluster_wheels.horovod_fits(fitting, constraints, "x86_64")
     for name in fitting.keys() - {"compiler"}:
         assert not cluster_wheels.horovod_fits({**fitting, name: "x"}, constraints, "x86_64")
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_an_engine_that_cannot_be_started_is_told(tmp_path: Path, user: int) -> None:
+    """Fails when another user than root gets apt's errors, or a dead dockerd is waited for."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("docker-compose", "debootstrap"):
+        put(programs, name, "exit 0")
+    put(programs, "docker", "exit 1")
+    put(programs, "dockerd", "echo no rights; exit 1")
+    put(programs, "id", f"echo {user}")
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "DOCKERD_LOG": str(tmp_path / "log")}
+    done = subprocess.run(
+        [ROOT / "docker" / "start-engine"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    told = "no rights" if user == 0 else "run it as root"
+    assert done.returncode == 3 and told in done.stderr
 
 
 def test_a_script_without_a_new_python_says_so(tmp_path: Path) -> None:
