@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.launcher.cluster_keys import PORT
 from tests.cluster.containers import Containers, docker, must
 
 OWN_KEYS = "python -m hvdtrain.launcher.cluster_keys > /dev/null"
@@ -35,15 +36,16 @@ def test_wrong_key_is_refused_and_named(containers: Containers) -> None:
     script = f'{OWN_KEYS}; echo "$KNOWN" > .ssh/known_hosts; {doctor}'
     done = outside(containers, script, "--env", f"KNOWN={known}")
     assert done.returncode == 3, done.stdout
-    assert f"{containers.hosts[1]}: " in done.stdout and "key" in done.stdout
+    assert f"{containers.hosts[1]}: the host accepts none of the keys offered" in done.stdout
 
 
 def test_changed_host_key_is_refused_and_named(containers: Containers) -> None:
     """Fails when a host that shows another host key than the known one is trusted."""
-    doctor = DOCTOR.format(host=containers.hosts[1])
-    done = outside(containers, f"{OWN_KEYS}; {doctor}")
+    host = containers.hosts[1]
+    another = f'echo "[{host}]:{PORT} $(cat .ssh/host_ed25519.pub)" > .ssh/known_hosts'
+    done = outside(containers, f"{OWN_KEYS}; {another}; {DOCTOR.format(host=host)}")
     assert done.returncode == 3, done.stdout
-    assert f"{containers.hosts[1]}: " in done.stdout and "host key" in done.stdout
+    assert f"{host}: the host key has changed since it was stored" in done.stdout
 
 
 @pytest.fixture
