@@ -240,17 +240,19 @@ def test_keys_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("user", [0, 1000])
 def test_an_engine_that_cannot_be_started_is_told(tmp_path: Path, user: int) -> None:
-    """Fails when another user than root gets apt's errors, or a dead dockerd is waited for."""
+    """Fails when another user than root gets apt's errors, a dead dockerd is waited for, or dockerd
+    keeps a lock of who called.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("docker-compose", "debootstrap"):
         put(programs, name, "exit 0")
     put(programs, "docker", "exit 1")
-    put(programs, "dockerd", "echo no rights; exit 1")
+    put(programs, "dockerd", "ls -l /proc/$$/fd | grep mylock; echo no rights; exit 1")
     put(programs, "id", f"echo {user}")
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "DOCKERD_LOG": str(tmp_path / "log")}
     done = subprocess.run(
-        [ROOT / "docker" / "start-engine"],
+        ["sh", "-c", f"exec 3>{tmp_path}/mylock; exec {ROOT}/docker/start-engine"],
         env=environment,
         capture_output=True,
         text=True,
@@ -259,6 +261,7 @@ def test_an_engine_that_cannot_be_started_is_told(tmp_path: Path, user: int) -> 
     )
     told = "no rights" if user == 0 else "run it as root"
     assert done.returncode == 3 and told in done.stderr
+    assert "mylock" not in done.stderr
 
 
 def test_a_script_without_a_new_python_says_so(tmp_path: Path) -> None:
