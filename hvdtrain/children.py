@@ -197,3 +197,7 @@ def end_marked(name: str, mark: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])
