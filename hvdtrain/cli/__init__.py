@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain import __version__
 from hvdtrain.cli.bench_options import add_bench_flags, check_bench_flags
@@ -47,125 +48,125 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a model: alone, or on N workers under horovodrun -np N",
-        description="Train one model. Alone it is one process; start N workers with "
-        "`horovodrun -np N hvdtrain train ...`.",
-        allow_abbrev=False,
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _commands():
+        own = parsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter
+            if "\n" in command.description
+            else argparse.HelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_flags(own)
+        own.set_defaults(run=command.run)
+    return parser
+
+
+class Command(NamedTuple):
+    """One of `hvdtrain COMMAND`."""
+
+    name: str
+    run: Callable[[dict[str, Any], list[str], Topology], int]
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    help: str
+    description: str  # with its line breaks, where it has some
+
+
+def _commands() -> tuple[Command, ...]:
+    """In the order of `hvdtrain --help`."""
+    return (
+        Command(
+            *("train", _train, _add_train_flags),
+            "train a model: alone, or on N workers under horovodrun -np N",
+            "Train one model. Alone it is one process; start N workers with "
+            "`horovodrun -np N hvdtrain train ...`.",
+        ),
+        Command(
+            *("launch", _launch, add_launch_flags),
+            "the same on several workers and hosts, checked, watched and restarted",
+            LAUNCH,
+        ),
+        Command(
+            *("verify", _verify, add_verify_flags),
+            "prove this installation's collectives, under horovodrun -np N",
+            DESCRIPTION,
+        ),
+        Command(
+            *("verify-resume", _verify_resume, _add_verify_resume_flags),
+            "prove that a configuration resumes exactly: -- train ...",
+            "Train once without and once with interruptions, and compare the parameters.",
+        ),
+        Command(
+            *("export", _export, _add_export_flags),
+            "write plain weights that any PyTorch script loads",
+            "Write the weights of a run (its best checkpoint), of a checkpoint, or of a "
+            "file saved from DataParallel, DistributedDataParallel or torch.compile, as plain "
+            "safetensors, under the names of the model itself.",
+        ),
+        Command(
+            *("compare", _compare, add_compare_flags),
+            "every way to train on N devices, on the same work, one after the other",
+            COMPARE,
+        ),
+        Command(
+            *("bench", _bench, add_bench_flags),
+            "measure on this machine: scaling, start, classic, step, ring, audit, checkpoint",
+            "Measure on this machine, beside the peers, in rounds in turns.",
+        ),
+        Command(
+            *("plan", _plan, add_plan_flags),
+            "predict step time and efficiency on N workers, from latency, bandwidth and compute",
+            PLAN,
+        ),
+        Command(
+            *("evaluate", _evaluate, add_evaluate_flags),
+            "exact metrics of a checkpoint, on one device",
+            "Evaluate a run (its best checkpoint) or a checkpoint on its validation data.",
+        ),
+        Command(
+            *("predict", _predict, add_predict_flags),
+            "the likeliest classes of images, on one device",
+            "Tell what a trained model takes images for.",
+        ),
+        Command(
+            *("doctor", _doctor, add_doctor_flags),
+            "check this machine, or every host of a hostfile",
+            "Check what training on these hosts needs, each check ok, warn or fail, with "
+            "the fix. Without hosts: this machine. Exit code 3: a check failed.",
+        ),
+        Command(
+            *("report", _report, add_report_flags),
+            "plots of runs, and one page that compares them",
+            "Read what runs have left, also those that were killed or still go on, and "
+            "write plots (PNG) and index.html: one page that holds them all, with what each run "
+            "came to and the options in which they differ.",
+        ),
     )
-    train.add_argument("--config", metavar="FILE.yaml", help="options by name; flags win")
-    train.add_argument(
+
+
+def _add_train_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE.yaml", help="options by name; flags win")
+    parser.add_argument(
         "--print-config", action="store_true", help="print the configuration and end"
     )
-    add_train_flags(train)
-    train.set_defaults(run=_train)
-    launch = commands.add_parser(
-        "launch",
-        help="the same on several workers and hosts, checked, watched and restarted",
-        description=LAUNCH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_launch_flags(launch)
-    launch.set_defaults(run=_launch)
-    installation = commands.add_parser(
-        "verify",
-        help="prove this installation's collectives, under horovodrun -np N",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_verify_flags(installation)
-    installation.set_defaults(run=_verify)
-    verify = commands.add_parser(
-        "verify-resume",
-        help="prove that a configuration resumes exactly: -- train ...",
-        description="Train once without and once with interruptions, and compare the parameters.",
-        allow_abbrev=False,
-    )
-    verify.add_argument("-np", type=int, default=1, metavar="N", help="workers (default: 1)")
-    verify.add_argument("--controller", choices=("gloo", "mpi"), default="gloo")
-    verify.add_argument("--cuts", type=int, default=6, help="interruptions (default: 6)")
-    verify.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
-    verify.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
-    verify.set_defaults(run=_verify_resume)
-    export = commands.add_parser(
-        "export",
-        help="write plain weights that any PyTorch script loads",
-        description="Write the weights of a run (its best checkpoint), of a checkpoint, or of a "
-        "file saved from DataParallel, DistributedDataParallel or torch.compile, as plain "
-        "safetensors, under the names of the model itself.",
-        allow_abbrev=False,
-    )
-    export.add_argument("source", metavar="SOURCE", help="run, checkpoint, or weights file")
-    export.add_argument("out", metavar="OUT.safetensors")
-    export.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    export.add_argument("--keep-names", action="store_true", help="leave wrappers' prefixes")
-    export.set_defaults(run=_export)
-    comparison = commands.add_parser(
-        "compare",
-        help="every way to train on N devices, on the same work, one after the other",
-        description=COMPARE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_compare_flags(comparison)
-    comparison.set_defaults(run=_compare)
-    bench = commands.add_parser(
-        "bench",
-        help="measure on this machine: scaling, start, classic, step, ring, audit, checkpoint",
-        description="Measure on this machine, beside the peers, in rounds in turns.",
-        allow_abbrev=False,
-    )
-    add_bench_flags(bench)
-    bench.set_defaults(run=_bench)
-    plan = commands.add_parser(
-        "plan",
-        help="predict step time and efficiency on N workers, from latency, bandwidth and compute",
-        description=PLAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_plan_flags(plan)
-    plan.set_defaults(run=_plan)
-    evaluate = commands.add_parser(
-        "evaluate",
-        help="exact metrics of a checkpoint, on one device",
-        description="Evaluate a run (its best checkpoint) or a checkpoint on its validation data.",
-        allow_abbrev=False,
-    )
-    add_evaluate_flags(evaluate)
-    evaluate.set_defaults(run=_evaluate)
-    predict = commands.add_parser(
-        "predict",
-        help="the likeliest classes of images, on one device",
-        description="Tell what a trained model takes images for.",
-        allow_abbrev=False,
-    )
-    add_predict_flags(predict)
-    predict.set_defaults(run=_predict)
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine, or every host of a hostfile",
-        description="Check what training on these hosts needs, each check ok, warn or fail, with "
-        "the fix. Without hosts: this machine. Exit code 3: a check failed.",
-        allow_abbrev=False,
-    )
-    add_doctor_flags(doctor)
-    doctor.set_defaults(run=_doctor)
-    report = commands.add_parser(
-        "report",
-        help="plots of runs, and one page that compares them",
-        description="Read what runs have left, also those that were killed or still go on, and "
-        "write plots (PNG) and index.html: one page that holds them all, with what each run came "
-        "to and the options in which they differ.",
-        allow_abbrev=False,
-    )
-    add_report_flags(report)
-    report.set_defaults(run=_report)
-    return parser
+    add_train_flags(parser)
+
+
+def _add_verify_resume_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-np", type=int, default=1, metavar="N", help="workers (default: 1)")
+    parser.add_argument("--controller", choices=("gloo", "mpi"), default="gloo")
+    parser.add_argument("--cuts", type=int, default=6, help="interruptions (default: 6)")
+    parser.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
+    parser.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
+
+
+def _add_export_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="run, checkpoint, or weights file")
+    parser.add_argument("out", metavar="OUT.safetensors")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--keep-names", action="store_true", help="leave wrappers' prefixes")
 
 
 def _launch(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
