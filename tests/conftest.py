@@ -16,6 +16,7 @@ SHARED = Path(__file__).parent / "cluster"  # one image and one set of container
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `pytest --dist loadgroup`."""
     for item in items:

@@ -22,7 +22,7 @@ from hvdtrain.launcher.cluster_engine import Engine, EngineError, launcher_argv
 from hvdtrain.launcher.cluster_image import ensure_image
 from hvdtrain.launcher.cluster_keys import PORT
 from hvdtrain.launcher.hostfile import parse_hostfile
-from hvdtrain.log import complain, say
+from hvdtrain.log import complain, counted, say
 
 COMMANDS = ("up", "run", "doctor", "logs", "down")
 HOME = "/home/hvdtrain"
@@ -84,7 +84,7 @@ def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
     lines = "".join(f"{name} slots={options.slots}\n" for name in workers)
     engine.capture("exec", "--interactive", workers[0], "tee", HOSTFILE, stdin=lines)
     say(
-        f"cluster: {len(workers)} hosts with {options.slots} slots each answer after "
+        f"cluster: {counted(len(workers), 'host')} with {options.slots} slots each answer after "
         f"{time.monotonic() - started:.0f} s: {', '.join(workers)}"
     )
 
