@@ -8,20 +8,26 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
-SHARED = Path(__file__).parent / "cluster"  # one image and one set of containers for all of these
+SHARED = "tests/cluster/"  # one image and one set of containers for all of these
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest --dist loadgroup`."""
-    for item in items:
-        group = SHARED if SHARED in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(group)))
+class Sharing(LoadFileScheduling):
+    """What each process gets at a time: a file, or all that share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED if nodeid.startswith(SHARED) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing:
+    """In the order of collection, so that the longest come first."""
+    return Sharing(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ INTERFACE = "eth0"  # on every host
 SSHD = "/usr/sbin/sshd"
 SSHD_START_S = 10.0
 FILLER = "filler"
+SHELL_START_UP = (".bashrc", ".zshenv")  # what a shell reads that sshd has started
 TOOLS = {
     "ip": "iproute2",
     "unshare": "util-linux",
@@ -315,6 +316,9 @@ class Cluster:
         home.mkdir(mode=0o700, exist_ok=True)  # a place to mount at; what is in it is not touched
         folder = self.hosts[host].folder
         binds = {str(home): folder / "ssh", "/etc/hosts": self.folder / "names"}
+        # A host may be killed in the middle of what this user's shell does there, under a lock.
+        personal = (Path("~", name).expanduser() for name in SHELL_START_UP)
+        binds |= {str(file): Path(os.devnull) for file in personal if file.exists()}
         return Node(self.hosts[host].name, self._visible, binds)
 
     def _plug_in(self, host: int) -> None:
