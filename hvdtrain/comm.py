@@ -28,6 +28,7 @@ from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport, library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
+from hvdtrain.scheduling import new_threads_do_not_push
 
 ABANDON_TIMEOUT_S = 2.0
 POLL_S = 1e-4
@@ -56,7 +57,8 @@ class HorovodExchange:
         for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
         try:
-            hvd.init()
+            with new_threads_do_not_push():
+                hvd.init()
         except (RuntimeError, ValueError, HorovodInternalError) as error:
             raise PreflightError(f"Horovod cannot start: {error}") from error
         self.rank: int = hvd.rank()

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import horovod.torch as hvd
 import numpy as np
@@ -130,6 +131,14 @@ def sparse_gradients_are_averaged(exchange: Exchange) -> None:
     expected = torch.full((exchange.size + 1, 2), 1 / exchange.size, dtype=torch.float64)
     expected[-1] = 1.0  # the row that all have looked up
     torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+
+
+def horovods_threads_do_not_push_aside_who_computes(exchange: Exchange) -> None:
+    """Its threads are scheduled in batches, and the one that computes is not."""
+    threads = [folder.name for folder in Path("/proc/self/task").iterdir()]
+    policies = {os.sched_getscheduler(int(thread)) for thread in threads}
+    assert os.SCHED_BATCH in policies
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
@@ -380,6 +389,7 @@ CHECKS = (
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
     sparse_gradients_are_averaged,
+    horovods_threads_do_not_push_aside_who_computes,
     initial_state_is_that_of_rank_0,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,

@@ -26,6 +26,7 @@ LAYERS = {
             "hvdtrain.topology",
             "hvdtrain.log",
             "hvdtrain.memory",
+            "hvdtrain.scheduling",
             "hvdtrain.pulse",
             "hvdtrain.plugins",
         ),
