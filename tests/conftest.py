@@ -26,7 +26,7 @@ class Sharing(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing:
-    """In the order of collection, so that the longest come first."""
+    """Whatever `--dist` says."""
     return Sharing(config, log)
 
 

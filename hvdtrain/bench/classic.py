@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.train_runs import HVDTRAIN, records, run_command, train_argv
-from hvdtrain.children import ONE_THREAD
 from hvdtrain.data.fashion_mnist import FILES, FOLDER
 from hvdtrain.log import counted
 
@@ -109,7 +108,7 @@ def train(plan: Plan, setting: Setting, folder: Path) -> Result:
     flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
     argv = [*HVDTRAIN, "launch", "-np", str(setting.workers), "--controller", plan.controller]
     argv += ["--", *train_argv(folder, flags)[len(HVDTRAIN) :]]
-    run_command(argv, os.environ | ONE_THREAD, folder, plan.time_limit_s)
+    run_command(argv, os.environ, folder, plan.time_limit_s)
     epochs = records(folder, "epoch")
     return Result(
         [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
 from hvdtrain.memory import keep_freed_memory
-from hvdtrain.optimizers import build_optimizer
 from hvdtrain.strategies.contract import Parameters, Place, Strategy
 from hvdtrain.strategies.messages import join_group, leave_group
 from hvdtrain.strategies.work import GlobalBatch, Work, trained
@@ -82,7 +81,6 @@ class Independent(BareLoop):
         """Collective: all begin at the same time, and never meet again."""
         keep_freed_memory()
         super().__init__(work, place)
-        spec = work.spec
-        self._optimizer = build_optimizer("sgd", work.model, spec.lr, spec.momentum, 0.0)
+        self._optimizer = work.tuned_optimizer()
         join_group(place)
         leave_group()

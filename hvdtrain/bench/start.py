@@ -27,7 +27,6 @@ from hvdtrain.bench.train_runs import (
     run_command,
     train_argv,
 )
-from hvdtrain.children import ONE_THREAD
 from hvdtrain.log import counted
 
 LAUNCH, HOROVODRUN, TORCHRUN = "hvdtrain launch", "horovodrun hvdtrain train", "torchrun, DDP"
@@ -111,7 +110,7 @@ class Runner:
             argv += ["--nproc-per-node", str(self.plan.workers)]
         argv += [ddp_script.__file__, str(times)]
         began_s = time.monotonic()
-        run_command(argv, os.environ | ONE_THREAD, folder, self.plan.time_limit_s)
+        run_command(argv, os.environ, folder, self.plan.time_limit_s)
         return started([began_s, *json.loads(times.read_text("utf-8"))])
 
     def _launch(self, folder: Path) -> Started:
@@ -120,7 +119,7 @@ class Runner:
         argv += ["--controller", self.plan.controller, "--"]
         argv += train_argv(folder, TRAIN_FLAGS)[len(HVDTRAIN) :]
         began_s = time.time()
-        run_command(argv, os.environ | ONE_THREAD, folder, self.plan.time_limit_s)
+        run_command(argv, os.environ, folder, self.plan.time_limit_s)
         return Started(logged_steps(folder)[0].at_s - began_s, {})
 
     def _train(self, name: str, folder: Path) -> Started:
@@ -137,7 +136,7 @@ class Runner:
         clock_offset_s = time.time() - time.monotonic()
         with PulseReader(pipe) as reader:
             began_s = time.monotonic()
-            run_command(argv, environment | ONE_THREAD, folder, self.plan.time_limit_s)
+            run_command(argv, environment, folder, self.plan.time_limit_s)
         first_step_s = logged_steps(folder)[0].at_s - clock_offset_s
         return started([began_s, *marks_of(reader.lines), first_step_s])
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvdtrain.children import Commanded, watch
+from hvdtrain.children import ONE_THREAD, Commanded, watch
 from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv
 from hvdtrain.launcher.settings import settings_for
 from hvdtrain.recording import METRICS
@@ -53,9 +53,11 @@ def on_workers(
 def run_command(
     argv: Sequence[str], environment: Mapping[str, str], folder: Path, time_limit_s: float
 ) -> None:
-    """To its end; its output goes into `folder`. Raises ChildFailure."""
+    """To its end, with one compute thread a process; its output goes into `folder`. Raises
+    ChildFailure.
+    """
     deadline = time.monotonic() + time_limit_s
-    child = Commanded(argv, folder / "process-0.log", environment)
+    child = Commanded(argv, folder / "process-0.log", {**environment, **ONE_THREAD})
     try:
         watch([child], folder, deadline, time_limit_s)
     finally:

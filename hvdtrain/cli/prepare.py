@@ -66,8 +66,12 @@ def prepare(
     return Job(
         model=model,
         optimizer=build_optimizer(
-            *(settings.opt, model, lr, settings.momentum, settings.weight_decay),
-            config.precision.amp,
+            settings.opt,
+            model,
+            lr,
+            settings.momentum,
+            settings.weight_decay,
+            amp=config.precision.amp,
         ),
         update=Update(
             model,

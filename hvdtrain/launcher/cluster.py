@@ -190,18 +190,8 @@ def _plain_name(engine: Engine, worker: str) -> str:
 
 def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
     deadline = time.monotonic() + START_S
-    scan = [
-        "exec",
-        workers[0],
-        "ssh-keyscan",
-        "-t",
-        "ed25519",
-        "-T",
-        "3",
-        "-p",
-        str(PORT),
-        *workers,
-    ]
+    scan = ["exec", workers[0], "ssh-keyscan", "-t", "ed25519", "-T", "3"]
+    scan += ["-p", str(PORT), *workers]
     while True:
         try:
             answers = engine.capture(*scan)

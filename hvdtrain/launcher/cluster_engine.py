@@ -52,21 +52,13 @@ class Engine:
 
     def capture(self, *arguments: str, stdin: str | None = None) -> str:
         """Standard output of a docker command. Raises EngineError when it fails."""
-        done = _run(["docker", *arguments], stdin)
-        if done.returncode != 0:
-            answer = _last_lines(done.stderr or done.stdout)
-            raise EngineError(
-                f"docker {arguments[0]} failed (exit code {done.returncode}): {answer}"
-            )
-        return done.stdout
+        return _docker(arguments, stdin).stdout
 
     def logs(self, container: str, lines: str) -> str:
-        """The end of what a container has printed; sshd does so to standard error."""
-        done = _run(["docker", "logs", "--tail", lines, container])
-        if done.returncode != 0:
-            raise EngineError(
-                f"docker logs failed (exit code {done.returncode}): {_last_lines(done.stderr)}"
-            )
+        """The end of what a container has printed; sshd does so to standard error. Raises
+        EngineError when it fails.
+        """
+        done = _docker(("logs", "--tail", lines, container))
         return (done.stdout + done.stderr).rstrip()
 
     def succeeds(self, *arguments: str) -> bool:
@@ -147,6 +139,15 @@ def _run(
     return subprocess.run(
         command, input=stdin or "", capture_output=True, text=True, check=False, env=environment
     )
+
+
+def _docker(arguments: Sequence[str], stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A docker command, to its end. Raises EngineError when it fails."""
+    done = _run(["docker", *arguments], stdin)
+    if done.returncode != 0:
+        answer = _last_lines(done.stderr or done.stdout)
+        raise EngineError(f"docker {arguments[0]} failed (exit code {done.returncode}): {answer}")
+    return done
 
 
 def _last_lines(text: str) -> str:

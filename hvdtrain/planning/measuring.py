@@ -11,7 +11,6 @@ import torch
 
 from hvdtrain.errors import UsageError
 from hvdtrain.memory import keep_freed_memory
-from hvdtrain.optimizers import build_optimizer
 from hvdtrain.planning.profiles import Gradient, Profile
 from hvdtrain.strategies.work import GlobalBatch, Work, WorkSpec
 
@@ -70,7 +69,7 @@ def measure_profile(spec: WorkSpec) -> Profile:
 
 def _run(work: Work) -> Iterator[StepTimes]:
     """The times of each step that counts."""
-    optimizer = build_optimizer("sgd", work.model, work.spec.lr, work.spec.momentum, 0.0)
+    optimizer = work.tuned_optimizer()
     work.model.train()
     times = StepTimes()
 

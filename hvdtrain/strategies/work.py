@@ -16,6 +16,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch
 from hvdtrain.metering import PHASES, PhaseClock
 from hvdtrain.models import build_model, fit_dataset
+from hvdtrain.optimizers import build_optimizer
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
@@ -107,6 +108,10 @@ class Work:
     def optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         """A fresh one."""
         return torch.optim.SGD(parameters, lr=self.spec.lr, momentum=self.spec.momentum)
+
+    def tuned_optimizer(self) -> torch.optim.Optimizer:
+        """A fresh one over the whole model, with the step that `train` has."""
+        return build_optimizer("sgd", self.model, self.spec.lr, self.spec.momentum, 0.0)
 
     def load(self, indices: Indices, epoch: int) -> Batch:
         """These samples; the phase is `data`."""

@@ -13,22 +13,9 @@ import pytest
 
 from hvdtrain.errors import PreflightError, UsageError
 from hvdtrain.launcher import cluster, cluster_engine, cluster_keys
+from tests.unit.programs import put
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
-def put(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
 
 
 def run_cluster(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

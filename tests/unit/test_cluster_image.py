@@ -10,23 +10,10 @@ import pytest
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher import cluster_engine, cluster_image, cluster_wheels
+from tests.unit.programs import put
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text("utf-8")
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
-def put(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
 
 
 @pytest.fixture

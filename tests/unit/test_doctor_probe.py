@@ -24,6 +24,7 @@ from hvdtrain.launcher.doctor import children, gathering, machine, probe, ticket
 from hvdtrain.launcher.doctor.reaching import Listener, reach_all
 from hvdtrain.launcher.doctor.ring import ring_environment, run_ring
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
+from tests.unit.programs import put
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -181,25 +182,19 @@ def test_interfaces_are_those_of_psutil() -> None:
     assert set(addresses.interfaces()) == expected
 
 
-def fake(folder: Path, name: str, text: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o700)
-
-
 def test_programs_that_tell_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when the answers of mpirun or nvidia-smi are misread (no GPU here: they are fake)."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(children.shutil, "which", which_in(tmp_path))
     assert children.mpi_version() is None
     assert children.gpus() == {"list": [], "problem": None}
-    fake(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    fake(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1, 143771'")
+    put(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    put(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1, 143771'")
     assert children.mpi_version() == "Open MPI 4.1.4"
     gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_mb": "143771"}
     assert children.gpus()["list"] == [gpu]
-    fake(tmp_path, "mpirun", "echo 'HYDRA build details:'")
-    fake(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
+    put(tmp_path, "mpirun", "echo 'HYDRA build details:'")
+    put(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     assert children.mpi_version() == "HYDRA build details:"
     assert children.gpus()["problem"] == "Driver/library version mismatch"
 

@@ -14,6 +14,7 @@ import pytest
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.install import machine, packages
 from hvdtrain.launcher.install.machine import Mpi, Requirement
+from tests.unit.programs import put
 
 program = importlib.import_module("hvdtrain.launcher.install.__main__")
 
@@ -104,8 +105,7 @@ def test_packages_are_installed_where_asked(
 def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:
     folder.mkdir(parents=True)
     for name in tools:
-        (folder / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
-        (folder / name).chmod(0o755)
+        put(folder, name, f"echo '{answer}'")
     return folder
 
 
