@@ -23,6 +23,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
+from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.parameters import check_equal_on_all_ranks
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
@@ -78,7 +79,7 @@ class HorovodExchange:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
-        compression: str = "none",
+        reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
         """Collective: wrap in Horovod's DistributedOptimizer and spread rank 0's state.
 
@@ -89,8 +90,9 @@ class HorovodExchange:
         wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=COMPRESSIONS[compression],
+            compression=COMPRESSIONS[reduction.compression],
             backward_passes_per_step=grad_accum_steps,
+            op=REDUCTIONS[reduction.op],
         )
         state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
         wrapped.load_state_dict(state)
@@ -101,7 +103,7 @@ class HorovodExchange:
         return wrapped
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until Horovod has averaged every gradient.
+        """Collective: wait until Horovod has reduced every gradient.
 
         Raises TrainingError when the model or the optimizer has trainable parameters that were
         not trainable, or not there, when it was wrapped: Horovod would silently leave them out.
@@ -240,7 +242,7 @@ class HorovodExchange:
         ]
         return (
             "the trainable parameters have changed since the optimizer was distributed: "
-            f"{' and '.join(changes)}. Horovod averages only what it was given then: "
+            f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +22,25 @@ from hvdtrain.ring.transports.in_process import in_process_ring
 
 Result = TypeVar("Result")
 _joined: Exchange | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the ranks' gradients on their way.
+
+    `op`: sum or average. `compression`: none or fp16, the type in which they travel.
+    """
+
+    op: str = "average"
+    compression: str = "none"
+
+    def weight(self, ranks: int) -> int:
+        """By what each rank multiplies its gradient for the sum over `ranks` to come out."""
+        return ranks if self.op == "average" else 1
+
+
+AVERAGE = Reduction()
+SUM = Reduction("sum")
 
 
 class Exchange(Protocol):
@@ -45,17 +65,16 @@ class Exchange(Protocol):
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
-        compression: str = "none",
+        reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
-        """Collective: wrap `optimizer` so that gradients are averaged over ranks.
+        """Collective: wrap `optimizer` so that gradients are reduced over ranks.
 
         Afterwards rank 0's parameters, buffers and optimizer state are on every rank.
-        `grad_accum_steps`: backward passes whose gradients add up before they are averaged.
-        `compression`: none or fp16, the type in which gradients travel.
+        `grad_accum_steps`: backward passes whose gradients add up before they are reduced.
         """
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: on return every `.grad` is its average over ranks."""
+        """Collective: on return every `.grad` is its reduction over ranks."""
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Within it, `optimizer.step()` uses the gradients as they stand."""
@@ -73,7 +92,7 @@ class Exchange(Protocol):
         """Within it, the library's own "a collective broke off" is raised as PeerFailure."""
 
     def summation_order(self) -> KnownOrder:
-        """In which order averages are formed. Raises UsageError where nobody has said."""
+        """In which order ranks are summed. Raises UsageError where nobody has said."""
 
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not use this exchange's own reductions."""
@@ -104,12 +123,12 @@ class SingleProcess:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
-        compression: str = "none",
+        reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """There are no other ranks: the gradients are the average already.
+        """There are no other ranks: the gradients are reduced already.
 
         A parameter that was not used gets a zero gradient, as it does from Horovod: else weight
         decay would move it on several ranks and not on one.

@@ -1,12 +1,13 @@
 """The training loop. It knows tensors and steps; how ranks exchange is handed in.
 
 A step's update uses the gradient of the mean loss over the *global* batch. Rank r computes the sum
-of its own samples' losses and weights it by N / B (N ranks, B samples in this global batch), so
-that the average over ranks is (1/N) sum_r (N/B) sum_i loss_i = (1/B) sum_i loss_i, also where
-ranks hold different numbers of samples, or none. With accumulation the global batch is cut into
-micro-batches first, and each of them is shared out: they too are the same for every N. Where the
-loss counts something else (tokens), or samples were left out, the average over ranks is multiplied
-by B / (what was counted on all ranks) before it is used.
+of its own samples' losses and divides it by B, the samples in this global batch, so that the sum
+over ranks is sum_r (1/B) sum_i loss_i = (1/B) sum_i loss_i, also where ranks hold different numbers
+of samples, or none. (Where gradients travel in float16 each is N times as large, and averaged over
+the N ranks: what travels must not sink below float16's smallest number as N grows.) With
+accumulation the global batch is cut into micro-batches first, and each of them is shared out: they
+too are the same for every N. Where the loss counts something else (tokens), or samples were left
+out, the reduced gradient is multiplied by B / (what was counted on all ranks) before it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError
 from hvdtrain.evaluate import Evaluation, evaluate
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.metering import COUNT, Meter, PhaseClock, StepSums, Totals
 from hvdtrain.parameters import check_equal_on_all_ranks
 from hvdtrain.schedule import Schedule
@@ -98,6 +99,14 @@ class Job:
     eval_interval: int
     checkpoint_interval: int
     hash_every: int
+    reduction: Reduction = SUM
+
+    def distributed(self, exchange: Exchange) -> Job:
+        """Collective: the same with an optimizer that reduces gradients over ranks."""
+        optimizer = exchange.distribute(
+            self.optimizer, self.model, self.feed.micro_batches, self.reduction
+        )
+        return replace(self, optimizer=optimizer)
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -266,7 +275,7 @@ def train_step(
     for loaded in data.batches:
         clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-            _backward(job, loaded, exchange.size / data.samples, sums)
+            _backward(job, loaded, job.reduction.weight(exchange.size) / data.samples, sums)
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.findings import NOTHING, Block, Finding
-from hvdtrain.ring import Transport, all_gather, average_error_bound, reduce_scatter, split_evenly
-from hvdtrain.ring.bound import Floats, error_over_bound, may_overflow
+from hvdtrain.exchange import AVERAGE, Reduction
+from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
+from hvdtrain.ring.bound import ERROR_BOUNDS, Floats, error_over_bound, may_overflow
 
 
 class BoundCheck:
@@ -22,10 +23,10 @@ class BoundCheck:
 
     whole_parameters = False
 
-    def __init__(self, transport: Transport, compression: str = "none") -> None:
-        """`compression`: none or fp16, the type in which gradients travel."""
+    def __init__(self, transport: Transport, reduction: Reduction = AVERAGE) -> None:
         self._transport = transport
-        self._compressed = np.dtype(np.float16) if compression == "fp16" else None
+        self._op = reduction.op
+        self._compressed = np.dtype(np.float16) if reduction.compression == "fp16" else None
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
@@ -40,8 +41,8 @@ class BoundCheck:
         size = self._transport.size
         dtype = self._compressed or torch.empty(0, dtype=block.dtype).numpy().dtype
         casts = 1 if self._compressed else 0
-        bound = average_error_bound(magnitudes, size, dtype, further_scalings=casts)
-        reference = sums / size
+        bound = ERROR_BOUNDS[self._op](magnitudes, size, dtype, further_scalings=casts)
+        reference = sums / size if self._op == "average" else sums
         found = reduced[own].to(torch.float64).numpy()
         ratios = _finite_ratios(found, reference, bound)
         if ratios is None:

@@ -8,20 +8,23 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.findings import NOTHING, Block, Finding
+from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.ring import Transport
 from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 
 
 class ExactCheck:
-    """Forms each average again in the exchange's own order, so that no bit may differ."""
+    """Forms each sum or average again in the exchange's own order, so that no bit may differ."""
 
     whole_parameters = True  # the order of summation depends on where one begins and ends
 
-    def __init__(self, transport: Transport, order: KnownOrder, compression: str = "none") -> None:
-        """`compression`: none or fp16, the type in which gradients travel."""
+    def __init__(
+        self, transport: Transport, order: KnownOrder, reduction: Reduction = AVERAGE
+    ) -> None:
         self._transport = transport
         self._order = order
-        self._compressed = compression == "fp16"
+        self._op = reduction.op
+        self._compressed = reduction.compression == "fp16"
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
@@ -31,8 +34,8 @@ class ExactCheck:
         `local`, `reduced`: of one parameter, in its dtype.
         """
         terms = local.to(torch.float16) if self._compressed else local
-        averages = reproduce(terms.numpy(), self._transport, self._order)
-        expected = torch.from_numpy(averages).to(block.dtype)
+        values = reproduce(terms.numpy(), self._transport, self._order, self._op)
+        expected = torch.from_numpy(values).to(block.dtype)
         wrong = np.flatnonzero(differing_bits(reduced.contiguous().numpy(), expected.numpy()))
         if wrong.size == 0:
             return NOTHING

@@ -22,14 +22,15 @@ import torch
 from hvdtrain.audit.auditor import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import SingleProcess, joined
+from hvdtrain.exchange import Reduction, SingleProcess, joined
 from hvdtrain.ring import Transport
+from hvdtrain.ring.bound import ERROR_BOUNDS
 
 DEFAULT_EVERY = 100
 
 
 class GradientAudit:
-    """Compares averaged gradients with the ring reference, every so many steps."""
+    """Compares reduced gradients with the ring reference, every so many steps."""
 
     def __init__(
         self,
@@ -41,20 +42,24 @@ class GradientAudit:
         on_record: Callable[[AuditRecord], None] = lambda record: None,
         evidence: str | Path | None = "audit",
         transport: Transport | None = None,
+        op: str = "average",
     ) -> None:
         """Collective: every rank makes one, at the same point, before the first backward pass.
 
         `model`: the plain one or its DDP wrapper. `optimizer`: Horovod's DistributedOptimizer, to
         be checked by itself; or what `hvdtrain.distribute` gave, which in a single process leaves
         nothing to check. `parts`: look at one of so many parts of the gradients at each audit.
-        `compression`: none or fp16, as the optimizer exchanges. `evidence`: the folder for the
-        gradients of a mismatch, or None. `transport`: by default a ring over the ranks of the job
-        that this process is in. Raises UsageError for a wrong argument, or where there is no job.
+        `compression`: none or fp16, and `op`: average or sum, as the optimizer exchanges.
+        `evidence`: the folder for the gradients of a mismatch, or None. `transport`: by default a
+        ring over the ranks of the job that this process is in. Raises UsageError for a wrong
+        argument, or where there is no job.
         """
         if every < 1 or parts < 1:
             raise UsageError(f"GradientAudit: every={every}, parts={parts}: must be above 0")
         if compression not in ("none", "fp16"):
             raise UsageError(f"GradientAudit: compression={compression!r}: none or fp16")
+        if op not in ERROR_BOUNDS:
+            raise UsageError(f"GradientAudit: op={op!r}: {' or '.join(ERROR_BOUNDS)}")
         self.checked = 0  # audited steps so far
         self.worst_error_over_bound = 0.0
         self._on_record = on_record
@@ -65,7 +70,7 @@ class GradientAudit:
             ring,
             every,
             self._note,
-            BoundCheck(ring, compression),
+            BoundCheck(ring, Reduction(op, compression)),
             parts,
             evidence=None if evidence is None else Path(evidence),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 from hvdtrain.audit import Auditor
+from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.bench.jobs import describe, make_job, our_step
 from hvdtrain.bench.rounds import Measured, Options, Ratio, ratio, run_rounds
 from hvdtrain.errors import UsageError
@@ -21,13 +22,16 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     """
     if exchange.size < 2:
         raise UsageError("bench audit: one worker exchanges nothing (horovodrun -np 2 ...)")
-    job = make_job(options.model, options.batch_size, exchange)
-    job = replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
+    job = make_job(options.model, options.batch_size, exchange).distributed(exchange)
     ring = exchange.ring()
+
+    def audit(parts: int) -> Auditor:
+        return Auditor(job.model, ring, every=1, check=BoundCheck(ring, job.reduction), parts=parts)
+
     contestants = {
         NEVER: our_step(job, exchange),
-        PART: our_step(job, exchange, Auditor(job.model, ring, every=1, parts=PARTS)),
-        WHOLE: our_step(job, exchange, Auditor(job.model, ring, every=1)),
+        PART: our_step(job, exchange, audit(PARTS)),
+        WHOLE: our_step(job, exchange, audit(1)),
     }
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
     ring.close()

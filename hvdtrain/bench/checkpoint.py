@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.bench.jobs import describe, make_job, our_step
@@ -23,8 +22,7 @@ KEEP = 2
 def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
     """Collective: seconds a step with one checkpoint in every round of steps, and the ratios."""
     steps = options.steps
-    job = make_job(options.model, options.batch_size, exchange)
-    job = replace(job, optimizer=exchange.distribute(job.optimizer, job.model))
+    job = make_job(options.model, options.batch_size, exchange).distributed(exchange)
     step = our_step(job, exchange)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         checkpoints = Checkpoints(Path(folder), KEEP)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from hvdtrain.bench.jobs import bare_step, describe, make_job, our_step
 from hvdtrain.bench.rounds import Measured, Options, ratio, run_rounds
-from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.training import Job
+from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 
 OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
 
@@ -20,18 +19,15 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     """
     contestants = {}
     if exchange.size > 1:
-        bare = _distributed(make_job(options.model, options.batch_size, exchange), exchange)
+        bare = make_job(options.model, options.batch_size, exchange)
+        bare = replace(bare, reduction=AVERAGE).distributed(exchange)
         contestants[BARE] = bare_step(bare, exchange)
     contestants[ALONE] = bare_step(
         make_job(options.model, options.batch_size, SingleProcess()), SingleProcess()
     )
     # Ours last: the exchange watches the parameters of the optimizer that it distributed last.
-    ours = _distributed(make_job(options.model, options.batch_size, exchange), exchange)
+    ours = make_job(options.model, options.batch_size, exchange).distributed(exchange)
     contestants[OURS] = our_step(ours, exchange)
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
     ratios = {name: ratio(seconds, OURS, name) for name in contestants if name != OURS}
     return Measured(describe(options), seconds, ratios)
-
-
-def _distributed(job: Job, exchange: Exchange) -> Job:
-    return replace(job, optimizer=exchange.distribute(job.optimizer, job.model))

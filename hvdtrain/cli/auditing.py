@@ -37,14 +37,14 @@ def make_audit(
     """Collective: connect the ring, where there is something to audit; exactly, with an `order`."""
     if not _has_audits(config, exchange):
         return NoAudit()
-    settings, compression = config.check, config.precision.compression
+    settings, reduction = config.check, job.reduction
     ring = exchange.ring()
     return Auditor(
         job.model,
         ring,
         settings.audit_every,
         report.audited,
-        ExactCheck(ring, order, compression) if order else BoundCheck(ring, compression),
+        ExactCheck(ring, order, reduction) if order else BoundCheck(ring, reduction),
         settings.audit_parts,
         config.run.seed,
         evidence=config.folder / "audit",

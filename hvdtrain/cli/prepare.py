@@ -18,7 +18,7 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike
 from hvdtrain.data.feeding import Feed, may_skip, to_device
 from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import say
 from hvdtrain.models import advice_on_size
 from hvdtrain.optimizers import build_optimizer
@@ -62,6 +62,7 @@ def prepare(
     if has_batch_norm(model):
         refuse = _refuse_single_samples if sync_bn else _refuse_small_shares
         refuse(sampler, total_steps, source.shares, config.batch.grad_accum_steps)
+    compression = config.precision.compression
     warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
     return Job(
         model=model,
@@ -93,6 +94,7 @@ def prepare(
         eval_interval=config.run.eval_interval,
         checkpoint_interval=config.run.checkpoint_interval,
         hash_every=config.check.hash_every,
+        reduction=SUM if compression == "none" else Reduction("average", compression),
     )
 
 

@@ -107,10 +107,7 @@ def _train(
     pulse: Pulse,
 ) -> None:
     """Collective: train what was prepared, from the beginning or from `state`."""
-    optimizer = exchange.distribute(
-        job.optimizer, job.model, job.feed.micro_batches, config.precision.compression
-    )
-    job = replace(job, optimizer=optimizer)
+    job = job.distributed(exchange)
     position = Position()
     meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
     if state:

@@ -56,10 +56,17 @@ def average_error_bound(
 
 
 def sum_error_bound(
-    sum_of_magnitudes: NDArray[np.float64], ranks: int, dtype: DTypeLike
+    sum_of_magnitudes: NDArray[np.float64],
+    ranks: int,
+    dtype: DTypeLike,
+    further_scalings: int = 0,
 ) -> NDArray[np.float64]:
-    """As `average_error_bound`, for a sum: N - 1 additions, and no scaling."""
-    return _error_bound(sum_of_magnitudes, ranks, dtype, ranks - 1, scalings=0, divisor=1)
+    """As `average_error_bound`, for a sum: N - 1 additions, and no scaling of its own."""
+    roundings = ranks - 1 + further_scalings
+    return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, further_scalings, divisor=1)
+
+
+ERROR_BOUNDS = {"sum": sum_error_bound, "average": average_error_bound}
 
 
 def _error_bound(

@@ -86,10 +86,9 @@ class Horovod(Strategy):
 def make_job(work: Work, exchange: HorovodExchange) -> Job:
     """Collective: the work as `hvdtrain train` would have it, its optimizer distributed."""
     shares, device = Shares(exchange.size), torch.device("cpu")
-    optimizer = exchange.distribute(work.optimizer(trained(work.model)), work.model)
-    return Job(
+    job = Job(
         model=work.model,
-        optimizer=optimizer,
+        optimizer=work.optimizer(trained(work.model)),
         update=Update(work.model, device),
         task=work.task,
         data=work.task.build_data(),
@@ -103,3 +102,4 @@ def make_job(work: Work, exchange: HorovodExchange) -> Job:
         checkpoint_interval=0,
         hash_every=0,
     )
+    return job.distributed(exchange)

@@ -15,19 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.ring import (
-    Transport,
-    all_reduce,
-    average_error_bound,
-    broadcast,
-    gamma,
-    split_evenly,
-)
+from hvdtrain.ring import Transport, all_reduce, broadcast, gamma, split_evenly
 from hvdtrain.ring.bound import (
+    ERROR_BOUNDS,
     REFERENCE_DTYPE,
     error_over_bound,
     may_overflow,
-    sum_error_bound,
 )
 from hvdtrain.ring.operations import Array
 from hvdtrain.verify.cases import Case
@@ -122,10 +115,8 @@ def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expect
     both = all_reduce(np.concatenate([own64, np.abs(own64)]), transport)
     total, magnitudes = both[: len(own)], both[len(own) :]
     overflow = may_overflow(magnitudes, own.dtype)
-    if op == "average":
-        bound = average_error_bound(magnitudes, size, own.dtype)
-        return Expected(start, total / size, bound, overflow)
-    return Expected(start, total, sum_error_bound(magnitudes, size, own.dtype), overflow)
+    bound = ERROR_BOUNDS[op](magnitudes, size, own.dtype)
+    return Expected(start, total / size if op == "average" else total, bound, overflow)
 
 
 def _within(expected: Expected, share: slice) -> Expected:

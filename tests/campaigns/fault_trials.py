@@ -10,7 +10,6 @@ import json
 import random
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,12 @@ from hvdtrain.cli.tasks import find_source
 from hvdtrain.comm import HorovodExchange
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
+from hvdtrain.exchange import Reduction
 from hvdtrain.faults import FAULTS, Delivered, Place, inject
 from hvdtrain.metering import PhaseClock
 from hvdtrain.pulse import Pulse
-from hvdtrain.ring import Transport, all_reduce, average_error_bound, broadcast
+from hvdtrain.ring import Transport, all_reduce, broadcast
+from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, train_step
 
@@ -67,8 +68,9 @@ class FaultyExchange:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Which gradients go through it from here on."""
+    def watch(self, model: torch.nn.Module, reduction: Reduction) -> None:
+        """Which gradients go through it from here on, and how."""
+        self.reduction = reduction
         self._named = dict(model.named_parameters())
         self._local = LocalGradients(list(self._named.values()))
         self._previous.clear()
@@ -96,7 +98,7 @@ class FaultyExchange:
         local = self._local_of(name)
         delivered = Delivered(
             value=self._named[name].grad,
-            op="average",
+            op=self.reduction.op,
             local=local,
             previous=self._previous.get(name),
             other=self._named[twin].grad if twin else None,
@@ -113,14 +115,15 @@ class FaultyExchange:
         """The largest change on any rank, in rounding bounds, worked out apart from the audit."""
         magnitudes = all_reduce(local.double().abs().reshape(-1).numpy(), self._ring)
         dtype = np.float16 if self._compressed else np.float32
-        bound = average_error_bound(magnitudes, self._inner.size, dtype, int(self._compressed))
+        bound_of = ERROR_BOUNDS[self.reduction.op]
+        bound = bound_of(magnitudes, self._inner.size, dtype, int(self._compressed))
         change = (now.double() - before.double()).abs().reshape(-1).numpy()
         ratio = np.where(np.isnan(change), np.inf, change / bound).max(initial=0.0)
         return float(all_reduce(np.array([ratio]), self._ring, op="max")[0])
 
     @property
     def _compressed(self) -> bool:
-        return self.compression == "fp16"
+        return self.reduction.compression == "fp16"
 
     def _local_of(self, name: str) -> torch.Tensor:
         parameter = self._named[name]
@@ -148,14 +151,10 @@ def run_workload(
     config = build_config({"data": "digits", "device": "cpu", "lr": 0.01} | options, [])
     source = find_source(config, exchange, exchange.rank)
     job = prepare(config, 48, source, exchange, Topology(exchange.rank, exchange.size))
-    exchange.compression = config.precision.compression
-    optimizer = exchange.distribute(
-        job.optimizer, job.model, job.feed.micro_batches, exchange.compression
-    )
-    job = replace(job, optimizer=optimizer)
-    exchange.watch(job.model)
+    job = job.distributed(exchange)
+    exchange.watch(job.model, job.reduction)
     records: list[AuditRecord] = []
-    check = BoundCheck(ring, exchange.compression)
+    check = BoundCheck(ring, job.reduction)
     audit = Auditor(job.model, ring, 1, records.append, check)
     steps = endless_steps(job, exchange.rank)
     problems = []

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -19,13 +20,14 @@ import numpy as np
 import torch
 
 from hvdtrain.audit import Auditor, AuditRecord, NoAudit
+from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, SingleProcess, agree
+from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree
 from hvdtrain.metering import Meter, StepSums
 from hvdtrain.models import build_model
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
@@ -78,10 +80,9 @@ def make_job(
 
 
 def distributed(job: Job, exchange: Exchange) -> Job:
-    optimizer = exchange.distribute(job.optimizer, job.model, job.feed.micro_batches)
     fits = len(job.feed.shares.weights) == exchange.size
     shares = job.feed.shares if fits else Shares(exchange.size)
-    return replace(job, optimizer=optimizer, feed=replace(job.feed, shares=shares))
+    return replace(job, feed=replace(job.feed, shares=shares)).distributed(exchange)
 
 
 def ring_sums_are_right(exchange: Exchange) -> None:
@@ -107,30 +108,35 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
     ]
     cases += [("mlp", size - 1, 1, None), ("lenet", 9 * size + 1, 1, uneven)]
     cases += [("lenet", samples, 3, None) for samples in (1, 2 * size, 9 * size + 1)]
-    for name, samples, accum_steps, shares in cases:
+    for (name, samples, accum_steps, shares), reduction in product(cases, (SUM, AVERAGE)):
         dataset = made_up_images(samples)
         indices = np.arange(samples)
         alone = make_job(dataset, name)
         one_step(alone, SingleProcess(), NoAudit(), 1, indices)
-        together = distributed(make_job(dataset, name, accum_steps, shares), exchange)
+        together = make_job(dataset, name, accum_steps, shares)
+        together = distributed(replace(together, reduction=reduction), exchange)
         one_step(together, exchange, NoAudit(), 1, indices).total()
         for (key, expected), actual in zip(
             alone.model.named_parameters(), together.model.parameters(), strict=True
         ):
             largest = expected.grad.abs().max()
             error = (actual.grad - expected.grad).abs().max()
-            assert error <= 1e-12 * largest, (name, samples, accum_steps, key, error / largest)
+            case = (name, samples, accum_steps, reduction, key)
+            assert error <= 1e-12 * largest, (case, error / largest)
 
 
-def sparse_gradients_are_averaged(exchange: Exchange) -> None:
-    """Each rank looks up rows of its own: the average holds those of all ranks, over N."""
-    layer = torch.nn.Embedding(exchange.size + 1, 2, sparse=True, dtype=torch.float64)
-    optimizer = exchange.distribute(torch.optim.SGD(layer.parameters(), lr=1.0), layer)
-    layer(torch.tensor([exchange.rank, exchange.size])).sum().backward()
-    exchange.reduce_gradients(optimizer)
-    expected = torch.full((exchange.size + 1, 2), 1 / exchange.size, dtype=torch.float64)
-    expected[-1] = 1.0  # the row that all have looked up
-    torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+def sparse_gradients_are_reduced(exchange: Exchange) -> None:
+    """Each rank looks up rows of its own: the sum holds those of all ranks; the average over N."""
+    for reduction in (SUM, AVERAGE):
+        layer = torch.nn.Embedding(exchange.size + 1, 2, sparse=True, dtype=torch.float64)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        optimizer = exchange.distribute(optimizer, layer, 1, reduction)
+        layer(torch.tensor([exchange.rank, exchange.size])).sum().backward()
+        exchange.reduce_gradients(optimizer)
+        expected = torch.ones(exchange.size + 1, 2, dtype=torch.float64)
+        expected[-1] = exchange.size  # the row that all have looked up
+        expected /= reduction.weight(exchange.size)
+        torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
 
 
 def horovods_threads_do_not_push_aside_who_computes(exchange: Exchange) -> None:
@@ -271,7 +277,7 @@ def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
             gradient.numpy().reshape(-1).view(np.int64)[-1] ^= 1 << 30
 
     def drop_last_rank(gradient: torch.Tensor) -> None:
-        gradient.reshape(-1)[-1] -= local[-1] / exchange.size
+        gradient.reshape(-1)[-1] -= local[-1]
 
     def stale(gradient: torch.Tensor) -> None:
         gradient.reshape(-1)[-1] *= 1.001
@@ -282,7 +288,8 @@ def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
     for fault in (None, flip_bit, drop_last_rank, stale):
         job = distributed(make_job(dataset), exchange)
         records: list[AuditRecord] = []
-        audit = FaultyExchangeAudit(Auditor(job.model, ring, 1, records.append), job, fault)
+        honest = Auditor(job.model, ring, 1, records.append, BoundCheck(ring, job.reduction))
+        audit = FaultyExchangeAudit(honest, job, fault)
         local = audit.local_weight_gradients(exchange)
 
         def step(job: Job = job, audit: FaultyExchangeAudit = audit) -> None:
@@ -388,7 +395,7 @@ CHECKS = (
     statistics_are_averaged_and_put_back,
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
-    sparse_gradients_are_averaged,
+    sparse_gradients_are_reduced,
     horovods_threads_do_not_push_aside_who_computes,
     initial_state_is_that_of_rank_0,
     a_broadcast_that_fails_is_noticed,

@@ -17,6 +17,7 @@ from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.exact import ExactCheck
 from hvdtrain.errors import AuditMismatch, UsageError
+from hvdtrain.exchange import AVERAGE, SUM, Reduction
 from hvdtrain.ring import Transport, split_evenly
 from hvdtrain.ring.orders import OPEN_MPI_RING
 from hvdtrain.ring.transports.in_process import run_in_process
@@ -47,7 +48,7 @@ def audited_steps(
     every: int = 1,
     empty_rank: int | None = None,
     exact: bool = False,
-    compression: str = "none",
+    reduction: Reduction = AVERAGE,
     **options: Any,
 ) -> list[tuple[list[AuditRecord], str]]:
     """Each rank's records and the text of its mismatch, after steps of backward and averaging."""
@@ -57,9 +58,9 @@ def audited_steps(
     def work(transport: Transport) -> tuple[list[AuditRecord], str]:
         model = Model()
         records: list[AuditRecord] = []
-        check: Any = BoundCheck(transport, compression)
+        check: Any = BoundCheck(transport, reduction)
         if exact:
-            check = ExactCheck(transport, OPEN_MPI_RING, compression)
+            check = ExactCheck(transport, OPEN_MPI_RING, reduction)
         audit = Auditor(model, transport, every, records.append, check, **options)
         for step in range(1, steps + 1):
             model.zero_grad()
@@ -73,15 +74,14 @@ def audited_steps(
                 if p.requires_grad
             }
             barrier.wait()
-            averages = {
-                name: average([own[name] for own in gradients], compression)
-                for name in gradients[0]
+            reduced = {
+                name: reduce([own[name] for own in gradients], reduction) for name in gradients[0]
             }
             barrier.wait()
             if step == steps:
-                fault(transport.rank, averages)
+                fault(transport.rank, reduced)
             for name, parameter in model.named_parameters():
-                parameter.grad = averages.get(name)
+                parameter.grad = reduced.get(name)
             try:
                 audit.end(step)
             except AuditMismatch as error:
@@ -91,10 +91,13 @@ def audited_steps(
     return run_in_process(size, work)
 
 
-def average(terms: list[torch.Tensor], compression: str) -> torch.Tensor:
-    """As Open MPI's ring and Horovod form it: segment k is added from rank k on; times 1/N."""
+def reduce(terms: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    """As Open MPI's ring and Horovod do it: segment k is added from rank k on; an average is that
+    times 1/N.
+    """
     size, dtype = len(terms), terms[0].dtype
-    if compression == "fp16":
+    compressed = reduction.compression == "fp16"
+    if compressed:
         terms = [term.half() for term in terms]
     total = torch.empty_like(terms[0]).reshape(-1)
     flat = [term.reshape(-1) for term in terms]
@@ -104,21 +107,30 @@ def average(terms: list[torch.Tensor], compression: str) -> torch.Tensor:
         for k, part in enumerate(split_evenly(len(total), size)):
             order = [flat[(k + step) % size][part] for step in range(size)]
             total[part] = functools.reduce(torch.add, order)
-    scaled = (total.float() if compression == "fp16" else total) * torch.tensor(1 / size)
-    return scaled.to(total.dtype).to(dtype).reshape(terms[0].shape)
+    if reduction.op == "average":
+        scaled = (total.float() if compressed else total) * torch.tensor(1 / size)
+        total = scaled.to(total.dtype)
+    return total.to(dtype).reshape(terms[0].shape)
 
 
 def nothing(rank: int, averages: dict[str, torch.Tensor]) -> None:
     """No fault."""
 
 
+REDUCTIONS = [
+    Reduction(op, compression) for op in ("sum", "average") for compression in ("none", "fp16")
+]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("empty_rank", [None, 0])
-def test_honest_averages_pass(size: int, empty_rank: int | None) -> None:
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+def test_honest_values_pass(size: int, empty_rank: int | None, reduction: Reduction) -> None:
     """Fails on a false alarm, also where a rank has no samples and so no gradients, or if an audit
     is counted where no rank has any.
     """
-    for records, text in audited_steps(size, nothing, empty_rank=empty_rank):
+    found = audited_steps(size, nothing, empty_rank=empty_rank, reduction=reduction)
+    for records, text in found:
         assert text == ""
         nobody = size == 1 and empty_rank == 0
         assert [record.step for record in records] == ([] if nobody else [1, 2, 3])
@@ -271,16 +283,26 @@ def test_parts_cover_everything(parts: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_exact_audits_let_the_known_order_pass(size: int, compression: str, parts: int) -> None:
+def test_exact_audits_let_the_known_order_pass(size: int, reduction: Reduction, parts: int) -> None:
     """Fails if the order is reproduced with one rounding too many, or a parameter is cut."""
-    outcomes = audited_steps(
-        size, nothing, steps=4, exact=True, compression=compression, parts=parts
-    )
+    outcomes = audited_steps(size, nothing, steps=4, exact=True, reduction=reduction, parts=parts)
     for records, text in outcomes:
         assert text == ""
         assert [record.worst_error_over_bound for record in records] == [0.0] * 4
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sum_is_no_average(exact: bool) -> None:
+    """Fails if an audit takes one for the other."""
+
+    def averaged(rank: int, sums: dict[str, torch.Tensor]) -> None:
+        for gradient in sums.values():
+            gradient /= 3
+
+    for _, text in audited_steps(3, averaged, exact=exact, reduction=SUM):
+        assert all(line in text for line in ("rank 1: parameter", *WRONG_SUM)), text
 
 
 @pytest.mark.parametrize("fault", [lowest_bit_everywhere, lowest_bit_on_rank_1])
@@ -301,7 +323,7 @@ def test_evidence_is_left(tmp_path: Path) -> None:
     kept = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(3)]
     locals_ = [tensors["local_from_0"] for tensors in kept]
     reduced = [tensors["reduced"] for tensors in kept]
-    right = average(locals_, "none").reshape(-1)
+    right = reduce(locals_, AVERAGE).reshape(-1)
     assert torch.equal(reduced[0], right) and torch.equal(reduced[2], right)
     assert (reduced[1] != right).nonzero().tolist() == [[2 * 5 + 3]]
     assert not torch.equal(locals_[0], locals_[1])

@@ -116,9 +116,7 @@ def test_an_augmented_run_is_the_same_on_n_ranks_and_after_a_stop(size: int) -> 
     jobs = [job(exchange) for exchange in exchanges]
 
     def work(exchange):
-        own = jobs[exchange.rank]
-        own = replace(own, optimizer=exchange.distribute(own.optimizer, own.model, 2))
-        run_job(own, exchange)
+        run_job(jobs[exchange.rank].distributed(exchange), exchange)
 
     run_ranks(exchanges, work)
     for name, weight in alone.model.state_dict().items():

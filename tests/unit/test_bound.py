@@ -13,6 +13,7 @@ from hvdtrain.ring.bound import (
     error_over_bound,
     gamma,
     may_overflow,
+    sum_error_bound,
     unit_roundoff,
 )
 
@@ -101,6 +102,15 @@ def test_the_bound_of_four_ranks_in_float32() -> None:
     underflow = 4 * 2.0**-126  # each of 3 additions and 1 product may flush to zero
     bound = average_error_bound(np.array([2.0]), 4, np.float32)
     assert bound[0] == 2 * ((path + reference) / 4) + underflow
+
+
+def test_the_bound_of_a_sum_has_no_scaling() -> None:
+    """Fails if a sum of three, or one of them that travels in float16, is given another bound."""
+    bound, wide = sum_error_bound(np.array([2.0]), 3, np.float32), 2.0**-53
+    reference = 6 * wide / (1 - 6 * wide)
+    assert bound[0] == 2 * (gamma(2, np.float32) + reference) + 2 * 2.0**-126
+    half = sum_error_bound(np.array([2.0]), 3, np.float16, further_scalings=1)
+    assert half[0] == 2 * (gamma(3, np.float16) + reference) + 3 * 2.0**-24
 
 
 NAN, INF = float("nan"), float("inf")

@@ -16,7 +16,7 @@ from hvdtrain.cli.tasks import Source, build_data, build_task
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import SingleProcess
+from hvdtrain.exchange import SUM, Reduction, SingleProcess
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job
 from tests.unit.threads import connect
@@ -153,6 +153,9 @@ def test_the_flags_reach_the_job() -> None:
     assert (job.checkpoint_interval, job.hash_every) == (17, 19)
     assert job.schedule(0) == 1.0 and job.update.average is not None
     assert prepared(100, 40).update.average is None
+    assert job.reduction == SUM
+    compressed = prepared(100, 40, 2, compression="fp16")
+    assert compressed.reduction == Reduction("average", "fp16")  # as large for 2 workers as for 512
     with job.update.autocast():
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.bfloat16
 

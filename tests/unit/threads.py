@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SUM, Reduction
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.ring.transports import Transport
 
@@ -52,7 +53,7 @@ class Board:
 
 
 class ThreadExchange:
-    """An Exchange of one rank. Sums are added in rank order, so a run repeats bit for bit."""
+    """An Exchange of one rank. Gradients are summed, in rank order: a run repeats bit for bit."""
 
     controller = "threads"
     repeatable = True
@@ -71,15 +72,16 @@ class ThreadExchange:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
-        compression: str = "none",
+        reduction: Reduction = SUM,
     ) -> torch.optim.Optimizer:
+        assert reduction == SUM
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
-            parameter.grad = torch.stack(given).sum(0) / self.size
+            parameter.grad = torch.stack(given).sum(0)
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         return nullcontext()
