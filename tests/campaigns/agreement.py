@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
@@ -65,13 +66,18 @@ def flags_for(flags: list[str], size: int) -> list[str]:
     return [*flags[:-1], *([f"--rank-weights={WEIGHTS[size]}"] if size in WEIGHTS else [])]
 
 
-def differences(name: str, size: int, controller: str, folder: Path) -> float:
-    """How far `size` workers end from one worker, which is run once per folder."""
+def differences(
+    name: str, size: int, controller: str, folder: Path, more: Sequence[str] = ()
+) -> float:
+    """How far `size` workers end from one worker, which is run once per folder.
+
+    `more`: flags that take precedence over the case's.
+    """
     flags, _ = CASES[name]
     alone, together = folder / "alone", folder / f"{size}-{controller}"
     for path, workers in ((alone, 1), (together, size)):
         if not path.exists():
-            finished = train(flags_for(flags, workers), path, workers, controller)
+            finished = train([*flags_for(flags, workers), *more], path, workers, controller)
             assert finished.exit_code == 0, finished.output
     (expected_summary, expected), (summary, weights) = map(summary_and_weights, (alone, together))
     assert summary["samples_seen"] == expected_summary["samples_seen"]

@@ -6,6 +6,8 @@
 
 prints the tables of docs/planning.md. `measure` takes some minutes, and needs a machine that does
 nothing else; it adds what is missing to docs/planning-measured.json, which `measured` shows again.
+All N of a model live at the same time, and train in turns, so that a machine whose speed drifts is
+as fast for one as for another.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.bench.jobs import DATA
+from hvdtrain.bench.scaling import OURS, Case, Starter
+from hvdtrain.children import fork_server, guarded
 from hvdtrain.planning.costs import Cluster
 from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.planning.network import measure_network, read_network
@@ -30,13 +35,15 @@ from hvdtrain.planning.overlap import Queue
 from hvdtrain.planning.predicting import Setting, predict
 from hvdtrain.planning.profiles import read_profile
 from hvdtrain.strategies.work import WorkSpec
-from tests.campaigns.planning_worker import ROUNDS, WORK
 from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
-from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, run
+from tests.parallel.launching import CHECKOUT, CONTROLLERS
 
 MEASURED = CHECKOUT / "docs" / "planning-measured.json"
+WORK = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # samples a worker
+PROFILE_STEPS = {"lenet": 60, "mlp": 30, "resnet18-small": 6}
 WORKERS = (1, 2, 3, 4)
-LIMIT_S = 100.0
+ROUNDS, TURN_S = 6, 3.0
+LIMIT_S = 400.0  # of each model, and of the network
 
 
 def published_table() -> list[str]:
@@ -64,19 +71,18 @@ def measure(controllers: Sequence[str]) -> None:
     if MEASURED.exists():
         found = json.loads(MEASURED.read_text())
     found["cores"] = len(os.sched_getaffinity(0))
-    for model, (batch_size, steps) in WORK.items():
+    for model, batch_size in WORK.items():
         if model not in found["profiles"]:
-            count = WARM_UP_STEPS + ROUNDS * steps
+            count = WARM_UP_STEPS + PROFILE_STEPS[model]
             spec = WorkSpec(model, DATA, ".", batch_size, count, "float32", 0, 0.01, 0.9)
             _keep(found, "profiles", model, measure_profile(spec).as_json())
     for controller in controllers:
         if controller not in found["networks"]:
             network = measure_network(controller, LIMIT_S).as_json()
             _keep(found, "networks", controller, network)
-    for name in ["none 1", *(f"{c} {n}" for c in controllers for n in WORKERS if n > 1)]:
-        if name not in found["samples_per_s"]:
-            controller, workers = name.split()
-            _keep(found, "samples_per_s", name, _train(controller, int(workers)))
+        for model in WORK:
+            if (name := f"{controller} {model}") not in found["samples_per_s"]:
+                _keep(found, "samples_per_s", name, _train(controller, model))
 
 
 def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
@@ -85,50 +91,49 @@ def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
     MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
-def _train(controller: str, workers: int) -> dict[str, list[float]]:
-    """Samples a second of each model and round, over all workers."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found")
-        command = [sys.executable, "-m", "tests.campaigns.planning_worker", str(file)]
-        variables = {"OMP_NUM_THREADS": "1"}
-        finished = (
-            run(command, LIMIT_S, variables=variables)
-            if workers == 1
-            else horovodrun(workers, controller, command, timeout_s=LIMIT_S, variables=variables)
-        )
-        assert finished.exit_code == 0, finished.output
-        found: dict[str, list[float]] = json.loads(file.read_text())
-    return found
+def _train(controller: str, model: str) -> dict[str, list[float]]:
+    """Samples a second of each N and round, over all workers."""
+    start = Starter(controller, LIMIT_S, fork_server())
+    with guarded(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        running = {}
+        for workers in WORKERS:
+            case = Case(model, workers, WORK[model] * workers)
+            running[workers] = start(case, OURS, Path(folder, str(workers)))
+            stack.callback(running[workers].close)
+        for number in range(ROUNDS):
+            for workers in WORKERS[:: -1 if number % 2 else 1]:
+                running[workers].take(TURN_S)
+        return {str(workers): contestant.rates() for workers, contestant in running.items()}
 
 
 def measured_table(measured: dict[str, Any]) -> list[str]:
     """A row for each controller, model and N: samples a second, and efficiency."""
     lines = [
         "| controller | model | N | samples/s predicted | measured | residual "
-        "| efficiency predicted | measured | residual |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| efficiency predicted | measured | residual | predicted without overlap |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rates = measured["samples_per_s"]
     for controller in sorted(measured["networks"]):
         for model in WORK:
+            rates = measured["samples_per_s"][f"{controller} {model}"]
             setting = _setting(measured, controller, model)
-            alone = statistics.median(rates["none 1"][model])
-            for workers in WORKERS:
-                by_model = rates["none 1" if workers == 1 else f"{controller} {workers}"]
-                lines.append(_row(setting, controller, model, workers, by_model[model], alone))
+            lines += [_row(setting, controller, model, workers, rates) for workers in WORKERS]
     return lines
 
 
 def _row(
-    setting: Setting, controller: str, model: str, workers: int, rates: list[float], alone: float
+    setting: Setting, controller: str, model: str, workers: int, rates: dict[str, list[float]]
 ) -> str:
+    """Efficiency is the median of the ratios within rounds."""
     predicted = predict(setting, "ring", workers)
-    rate = statistics.median(rates)
-    efficiency = rate / (workers * alone)
+    ours, alone = rates[str(workers)], rates["1"]
+    rate = statistics.median(ours)
+    efficiency = statistics.median(n / (workers * one) for n, one in zip(ours, alone, strict=True))
     return (
         f"| {controller} | {model} | {workers} | {predicted.samples_per_s:,.0f} | {rate:,.0f} | "
         f"{100 * (predicted.samples_per_s / rate - 1):+.0f} % | {predicted.efficiency:.2f} | "
-        f"{efficiency:.2f} | {predicted.efficiency - efficiency:+.2f} |"
+        f"{efficiency:.2f} | {predicted.efficiency - efficiency:+.2f} | "
+        f"{predicted.efficiency_without_overlap:.2f} |"
     )
 
 

@@ -30,7 +30,11 @@ def test_bench_ring(controller: str, tmp_path: Path) -> None:
 
 
 RATIOS = {
-    "step": {"bare Horovod loop", "bare single-device loop"},
+    "step": {
+        "bare Horovod loop",
+        "bare single-device loop",
+        "bare single-device loop, in step",
+    },
     "checkpoint": {"in the background", "waited for"},
     "audit": {"1/100 at every step", "all at every step", "all at every 100th step"},
 }
@@ -107,7 +111,7 @@ def test_bench_start(tmp_path: Path) -> None:
 def test_bench_classic(tmp_path: Path) -> None:
     """Fails if a setting does not run, or its figures are lost."""
     target, plots = tmp_path / "classic.json", tmp_path / "plots"
-    flags = ["--epochs=2", "--data=digits", "--model=mlp", "--controller=gloo"]
+    flags = ["--epochs=2", "--rounds=1", "--data=digits", "--model=mlp", "--controller=gloo"]
     finished = run(
         hvdtrain("bench", "classic", *flags, f"--json={target}", f"--output={plots}"), timeout_s=240
     )
