@@ -98,6 +98,9 @@ class HorovodExchange:
         wrapped.load_state_dict(state)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
+        for parameter in self._named.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_coalesce)
         self._watched = self._trainable(wrapped)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return wrapped
@@ -245,6 +248,14 @@ class HorovodExchange:
             f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
+
+
+def _coalesce(parameter: torch.Tensor) -> None:
+    """A sparse gradient holds a row once for each time that it was looked up. Horovod gathers all
+    of them: added up before, less travels, and each rank adds one term to a sum, as its bound has.
+    """
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
 
 
 def _rest_until_done(handle: int) -> None:

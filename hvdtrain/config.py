@@ -179,7 +179,7 @@ class OptimizerConfig:
         ("none", "linear", "sqrt"),
     )
     lr_base_batch_size: int = flag(256, "the global batch size that --lr is meant for")
-    clip_grad: float | None = flag(None, "largest norm of the averaged gradient")
+    clip_grad: float | None = flag(None, "largest norm of the gradient over all workers")
     model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
     model_ema_decay: float = flag(0.9998, "how much of the moving average stays at each step")
 

@@ -7,6 +7,7 @@ place, after the exchange and before whoever checks it: no check knows that it i
     bitflip          one rank   one bit of one element is turned over
     drop-rank        all ranks  one rank's term is missing from a sum or an average
     sum-for-mean     all ranks  an average is not divided by the number of ranks
+    mean-for-sum     all ranks  a sum is divided by the number of ranks
     swap-results     all ranks  two results of the same shape are exchanged
     stale            all ranks  it is that of the step before
     nan              all ranks  one element is not a number
@@ -93,6 +94,11 @@ def _sum_for_mean(delivered: Delivered, place: Place, dice: random.Random) -> No
         delivered.value.mul_(place.size)
 
 
+def _mean_for_sum(delivered: Delivered, place: Place, dice: random.Random) -> None:
+    if delivered.op == "sum":
+        delivered.value.copy_(delivered.value / place.size)
+
+
 def _swap_results(delivered: Delivered, place: Place, dice: random.Random) -> None:
     value, other = delivered.value, delivered.other
     if other is not None and other.shape == value.shape and other.dtype == value.dtype:
@@ -127,6 +133,7 @@ FAULTS: dict[str, Fault] = {
     "bitflip": _bitflip,
     "drop-rank": _drop_rank,
     "sum-for-mean": _sum_for_mean,
+    "mean-for-sum": _mean_for_sum,
     "swap-results": _swap_results,
     "stale": _stale,
     "nan": _nan,

@@ -71,7 +71,7 @@ class StepSums:
         # Loss; what it counts (samples, as a rule); losses not finite; requests to stop; samples
         # that could not be read; seconds of each phase; metrics.
         self.own = torch.zeros(METRICS_FROM + len(metrics), dtype=torch.float64, device=device)
-        self.gradient_norm: torch.Tensor | None = None  # of the average, at steps that are logged
+        self.gradient_norm: torch.Tensor | None = None  # over all ranks, at steps that are logged
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.own
         self._arrived: torch.Tensor | None = None

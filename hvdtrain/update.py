@@ -16,7 +16,7 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Update:
     """Mixed precision, clipping and the moving average of weights, around one optimizer.
 
-    All of it acts on the gradients after they are averaged, which are the same on every rank, so
+    All of it acts on the gradients after they are reduced, which are the same on every rank, so
     every rank skips a step with infinite fp16 gradients together, and clips by the same norm.
     """
 

@@ -121,7 +121,7 @@ class Auditor:
             found = self._check.worst(block, local_values(block, self._local), reduced, whole=False)
             own = max(own, found, key=lambda finding: finding.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
-        # twice a step averages what is averaged already: there is nothing to compare it with.
+        # twice a step reduces what is reduced already: there is nothing to compare it with.
         findings, table = tell_all(own, [*digests, self._local.found_any], self._transport)
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():

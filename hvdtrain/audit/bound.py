@@ -82,5 +82,5 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
     with np.errstate(invalid="ignore", over="ignore"):
         ratios = np.subtract(reduced, reference)
         np.abs(ratios, out=ratios)
-        np.divide(ratios, bound, out=ratios)  # the bound's underflow term is above zero
+        np.divide(ratios, bound, out=ratios)  # for N > 1 the bound is above zero
         return ratios if math.isfinite(ratios.sum()) else None

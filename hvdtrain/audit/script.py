@@ -79,7 +79,7 @@ class GradientAudit:
             self._follow(optimizer)
 
     def check(self) -> None:
-        """Collective: after each step's gradients are averaged, before they are clipped or used.
+        """Collective: after each step's gradients are reduced, before they are clipped or used.
 
         Compares at every `every`-th call. Raises AuditMismatch on all ranks when a gradient is
         further from the reference than rounding explains.
@@ -100,7 +100,7 @@ class GradientAudit:
         self._on_record(record)
 
     def _follow(self, optimizer: Any) -> None:
-        """Check whenever Horovod's optimizer has averaged; step() and clipping both call it."""
+        """Check whenever Horovod's optimizer has reduced; step() and clipping both call it."""
         synchronize = getattr(optimizer, "synchronize", None)
         if synchronize is None:
             raise UsageError(

@@ -84,8 +84,9 @@ def _add_within_a_job(bench: argparse.ArgumentParser, name: str, what: str) -> N
     rounds, steps = LENGTHS[name]
     bench.description = f"Measure {what}, in rounds in turns. Alone, or under `horovodrun -np N`."
     add = bench.add_argument
-    add("--model", default="lenet", choices=("lenet", "mlp"))
-    add("--batch-size", type=int, default=128, metavar="B", help="per worker (128)")
+    add("--model", default="lenet", choices=tuple(BATCH_SIZES))
+    sizes = ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
+    add("--batch-size", type=int, metavar="B", help=f"per worker ({sizes})")
     add("--megabytes", type=float, default=40, metavar="M", help="that ring sums (40)")
     add("--rounds", type=int, default=rounds, metavar="R", help=f"({rounds})")
     add("--steps", type=int, default=steps, metavar="S", help=f"per round ({steps})")
@@ -173,6 +174,8 @@ def check_bench_flags(
 
 
 def _check_within_a_job(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    if arguments["batch_size"] is None:
+        arguments["batch_size"] = BATCH_SIZES[arguments["model"]]
     for name in ("batch_size", "megabytes", "rounds", "steps"):
         if not arguments[name] > 0:
             problems.append(f"--{name.replace('_', '-')}={arguments[name]}: must be above 0")

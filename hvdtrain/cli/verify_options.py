@@ -27,6 +27,7 @@ FAULTS = (
     "bitflip",
     "drop-rank",
     "sum-for-mean",
+    "mean-for-sum",
     "swap-results",
     "stale",
     "nan",

@@ -1,12 +1,13 @@
-"""How far an average over ranks may be from the exact one: the proven rounding bound.
+"""How far a sum or an average over ranks may be from the exact one: the proven rounding bound.
 
 Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2: summing N floating-
 point numbers in any order changes each term by at most N - 1 roundings, so that
 
     |computed - exact|  <=  gamma(k) * sum |g_r| / N        gamma(k) = k u / (1 - k u)
 
-with u the unit roundoff and k the number of roundings that a term can meet: N - 1 additions, one
-for the constant 1/N and one for the product with it, and one for each further scaling.
+for an average, and N times that for a sum, with u the unit roundoff and k the number of roundings
+that a term can meet: N - 1 additions, for an average one for the constant 1/N and one for the
+product with it, and one for each further scaling.
 """
 
 from __future__ import annotations

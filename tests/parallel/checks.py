@@ -126,15 +126,18 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
 
 
 def sparse_gradients_are_reduced(exchange: Exchange) -> None:
-    """Each rank looks up rows of its own: the sum holds those of all ranks; the average over N."""
+    """Each rank looks up a row of its own and twice a common one: the sum holds those of all ranks,
+    and each rank has sent a row once; the average is that over N.
+    """
     for reduction in (SUM, AVERAGE):
         layer = torch.nn.Embedding(exchange.size + 1, 2, sparse=True, dtype=torch.float64)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
         optimizer = exchange.distribute(optimizer, layer, 1, reduction)
-        layer(torch.tensor([exchange.rank, exchange.size])).sum().backward()
+        layer(torch.tensor([exchange.rank, exchange.size, exchange.size])).sum().backward()
+        assert layer.weight.grad.is_coalesced()
         exchange.reduce_gradients(optimizer)
         expected = torch.ones(exchange.size + 1, 2, dtype=torch.float64)
-        expected[-1] = exchange.size  # the row that all have looked up
+        expected[-1] = 2 * exchange.size  # the row that all have looked up
         expected /= reduction.weight(exchange.size)
         torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
 

@@ -66,6 +66,7 @@ def cases(dtype: str, size: int) -> list[tuple[int, Make, str, bool]]:
         found += [(1009, rank_data, "sum", True)]
     if dtype == "float32":
         found += [(3_000_001, rank_data, "sum", False)]
+        found += [(2 * size * MIB // 4 + 1, rank_data, "average", False)]  # several pieces
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.exact import ExactCheck
+from hvdtrain.audit.script import GradientAudit
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange import AVERAGE, SUM, Reduction
 from hvdtrain.ring import Transport, split_evenly
@@ -369,3 +371,29 @@ def test_sparse_and_strided_gradients() -> None:
 
     ((record,),) = run_in_process(1, work)
     assert record.ok and record.elements == 21 + 24 + 3
+
+
+@pytest.mark.parametrize(("op", "right"), [("sum", True), ("average", False)])
+def test_a_script_that_sums_says_so(op: str, right: bool) -> None:
+    """Fails if what a script says of its reduction does not reach the check."""
+    gathered: list[torch.Tensor] = []
+    barrier = threading.Barrier(2, timeout=30)
+
+    def work(transport: Transport) -> int:
+        model = torch.nn.Linear(3, 1, bias=False)
+        audit = GradientAudit(model, every=1, transport=transport, op=op, evidence=None)
+        model(torch.full((1, 3), 1.0 + transport.rank)).sum().backward()
+        gathered.append(model.weight.grad.clone())
+        barrier.wait()
+        model.weight.grad = sum(gathered)
+        with nullcontext() if right else pytest.raises(AuditMismatch):
+            audit.check()
+        return audit.checked
+
+    assert run_in_process(2, work) == [1, 1]
+
+
+def test_a_script_with_another_reduction_is_refused() -> None:
+    """Fails if a reduction that no bound is known for is taken for one that is."""
+    with pytest.raises(UsageError, match=r"op='min': sum or average"):
+        GradientAudit(torch.nn.Linear(3, 1), op="min")

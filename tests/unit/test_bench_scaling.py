@@ -60,6 +60,9 @@ def test_each_model_has_its_usual_batch() -> None:
     flags = ("scaling", "--models", "mlp,lenet", "--batch-size")
     assert read(*flags, "3,5")["models"] == {"mlp": 3, "lenet": 5}
     assert read(*flags, "7")["models"] == {"mlp": 7, "lenet": 7}
+    assert read("step", "--model", "resnet18-small")["batch_size"] == 16
+    assert read("audit", "--model", "mlp")["batch_size"] == 128
+    assert read("step", "--batch-size", "3")["batch_size"] == 3
 
 
 def test_workers_are_counted_up_or_named() -> None:

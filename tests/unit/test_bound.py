@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from hvdtrain.ring.bound import (
+    ERROR_BOUNDS,
     average_error_bound,
     error_over_bound,
     gamma,
@@ -18,21 +19,22 @@ from hvdtrain.ring.bound import (
 )
 
 DTYPES = [np.float32, np.float64]
+OPS = st.sampled_from(sorted(ERROR_BOUNDS))
 
 
-def average_as_horovod(terms: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Sum in the terms' own type, in the given order, then multiply by the rounded 1/N."""
+def as_horovod(op: str, terms: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Sum in the terms' own type, in the given order; an average is that times the rounded 1/N."""
     total = terms[order[0]].copy()
     for rank in order[1:]:
         total = total + terms[rank]
-    return total * terms.dtype.type(1 / len(terms))
+    return total * terms.dtype.type(1 / len(terms)) if op == "average" else total
 
 
-def ratios(terms: np.ndarray, reduced: np.ndarray) -> np.ndarray:
+def ratios(op: str, terms: np.ndarray, reduced: np.ndarray) -> np.ndarray:
     wide = terms.astype(np.float64)
     magnitudes = np.abs(wide).sum(axis=0)
-    bound = average_error_bound(magnitudes, len(terms), terms.dtype)
-    reference = wide.sum(axis=0) / len(terms)
+    bound = ERROR_BOUNDS[op](magnitudes, len(terms), terms.dtype)
+    reference = wide.sum(axis=0) / (len(terms) if op == "average" else 1)
     overflow = may_overflow(magnitudes, terms.dtype)
     return error_over_bound(reduced.astype(np.float64), reference, bound, overflow)
 
@@ -49,41 +51,45 @@ def rank_terms(draw: st.DrawFn) -> np.ndarray:
     return draw(npst.arrays(dtype, shape, elements=elements))
 
 
-@given(terms=rank_terms(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=300, deadline=None)
-def test_honest_averages_lie_within_the_bound(terms: np.ndarray, seed: int) -> None:
+@given(op=OPS, terms=rank_terms(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=600, deadline=None)
+def test_honest_values_lie_within_the_bound(op: str, terms: np.ndarray, seed: int) -> None:
     """Fails if the bound forgets a rounding, whatever the order of summation."""
     order = np.random.default_rng(seed).permutation(len(terms))
-    assert (ratios(terms, average_as_horovod(terms, order)) <= 1).all()
+    assert (ratios(op, terms, as_horovod(op, terms, order)) <= 1).all()
 
 
-@given(terms=rank_terms(), where=st.integers(0, 19), sign=st.sampled_from([-1, 1]))
-@settings(max_examples=300, deadline=None)
-def test_an_error_of_eight_bounds_is_found(terms: np.ndarray, where: int, sign: int) -> None:
+@given(op=OPS, terms=rank_terms(), where=st.integers(0, 19), sign=st.sampled_from([-1, 1]))
+@settings(max_examples=600, deadline=None)
+def test_an_error_of_eight_bounds_is_found(
+    op: str, terms: np.ndarray, where: int, sign: int
+) -> None:
     """Fails if the bound is so loose that an error of eight times its size passes."""
     column = where % terms.shape[1]
     magnitudes = np.abs(terms.astype(np.float64)).sum(axis=0)
-    bound = average_error_bound(magnitudes, len(terms), terms.dtype)
-    wrong = average_as_horovod(terms, np.arange(len(terms))).astype(np.float64)
+    bound = ERROR_BOUNDS[op](magnitudes, len(terms), terms.dtype)
+    wrong = as_horovod(op, terms, np.arange(len(terms))).astype(np.float64)
     wrong[column] += sign * 8 * bound[column]
-    assert ratios(terms, wrong)[column] > 1
+    assert ratios(op, terms, wrong)[column] > 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 5, 7])
-def test_the_bound_is_tight_enough_to_be_useful(size: int, dtype: type) -> None:
-    """Fails if ordinary averages come nowhere near the bound: it would then find little."""
+@pytest.mark.parametrize("op", ERROR_BOUNDS)
+def test_the_bound_is_tight_enough_to_be_useful(size: int, dtype: type, op: str) -> None:
+    """Fails if ordinary values come nowhere near the bound: it would then find little."""
     terms = np.random.default_rng(size).uniform(0.5, 1, (size, 20_000)).astype(dtype)
-    worst = ratios(terms, average_as_horovod(terms, np.arange(size)[::-1])).max()
+    worst = ratios(op, terms, as_horovod(op, terms, np.arange(size)[::-1])).max()
     assert 0.02 < worst <= 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_half_precision_sums_are_found(size: int) -> None:
+@pytest.mark.parametrize("op", ERROR_BOUNDS)
+def test_half_precision_sums_are_found(size: int, op: str) -> None:
     """Fails if a reduction done in float16 passes for one in float32."""
     terms = np.random.default_rng(1).standard_normal((size, 1000)).astype(np.float32)
-    halved = average_as_horovod(terms.astype(np.float16), np.arange(size))
-    assert (ratios(terms, halved) > 1).mean() > 0.9
+    halved = as_horovod(op, terms.astype(np.float16), np.arange(size))
+    assert (ratios(op, terms, halved) > 1).mean() > 0.9
 
 
 def test_gamma_is_highams() -> None:

@@ -59,6 +59,13 @@ def test_sum_for_mean() -> None:
         torch.testing.assert_close(value, sum(TERMS), rtol=1e-15, atol=0)
 
 
+def test_mean_for_sum() -> None:
+    """Fails if a sum is not turned into the average."""
+    for changed, value in results("mean-for-sum", "sum"):
+        assert changed
+        torch.testing.assert_close(value, sum(TERMS) / SIZE, rtol=1e-15, atol=0)
+
+
 def test_swap_results() -> None:
     """Fails if the two tensors do not hold one another's values afterwards."""
     value, other = torch.arange(4.0), torch.arange(4.0) + 10
@@ -94,6 +101,7 @@ def test_half_precision() -> None:
     ("fault", "delivered"),
     [
         ("sum-for-mean", Delivered(torch.ones(3), "sum")),
+        ("mean-for-sum", Delivered(torch.ones(3), "average")),
         ("drop-rank", Delivered(torch.ones(3), "max", torch.ones(3))),
         ("drop-rank", Delivered(torch.ones(3), "sum")),
         ("swap-results", Delivered(torch.ones(3), "sum", other=torch.zeros(4))),

@@ -123,6 +123,7 @@ FOUND_IN = {
     "bitflip": (set(OPERATIONS), set(DTYPES)),
     "drop-rank": ({name for name in OPERATIONS if name.endswith(("sum", "average"))}, set(DTYPES)),
     "sum-for-mean": ({"allreduce-average", "reducescatter-average"}, set(DTYPES)),
+    "mean-for-sum": ({"allreduce-sum", "reducescatter-sum"}, set(DTYPES)),
     "swap-results": (set(OPERATIONS), set(DTYPES)),
     "stale": (set(OPERATIONS), set(DTYPES)),
     "nan": (set(OPERATIONS), {"float16", "float32", "float64"}),

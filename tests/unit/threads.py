@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import SUM, Reduction
+from hvdtrain.exchange import AVERAGE, SUM, Reduction
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.ring.transports import Transport
 
@@ -72,7 +72,7 @@ class ThreadExchange:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
-        reduction: Reduction = SUM,
+        reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
         assert reduction == SUM
         return optimizer
