@@ -25,7 +25,8 @@ def init() -> Exchange:
 
     Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
     returns the same. Several workers get one compute thread each, as in `hvdtrain train`, unless
-    OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work.
+    OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work, and
+    UsageError under a launcher whose processes it does not connect, such as torchrun.
     """
     return join(_connect)
 
@@ -43,8 +44,9 @@ def distribute(
     """Collective: rank 0's parameters, buffers and optimizer state on every rank, and an optimizer
     whose `step` averages gradients over ranks first.
 
-    `grad_accum_steps`: backward passes before each step. Raises UsageError before `init`, and
-    TrainingError, naming the ranks, if parameters differ afterwards.
+    `grad_accum_steps`: backward passes before each step. Sparse gradients become dense. Raises
+    UsageError before `init` and for an optimizer that cannot be used, and TrainingError, naming the
+    ranks, if parameters differ afterwards.
     """
     workers = joined()
     if workers is None:

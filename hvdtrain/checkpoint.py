@@ -73,6 +73,10 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise TrainingError if the last write has failed; never waits for one under way."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise TrainingError(

@@ -23,13 +23,15 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
-from hvdtrain.exchange import AVERAGE, Reduction
+from hvdtrain.exchange import AVERAGE, Reduction, make_gradients_dense
 from hvdtrain.parameters import check_equal_on_all_ranks
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport, library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 from hvdtrain.scheduling import new_threads_do_not_push
+from hvdtrain.stalls import StallWatch, waits
+from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
 POLL_S = 1e-4
@@ -54,7 +56,9 @@ class HorovodExchange:
     """All ranks of one horovodrun. Make one a process: Horovod cannot be initialised twice."""
 
     def __init__(self) -> None:
-        """Collective: initialise Horovod. Raises PreflightError when it cannot be."""
+        """Collective: initialise Horovod. Raises PreflightError when it cannot be, and UsageError
+        when it has found none of the processes that were started with this one.
+        """
         for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
         try:
@@ -64,9 +68,11 @@ class HorovodExchange:
             raise PreflightError(f"Horovod cannot start: {error}") from error
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
+        Topology.from_environment().check_joined(self.size)
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         # With fusion, which tensors travel together depends on timing.
         self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+        self.stalls = StallWatch()
         self._named: dict[str, torch.nn.Parameter] = {}
         self._watched: Trainable = (frozenset(), frozenset())
 
@@ -74,6 +80,7 @@ class HorovodExchange:
         """Layers that hold it may be copied; it stays the one of this process."""
         return self
 
+    @waits
     def distribute(
         self,
         optimizer: torch.optim.Optimizer,
@@ -87,6 +94,7 @@ class HorovodExchange:
         broadcast_optimizer_state may take a dummy step that moves parameters on other ranks.
         Raises TrainingError, naming the ranks, if parameters differ afterwards.
         """
+        make_gradients_dense(model, optimizer)
         wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
@@ -98,13 +106,11 @@ class HorovodExchange:
         wrapped.load_state_dict(state)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
-        for parameter in self._named.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_coalesce)
         self._watched = self._trainable(wrapped)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return wrapped
 
+    @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until Horovod has reduced every gradient.
 
@@ -114,7 +120,7 @@ class HorovodExchange:
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
         for handle, _ in [*optimizer._handles.values()]:  # type: ignore[attr-defined]
-            if isinstance(handle, int):  # else not begun yet, or a sparse gradient's
+            if isinstance(handle, int):  # else not begun yet
                 _rest_until_done(handle)
         optimizer.synchronize()  # type: ignore[attr-defined]
 
@@ -124,7 +130,11 @@ class HorovodExchange:
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
-        return lambda: hvd.synchronize(handle)
+        return lambda: self._finish_one(handle)
+
+    @waits
+    def _finish_one(self, handle: int) -> torch.Tensor:
+        return _finish([handle])[0]
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         """Collective: each tensor's sum, average, min or max over ranks.
@@ -168,9 +178,11 @@ class HorovodExchange:
             for number, tensor in enumerate(tensors)
         )
 
+    @waits
     def broadcast_object(self, value: Any, name: str) -> Any:
         return hvd.broadcast_object(value, 0, name=name)
 
+    @waits
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         return list(hvd.allgather_object(value, name=name))
 
@@ -192,6 +204,11 @@ class HorovodExchange:
         if self.rank == 0:
             hvd.stop_timeline()
 
+    def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
+        if self.size > 1:
+            self.stalls.start(give_up)
+
+    @waits
     def close(self) -> None:
         # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none
         # may while another still uses it (to free the ring's communicator, say).
@@ -248,14 +265,6 @@ class HorovodExchange:
             f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
-
-
-def _coalesce(parameter: torch.Tensor) -> None:
-    """A sparse gradient holds a row once for each time that it was looked up. Horovod gathers all
-    of them: added up before, less travels, and each rank adds one term to a sum, as its bound has.
-    """
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.coalesce()
 
 
 def _rest_until_done(handle: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hvdtrain.errors import EXIT_FAILED, AgreedFailure, HvdtrainError
+from hvdtrain.errors import EXIT_FAILED, AgreedFailure, HvdtrainError, PeerFailure, UsageError
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.in_process import in_process_ring
@@ -69,7 +69,8 @@ class Exchange(Protocol):
     ) -> torch.optim.Optimizer:
         """Collective: wrap `optimizer` so that gradients are reduced over ranks.
 
-        Afterwards rank 0's parameters, buffers and optimizer state are on every rank.
+        Afterwards rank 0's parameters, buffers and optimizer state are on every rank, and gradients
+        are dense (`make_gradients_dense`).
         `grad_accum_steps`: backward passes whose gradients add up before they are reduced.
         """
 
@@ -103,6 +104,11 @@ class Exchange(Protocol):
     def stop_timeline(self) -> None:
         """End that."""
 
+    def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
+        """From here on call `give_up`, in a thread, when a collective waits for longer than the
+        stall limit of Horovod's environment variables, if that is set.
+        """
+
     def close(self) -> None:
         """Collective: leave the group of ranks in good order."""
 
@@ -125,6 +131,7 @@ class SingleProcess:
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
+        make_gradients_dense(model, optimizer)
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,11 +173,37 @@ class SingleProcess:
     def stop_timeline(self) -> None:
         """There is no library."""
 
+    def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
+        """There is nobody to wait for."""
+
     def close(self) -> None:
         """Nothing is held."""
 
     def abandon(self) -> None:
         """There is nobody to tell."""
+
+
+def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Turn sparse gradients of `model` into dense ones as soon as a backward pass has made them.
+
+    A rank whose share is empty has no gradient, and could not know that the others send rows; rows
+    that are looked up twice have no fixed order of summation; norms and most optimizers take no
+    sparse gradients. Dense ones are summed, checked and used as all others are, on any N. Raises
+    UsageError for an optimizer that takes sparse gradients only.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "SparseAdam: takes sparse gradients only, but those of several workers are added up as "
+            "dense ones (on one worker too: N changes nothing). Use torch.optim.Adam or Adagrad"
+        )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_make_dense)
+
+
+def _make_dense(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
 
 
 def join(connect: Callable[[], Exchange]) -> Exchange:

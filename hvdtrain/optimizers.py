@@ -43,9 +43,8 @@ def build_optimizer(
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    sparse = any(getattr(module, "sparse", False) for module in model.modules())
     # A fused step would be left to find infinite gradients itself (fp16), after it has made its
-    # state, and takes no sparse gradients.
-    wanted["fused"] = amp != "fp16" and not sparse
+    # state.
+    wanted["fused"] = amp != "fp16"
     settings = {key: value for key, value in wanted.items() if key in accepted}
     return optimizer_class(model.parameters(), **settings)

@@ -10,12 +10,13 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 
 PACKAGE = Path(__file__).parent
 LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
@@ -60,6 +61,20 @@ def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) ->
         shown = ", ".join(map(str, arguments))
         called = f"called with ({shown}), " if arguments else ""
         raise UsageError(f"{flag}={name}: {called}{place}{_describe(error)}") from error
+
+
+@contextmanager
+def exits_as_failures() -> Iterator[None]:
+    """Within it, sys.exit() in the user's code is raised as TrainingError that says where.
+
+    Else the process would end without a word, and with 0 perhaps, while other ranks wait for it.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        place = _place(error).removesuffix(": ") or "a library"
+        raise TrainingError(f"ended by sys.exit({code}) in {place}") from error
 
 
 def _import(given: str, module_name: str, here: str) -> ModuleType:

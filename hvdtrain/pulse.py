@@ -54,6 +54,11 @@ class Pulse:
         pulse._tell("?")
         return pulse
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is an agent at the other end."""
+        return self._fd is not None
+
     def beat(self, phase: str | None = None) -> None:
         """A phase begins, or (None) is still going on."""
         self._phase = phase or self._phase

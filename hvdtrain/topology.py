@@ -6,20 +6,43 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
 
-# What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI.
-_GLOO_NAMES = {
-    "rank": "HOROVOD_RANK",
-    "size": "HOROVOD_SIZE",
-    "local_rank": "HOROVOD_LOCAL_RANK",
-}
-_OPEN_MPI_NAMES = {
-    "rank": "OMPI_COMM_WORLD_RANK",
-    "size": "OMPI_COMM_WORLD_SIZE",
-    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-}
+
+class Start(NamedTuple):
+    """A way to start several processes, and the variables that each of them gets."""
+
+    launcher: str
+    size: str
+    rank: str
+    local_rank: str
+    instead: str  # the right command, where Horovod has not connected processes so started
+
+
+_INSTEAD = "`horovodrun -np {size} ...` or `hvdtrain launch -np {size} -- ...`"
+_IN_SLURM = "`hvdtrain launch -np {size} -- ...` without srun (launch/slurm.sbatch)"
+
+# What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI. An mpirun of
+# the Open MPI that Horovod was built with will do as well; under another's, Horovod finds nobody.
+_JOINED = (
+    Start("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", _INSTEAD),
+    Start(
+        "an mpirun of another MPI than Horovod's",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        _INSTEAD,
+    ),
+)
+# Launchers whose processes Horovod does not connect. A batch script of Slurm and an interactive
+# shell of it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
+_FOREIGN = (
+    Start("torchrun, or the like,", "WORLD_SIZE", "RANK", "LOCAL_RANK", _INSTEAD),
+    Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", _IN_SLURM),
+    Start("another MPI's launcher", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _INSTEAD),
+)
 
 
 @dataclass(frozen=True)
@@ -29,26 +52,49 @@ class Topology:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    launched: bool = False  # by horovodrun or mpirun; False: a single process of its own
+    launched: bool = False  # by horovodrun or mpirun; False: by itself, or by a foreign launcher
+    start: Start | None = None  # where a launcher has started it
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Topology:
         """Read the launcher's variables; without them, a single process.
 
-        Raises UsageError when the variables are there but make no sense.
+        Raises UsageError when those of horovodrun or mpirun are there but make no sense.
         """
-        for names in (_GLOO_NAMES, _OPEN_MPI_NAMES):
-            if names["rank"] in environment:
+        for start in _JOINED:
+            if start.rank in environment or start.size in environment:
                 return cls(
-                    **{field: _integer(environment, name) for field, name in names.items()},
+                    rank=_integer(environment, start.rank),
+                    size=_integer(environment, start.size),
+                    local_rank=_integer(environment, start.local_rank),
                     launched=True,
+                    start=start,
                 )
+        for start in _FOREIGN:
+            size = _integer_or(environment, start.size, 1)
+            if size > 1:
+                rank = _integer_or(environment, start.rank, 0)
+                local_rank = _integer_or(environment, start.local_rank, 0)
+                return cls(rank, size, local_rank, start=start)
         return cls()
 
     @property
     def place(self) -> str:
         """Rank and host, as messages name them."""
         return f"rank {self.rank} on {socket.gethostname()}"
+
+    def check_joined(self, size: int) -> None:
+        """Raise UsageError if a launcher has started several processes, but `size`, the number that
+        are connected, is 1: each of them would do all the work by itself, as N = 1.
+        """
+        if self.start is None or not size == 1 < self.size:
+            return
+        raise UsageError(
+            f"{self.start.size}={self.size}: {self.start.launcher} has started this process as one "
+            f"of {self.size}, but Horovod does not connect them: each would do all the work by "
+            f"itself. Use {self.start.instead.format(size=self.size)}; for a process by itself, "
+            f"unset {self.start.size}"
+        )
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
@@ -59,3 +105,9 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
             "(start workers with horovodrun)"
         )
     return int(text)
+
+
+def _integer_or(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Of variables that other programs may use for other purposes."""
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else default

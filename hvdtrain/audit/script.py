@@ -25,6 +25,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Reduction, SingleProcess, joined
 from hvdtrain.ring import Transport
 from hvdtrain.ring.bound import ERROR_BOUNDS
+from hvdtrain.topology import Topology
 
 DEFAULT_EVERY = 100
 
@@ -60,6 +61,7 @@ class GradientAudit:
             raise UsageError(f"GradientAudit: compression={compression!r}: none or fp16")
         if op not in ERROR_BOUNDS:
             raise UsageError(f"GradientAudit: op={op!r}: {' or '.join(ERROR_BOUNDS)}")
+        _refuse_sparse(model, optimizer)
         self.checked = 0  # audited steps so far
         self.worst_error_over_bound = 0.0
         self._on_record = on_record
@@ -115,6 +117,20 @@ class GradientAudit:
         optimizer.synchronize = synchronize_and_check
 
 
+def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:
+    """Rows that are looked up twice are added in an order that no bound covers, unless gradients
+    are made dense first: by `hvdtrain.distribute`, or by Horovod's optimizer where it is told so.
+    """
+    if joined() is not None or getattr(optimizer, "sparse_as_dense", False):
+        return
+    layers = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False)]
+    if layers:
+        raise UsageError(
+            f"GradientAudit: layer {layers[0]} makes sparse gradients, whose sums have no known "
+            "bound. Give hvd.DistributedOptimizer sparse_as_dense=True, or the layer sparse=False"
+        )
+
+
 def _ring_of_this_job() -> Transport:
     """Collective: a ring over the ranks of the job that this process is in, however it joined."""
     workers = joined()
@@ -124,7 +140,9 @@ def _ring_of_this_job() -> Transport:
     if distributed.is_available() and distributed.is_initialized():
         from hvdtrain.peers import ring_of_torch_distributed
 
-        return ring_of_torch_distributed()
+        ring = ring_of_torch_distributed()
+        Topology.from_environment().check_joined(ring.size)
+        return ring
     if "horovod.torch" in sys.modules:
         from hvdtrain.comm import ring_of_horovod
 

@@ -41,6 +41,7 @@ class RunKeeper:
     def stop_requested(self) -> bool:
         self._signals.alive()
         self._pulse.beat()
+        self._report.check_saved()
         return self._signals.requested is not None
 
     def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
 from hvdtrain.checkpoint import Checkpoints, Snapshot
 from hvdtrain.cli.console import Console, is_live, verdict, way_on
-from hvdtrain.errors import AuditMismatch, HvdtrainError, Stopped
+from hvdtrain.cli.failure import describe, leave_cause, take_cause
+from hvdtrain.errors import AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -43,6 +45,7 @@ class Report:
         `pulse` is shown where the run stands.
         """
         self._pulse, self._total_steps = pulse, job.total_steps
+        take_cause(directory.path)  # one that an earlier start has left
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
@@ -144,6 +147,10 @@ class Report:
                 f"valid_{self._task.best}": found,
             }
 
+    def check_saved(self) -> None:
+        """Raise TrainingError if the last checkpoint could not be written."""
+        self._checkpoints.check()
+
     def wait_until_saved(self) -> None:
         """Until the last checkpoint is on disk."""
         self._checkpoints.wait()
@@ -171,7 +178,8 @@ class Report:
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         self._summary["status"] = statuses.get(type(error), "failed")
         self._summary["params_sha256"] = self._params_sha256
-        self._summary["error"] = f"{type(error).__name__}: {error}"
+        cause = take_cause(self._directory.path) if isinstance(error, PeerFailure) else None
+        self._summary["error"] = cause or describe(error)
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
 
@@ -200,7 +208,12 @@ class Report:
 
 
 class NoReport:
-    """The other ranks': nothing is printed or written twice."""
+    """The other ranks': nothing is printed or written twice. What one of them fails with is left
+    for rank 0's summary, where the folder is the same.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
 
     def interval_end(self, totals: Totals, lr: float) -> None: ...
 
@@ -213,11 +226,15 @@ class NoReport:
 
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None: ...
 
+    def check_saved(self) -> None: ...
+
     def wait_until_saved(self) -> None: ...
 
     def finish(self, outcome: Outcome) -> None: ...
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, PeerFailure | Stopped):
+            leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
 
     def close(self) -> None: ...
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from hvdtrain.errors import Stopped
+from hvdtrain.errors import HvdtrainError, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NOTE_AFTER_S = 0.4  # mpirun follows its SIGTERM with a SIGKILL after 1 s
@@ -27,7 +27,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: int | None = None
-        self.note: Callable[[Stopped], None] = lambda error: None
+        self.note: Callable[[HvdtrainError], None] = lambda error: None
         self.give_up: Callable[[Stopped], None] = lambda error: None
         self._training = False
         self._last_step_s = 0.0
@@ -52,7 +52,7 @@ class StopSignals:
         self._hearing.close()
 
     def training_starts(
-        self, note: Callable[[Stopped], None], give_up: Callable[[Stopped], None]
+        self, note: Callable[[HvdtrainError], None], give_up: Callable[[Stopped], None]
     ) -> None:
         """From here on signals are noted. `note` is called in a thread soon after one arrives,
         `give_up` when no step has ended for STUCK_AFTER_S after it.

@@ -17,17 +17,20 @@ from hvdtrain.cli.resume import Resumable, Resumed, find_resumable
 from hvdtrain.cli.signals import StopSignals
 from hvdtrain.cli.tasks import find_source
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import EXIT_OK, PreflightError, Stopped
+from hvdtrain.errors import EXIT_OK, PeerFailure, PreflightError, Stopped
 from hvdtrain.exchange import Exchange, SingleProcess, agree
 from hvdtrain.fields import profiled_steps
 from hvdtrain.log import say
 from hvdtrain.loop_state import restore
 from hvdtrain.memory import keep_freed_memory
 from hvdtrain.metering import Meter
+from hvdtrain.plugins import exits_as_failures
 from hvdtrain.profiling import StepProfiler
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run_directory import RunDirectory
+from hvdtrain.stalls import LIMIT as STALL_LIMIT
+from hvdtrain.stalls import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.topology import Topology
 from hvdtrain.training import Job, Position, train
 
@@ -41,8 +44,16 @@ def run(config: TrainConfig, topology: Topology) -> int:
     keep_freed_memory()
     if config.run.profile is not None:  # Horovod wants to know when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    if not pulse.is_watched:  # else the launcher's watchdog judges, which sees every rank
+        os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
     with StopSignals() as signals:
         exchange = connect(topology)
+
+        def stalled(error: PeerFailure) -> None:
+            signals.note(error)
+            leave_at_once(tell(error, topology))
+
+        exchange.watch_stalls(stalled)
         try:
             with exchange.peer_failures():
                 _run(config, exchange, topology, signals, pulse)
@@ -85,7 +96,7 @@ def _run(
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found, pulse))
     try:
-        with exchange.peer_failures():
+        with exchange.peer_failures(), exits_as_failures():
             state = resumed.state if resumed else None
             _train(config, job, state, exchange, order, report, signals, pulse)
     except BaseException as error:
@@ -132,8 +143,14 @@ def _train(
 
 
 def connect(topology: Topology) -> Exchange:
-    """Collective: join the other workers, if a launcher started this process as one of several."""
-    return connect_workers() if topology.launched else SingleProcess()
+    """Collective: join the other workers, if a launcher started this process as one of several.
+
+    Raises UsageError where that launcher's processes cannot be joined.
+    """
+    if topology.launched:
+        return connect_workers()
+    topology.check_joined(1)
+    return SingleProcess()
 
 
 def connect_workers() -> HorovodExchange:
@@ -153,7 +170,7 @@ def _open_report(
 ) -> Report | NoReport:
     """Rank 0 claims the run directory and prints the header."""
     if exchange.rank != 0:
-        return NoReport()
+        return NoReport(config.folder, exchange.rank)
     directory = found.directory if found else RunDirectory(config.folder)
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,

@@ -98,8 +98,12 @@ class Rank:
 
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:
-    """The first that failed of itself; where all are victims of another, the first of them."""
+    """The first that failed of itself. Where all are victims of another, the first that has left
+    them with exit code 0, in the middle of their work; where nobody has, the first of them.
+    """
     failed = [rank for rank in ranks if rank.has_failed]
+    if failed and all(rank.is_victim or rank.put_down for rank in failed):
+        failed = [r for r in ranks if r.state == "ended" and r.exit_code == 0] or failed
     return min(failed, key=lambda r: (r.put_down, r.is_victim, r.ended_s), default=None)
 
 

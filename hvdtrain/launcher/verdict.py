@@ -68,6 +68,8 @@ class Evidence:
         others = [rank for rank in self.ranks if rank.state == "running" and rank not in silent]
         self.standstill = [explain_silence(rank) for rank in silent[:OTHERS_SHOWN]]
         self.standstill += [f"{explain_silence(rank)} (waits)" for rank in others[:OTHERS_SHOWN]]
+        left = [rank for rank in self.ranks if rank.state == "ended"]
+        self.standstill += [f"{rank.place} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
 
 
 def judge(seen: Evidence) -> Outcome:
@@ -105,7 +107,11 @@ def _explain_stop(seen: Evidence) -> str:
 
 
 def _explain_failure(seen: Evidence, first: Rank) -> str:
-    lines = [f"{first.place} {explain_end(first)}, the first to fail"]
+    lines = [f"{first.place} {explain_end(first)}"]
+    if first.has_failed:
+        lines[0] += ", the first to fail"
+    else:
+        lines[0] += " while others were still at work: all ranks must make the same number of steps"
     if first.step:
         lines[0] += f", in phase {first.phase} of step {first.step}"
     if first.last_lines:

@@ -27,6 +27,7 @@ LAYERS = {
             "hvdtrain.log",
             "hvdtrain.memory",
             "hvdtrain.scheduling",
+            "hvdtrain.stalls",
             "hvdtrain.pulse",
             "hvdtrain.plugins",
         ),
