@@ -21,6 +21,7 @@ import torch
 
 from hvdtrain.audit import Auditor, AuditRecord, NoAudit
 from hvdtrain.audit.bound import BoundCheck
+from hvdtrain.audit.exact import ExactCheck
 from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
@@ -28,12 +29,13 @@ from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree
+from hvdtrain.loop_state import capture
 from hvdtrain.metering import Meter, StepSums
 from hvdtrain.models import build_model
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
-from hvdtrain.training import Job
+from hvdtrain.training import Job, Position
 from hvdtrain.update import Update
 from tests.rings import lengths_for, rank_data
 from tests.unit.jobs import classification, evaluate_on, one_step
@@ -125,21 +127,51 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
             assert error <= 1e-12 * largest, (case, error / largest)
 
 
-def sparse_gradients_are_reduced(exchange: Exchange) -> None:
-    """Each rank looks up a row of its own and twice a common one: the sum holds those of all ranks,
-    and each rank has sent a row once; the average is that over N.
-    """
-    for reduction in (SUM, AVERAGE):
-        layer = torch.nn.Embedding(exchange.size + 1, 2, sparse=True, dtype=torch.float64)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        optimizer = exchange.distribute(optimizer, layer, 1, reduction)
-        layer(torch.tensor([exchange.rank, exchange.size, exchange.size])).sum().backward()
-        assert layer.weight.grad.is_coalesced()
-        exchange.reduce_gradients(optimizer)
-        expected = torch.ones(exchange.size + 1, 2, dtype=torch.float64)
-        expected[-1] = 2 * exchange.size  # the row that all have looked up
-        expected /= reduction.weight(exchange.size)
-        torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
+    """For every size of share, also empty ones: with momentum, norm, state and the exact audit."""
+    size = exchange.size
+    ring = exchange.ring()
+    try:
+        check = ExactCheck(ring, exchange.summation_order(), SUM)
+    except UsageError:  # of Open MPI's default at this N
+        check = BoundCheck(ring, SUM)
+    for samples, accum_steps in ((1, 1), (size - 1, 2), (size, 1), (4 * size + 1, 3)):
+        dataset = made_up_images(samples)
+        learned, records = [], []
+        for where, sparse in ((SingleProcess(), False), (exchange, True)):
+            job = make_job(dataset, accum_steps=accum_steps if where is exchange else 1)
+            model = Words(sparse).double()
+            update = Update(model, CPU, clip_grad=0.5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            job = replace(job, model=model, optimizer=optimizer, update=update)
+            job = distributed(replace(job, schedule=lambda step: 0.1, reduction=SUM), where)
+            audit = NoAudit()
+            if where is exchange:
+                audit = Auditor(model, ring, 1, records.append, check)
+            for step in (1, 2, 3):
+                sums = one_step(job, where, audit, step, np.arange(samples))
+                sums.total()
+                assert sums.gradient_norm > 0
+            kept = capture(job, Position(3, samples), Meter(where, samples), where, {})
+            assert (kept is None) == (where.rank > 0)
+            learned.append([parameter.detach() for parameter in model.parameters()])
+        assert [record.ok for record in records] == [True] * 3
+        for alone, together in zip(*learned, strict=True):
+            close(together, alone)
+
+
+class Words(torch.nn.Module):
+    """Looks up rows of a table for each image, some of them twice."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = torch.nn.Embedding(11, 6, sparse=sparse)
+        self.output = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = (images.flatten(1)[:, :4].abs() * 10).long() % 11
+        return self.output(self.table(torch.cat([rows, rows[:, :2]], dim=1)).sum(1))
 
 
 def horovods_threads_do_not_push_aside_who_computes(exchange: Exchange) -> None:
@@ -398,7 +430,7 @@ CHECKS = (
     statistics_are_averaged_and_put_back,
     ring_sums_are_right,
     averaged_gradient_is_that_of_the_global_batch,
-    sparse_gradients_are_reduced,
+    sparse_gradients_train_as_on_one_process,
     horovods_threads_do_not_push_aside_who_computes,
     initial_state_is_that_of_rank_0,
     a_broadcast_that_fails_is_noticed,

@@ -373,6 +373,25 @@ def test_sparse_and_strided_gradients() -> None:
     assert record.ok and record.elements == 21 + 24 + 3
 
 
+def test_sparse_gradients_of_a_script_are_refused() -> None:
+    """Fails if rows that are looked up twice, which Horovod adds in an order that no bound covers,
+    end in a false alarm; or if a script that makes them dense is refused.
+    """
+
+    def work(transport: Transport) -> None:
+        model = torch.nn.Sequential(torch.nn.Embedding(7, 3, sparse=True), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.synchronize = lambda: None
+        with pytest.raises(UsageError, match=r"layer 0 makes sparse .* sparse_as_dense=True"):
+            GradientAudit(model, optimizer, transport=transport)
+        with pytest.raises(UsageError, match=r"layer 0 makes sparse .* sparse=False"):
+            GradientAudit(model, transport=transport)
+        optimizer.sparse_as_dense = True
+        GradientAudit(model, optimizer, transport=transport)
+
+    run_in_process(1, work)
+
+
 @pytest.mark.parametrize(("op", "right"), [("sum", True), ("average", False)])
 def test_a_script_that_sums_says_so(op: str, right: bool) -> None:
     """Fails if what a script says of its reduction does not reach the check."""

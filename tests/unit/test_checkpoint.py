@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ def test_a_failed_save_is_told_at_the_next(tmp_path: Path, monkeypatch) -> None:
     checkpoints.save(small(1), is_best=False)
     with pytest.raises(TrainingError):
         checkpoints.save(small(2), is_best=False)
+
+
+def test_a_failed_save_is_told_before_the_next(tmp_path: Path) -> None:
+    """Fails when asking waits for a write that is under way, or knows nothing of one that failed;
+    here the folder is a file.
+    """
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", 3)
+    checkpoints.check()
+    (tmp_path / "file").write_text("")
+    checkpoints.save(small(1), is_best=False)
+    with pytest.raises(TrainingError, match=r"cannot be written to .*: Not a directory"):
+        while True:
+            checkpoints.check()
+            time.sleep(0.01)
+    checkpoints.check()  # told once
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MemoryError("x")], ids=repr)

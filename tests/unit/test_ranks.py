@@ -72,6 +72,12 @@ def number_of(rank: Rank | None) -> int | None:
         ([ended(0, 1, 4.0), change(Rank(1), state="lost", ended_s=14.0)], 0),
         ([change(Rank(0), state="lost", ended_s=2.0), ended(1, -9, 3.0)], 0),
         ([running(0, 0), Rank(1), ended(2, 17, 1.0)], 2),
+        # One has left the others with 0 in the middle; it may well be reported after them.
+        ([ended(0, 0, 4.1), ended(1, 1, 4.0, peer=True)], 0),
+        ([ended(0, 1, 4.0, peer=True), ended(1, 0, 3.0), ended(2, 0, 2.0)], 2),
+        ([ended(0, 0, 1.0), ended(1, -9, 5.0, put_down=True), ended(2, 1, 2.0, peer=True)], 0),
+        # Those that have ended well are no cause of a failure of another's own.
+        ([ended(0, 0, 1.0), ended(1, 1, 2.0, peer=True), ended(2, 3, 5.0)], 2),
     ],
 )
 def test_who_failed_first(ranks: list[Rank], first: int | None) -> None:

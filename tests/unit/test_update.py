@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.audit import NoAudit
+from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.metering import COUNT
 from hvdtrain.training import Job
@@ -62,6 +63,46 @@ def test_accumulation_gives_the_gradient_of_the_mean(samples: int, accum: int) -
     indices = np.arange(20 - samples, 20)
     expected = gradient_of_the_mean(job, indices)
     assert_same(step_gradient(job, indices), expected)
+
+
+class Words(nn.Module):
+    """Looks up rows of a table for each image, some of them twice."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6, sparse=sparse)
+        self.output = nn.Linear(6, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = (images.flatten(1)[:, :4].abs() * 10).long() % 11
+        return self.output(self.table(torch.cat([rows, rows[:, :2]], dim=1)).sum(1))
+
+
+def test_sparse_gradients_train_as_dense_ones() -> None:
+    """Fails if a layer with sparse gradients learns something else, or breaks off at the norm, in
+    momentum, or when its state is kept.
+    """
+    states = []
+    for sparse in (False, True):
+        job = make_job(made_up_data(20), 8, SINGLE, build=lambda s=sparse: Words(s), accum=2)
+        ran = run_job(job.distributed(SINGLE), SINGLE)
+        assert ran.snapshot is not None and ran.outcome is not None
+        assert not job.model.table.weight.grad.is_sparse
+        states.append(ran.snapshot.state)
+    dense, made_dense = ({**s["model"], **flat(s["optimizer"]["state"])} for s in states)
+    assert_same(made_dense, dense)
+
+
+def flat(state: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{name} {number}": t for number, own in state.items() for name, t in own.items()}
+
+
+def test_an_optimizer_for_sparse_gradients_alone_is_refused() -> None:
+    """Fails if SparseAdam begins, and breaks off in its first step."""
+    model = Words(sparse=True)
+    optimizer = torch.optim.SparseAdam([model.table.weight])
+    with pytest.raises(UsageError, match=r"SparseAdam: .* Use torch.optim.Adam"):
+        SINGLE.distribute(optimizer, model)
 
 
 @pytest.mark.parametrize("accum", [1, 3])

@@ -43,6 +43,14 @@ CASES = [
         True,
         "rank 1 on host1 ended with exit code 1",
     ),
+    # One that has left the others with 0 in the middle of their work.
+    (
+        evidence(rank(0, 0, 2.0, step=3, phase="data"), rank(1, 1, 3.0, peer=True)),
+        1,
+        True,
+        "rank 0 on host0 ended with exit code 0 while others were still at work: all ranks must "
+        "make the same number of steps, in phase data of step 3\nthen rank 1 on host1 ended",
+    ),
     # What starting again cannot mend.
     (evidence(rank(0, 2, 1.0), rank(1, 143, 2.0)), 2, False, "exit code 2"),
     (evidence(rank(0, 17, 1.0), rank(1, 17, 2.0)), 17, False, "exit code 17"),
@@ -86,7 +94,7 @@ def test_a_standstill_is_told_as_it_was() -> None:
     """Fails when the verdict shows ranks as they are after they were ended."""
     stopped = rank(1, speaks=True, silent_s=61.0, phase="data", step=3, process_state="T")
     waits = rank(0, speaks=True, silent_s=60.0, phase="exchange", step=3)
-    seen = evidence(waits, stopped)
+    seen = evidence(waits, stopped, rank(2, 0))
     seen.find_standstill([stopped])
     stopped.process_state, stopped.exit_code = "", -signal.SIGKILL
     lines = ["Thread 0x1 (most recent call first):", "  File a", ""]
@@ -95,6 +103,7 @@ def test_a_standstill_is_told_as_it_was() -> None:
     text = judge(seen).text
     assert "rank 1 on host1: stopped (SIGSTOP), in phase data of step 3, for 61 s\n" in text
     assert "rank 0 on host0: silent, in phase exchange of step 3, for 60 s (waits)\n" in text
+    assert "rank 2 on host2 ended with exit code 0\n" in text
     assert "rank 0 on host0, Python stacks:\n  | Current thread" in text
     assert "File b" in text and "File a" not in text and "Extension" not in text
     assert "rank 1 on host1 gives no Python stacks" in text
