@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -37,6 +38,14 @@ def raises(shape, classes) -> torch.nn.Module:
         raise ValueError("a worker's own mistake")
 
     return FailingLeNet(shape[0], classes, fault)
+
+
+def leaves(shape, classes) -> torch.nn.Module:
+    return FailingLeNet(shape[0], classes, lambda: sys.exit(0))
+
+
+def is_stopped(shape, classes) -> torch.nn.Module:
+    return FailingLeNet(shape[0], classes, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def is_killed(shape, classes) -> torch.nn.Module:

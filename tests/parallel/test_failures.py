@@ -13,9 +13,9 @@ LIMIT_S = 30
 PLUGINS = "tests.parallel.plugins"
 
 
-def train(controller: str, *flags: str, output: Path, size: int = 2) -> Finished:
+def train(controller: str, *flags: str, output: Path, size: int = 2, **options: object) -> Finished:
     command = hvdtrain("train", "--output", str(output), "--experiment", "x", *flags)
-    return horovodrun(size, controller, command, timeout_s=90)
+    return horovodrun(size, controller, command, timeout_s=90, **options)
 
 
 def check_exit(finished: Finished, controller: str, exit_code: int) -> None:
@@ -92,14 +92,43 @@ def test_a_loss_that_is_not_finite(controller: str, tmp_path: Path) -> None:
     assert not (tmp_path / "x" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_worker_that_raises(controller: str, tmp_path: Path) -> None:
-    """Fails if the others hang, the rank is not named, or rank 0 leaves no summary."""
-    finished = train(controller, f"--model={PLUGINS}:raises", output=tmp_path, size=3)
+@pytest.mark.parametrize(
+    ("controller", "model", "said", "cause"),
+    [
+        ("gloo", "raises", "failed on rank 1 on {}: {}", "ValueError: a worker's own mistake"),
+        ("mpi", "raises", "failed on rank 1 on {}: {}", "ValueError: a worker's own mistake"),
+        (
+            "gloo",
+            "leaves",
+            "error on rank 1 on {}: ended by",
+            "TrainingError: ended by sys.exit(0)",
+        ),
+    ],
+)
+def test_a_worker_that_raises(
+    controller: str, model: str, said: str, cause: str, tmp_path: Path
+) -> None:
+    """Fails if the others hang, the rank is not named, or rank 0's summary lacks the cause."""
+    finished = train(controller, f"--model={PLUGINS}:{model}", output=tmp_path, size=3)
     check_exit(finished, controller, 1)
-    message = "ValueError: a worker's own mistake"
-    assert finished.output.count(f"failed on rank 1 on {hostname()}: {message}") == 1
-    assert summary_of(tmp_path)["status"] == "failed"
+    assert finished.output.count(said.format(hostname(), cause)) == 1, finished.output
+    summary = summary_of(tmp_path)
+    assert summary["status"] == "failed"
+    assert summary["error"].startswith(f"rank 1: {cause}")
+    assert not (tmp_path / "x" / ".failed").exists()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_worker_that_is_stopped(controller: str, tmp_path: Path) -> None:
+    """Fails if a job waits for ever for a worker that stands still, or rank 0 does not say why."""
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    flags = [f"--model={PLUGINS}:is_stopped"]
+    finished = train(controller, *flags, output=tmp_path, variables=limits)
+    check_exit(finished, controller, 1)
+    assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=3" in finished.output
+    summary = summary_of(tmp_path)
+    assert summary["status"] == "failed"
+    assert summary["error"].startswith("PeerFailure: nothing has come from the other ranks for 6 s")
 
 
 @pytest.mark.parametrize("controller", ["gloo"])

@@ -122,6 +122,19 @@ def test_first_failing_exit_code(tmp_path: Path) -> None:
     assert "then rank 0 on localhost ended with exit code 1" in done.output
 
 
+def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
+    """Fails if the rank that ended well, but before the others, is not the one that is named, or
+    the job counts as done.
+    """
+    done = run(launch("--", "python", SCRIPT, "leave"), cwd=tmp_path)
+    assert done.exit_code == 1, done.output
+    assert (
+        "hvdtrain launch: rank 1 on localhost ended with exit code 0 while others were still at "
+        "work: all ranks must make the same number of steps"
+    ) in done.output
+    assert "then rank 0 on localhost ended with exit code 1" in done.output
+
+
 def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path) -> None:
     """Fails if silence goes unnoticed, or the verdict does not say where each rank stands."""
     command = launch("--watchdog-timeout-s=20", "--", "python", SCRIPT, "hang", controller="mpi")

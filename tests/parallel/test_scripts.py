@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launching import BIN, CHECKOUT, horovodrun, run
+from tests.parallel.launching import BIN, CHECKOUT, horovodrun, hvdtrain, run
 
 PYTHON = str(BIN / "python")
 STEPS = 2 * 15  # 899 samples a rank in batches of 64, two epochs
@@ -58,6 +58,19 @@ def test_a_fault_in_a_loop_of_ddp(tmp_path: Path) -> None:
     assert WRONG in finished.output, finished.output
     assert "All ranks hold the same wrong values" in finished.output
     assert len(list((tmp_path / "audit" / "step-00000010").iterdir())) == 2
+
+
+def test_an_mpi_that_is_not_horovods(tmp_path: Path) -> None:
+    """Fails if a process that an mpirun has started as one of two trains by itself, because the
+    MPI that Horovod was built with finds no other process.
+    """
+    names = {"SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    finished = run(hvdtrain("train", "--max-steps=1"), cwd=tmp_path, variables=variables)
+    assert finished.exit_code == 2, finished.output
+    assert "OMPI_COMM_WORLD_SIZE=2: an mpirun of another MPI" in finished.output
+    assert "`horovodrun -np 2 ...`" in finished.output
+    assert not (tmp_path / "runs").exists()
 
 
 def torchrun(size: int, folder: Path, flags: list[str]):

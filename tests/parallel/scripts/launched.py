@@ -23,6 +23,8 @@ for step in range(20):
     if step == 10 and hvd.rank() == 1:
         if "fail" in sys.argv:
             sys.exit(7)
+        if "leave" in sys.argv:
+            sys.exit(0)
         if "hang" in sys.argv:
             time.sleep(1000)
 print(f"loss {loss.item():.3f} on rank {hvd.rank()}")
