@@ -48,6 +48,7 @@ LAYERS = {
             "hvdtrain.profiling",
             "hvdtrain.plugins",
             "hvdtrain.recording",
+            "hvdtrain.reducing",
             "hvdtrain.report",
             "hvdtrain.run_directory",
             "hvdtrain.tasks",
