@@ -25,7 +25,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction, agree
 from hvdtrain.parameters import check_equal_on_all_ranks
-from hvdtrain.reducing import carrier_of, is_reduced, reduce_before_step
+from hvdtrain.reducing import carrier_of, is_reduced, load_exactly, reduce_before_step
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport, library_version
@@ -101,7 +101,7 @@ class HorovodExchange:
         )
         reduce_before_step(optimizer, carrier, self.reduce_gradients)
         state = hvd.broadcast_object(optimizer.state_dict(), 0, name="hvdtrain.optimizer")
-        agree(self, "distribute", lambda: optimizer.load_state_dict(state))
+        agree(self, "distribute", lambda: load_exactly(optimizer, state))
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
         for parameter in self._named.values():

@@ -57,6 +57,21 @@ def reduce_before_step(
     vars(optimizer).update(own, skip_synchronize=carrier.skip_synchronize)
 
 
+def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a `state_dict` of the same optimizer elsewhere, each value in the type that it had.
+
+    (`load_state_dict` gives it that of its parameter: ASGD, for one, would then compute otherwise.)
+    """
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        own = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device)
+
+
 def carrier_of(optimizer: Optimizer) -> Any:
     """Return what carries the gradients. Raises UsageError unless `optimizer` was distributed."""
     carrier = getattr(optimizer, "carrier", None)
