@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hvdtrain.api import clip_grad_norm_ as clip_grad_norm_
     from hvdtrain.api import distribute as distribute
     from hvdtrain.api import init as init
     from hvdtrain.audit.script import GradientAudit as GradientAudit
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "distribute": "hvdtrain.api",
-    "init": "hvdtrain.api",
+    **dict.fromkeys(("clip_grad_norm_", "distribute", "init"), "hvdtrain.api"),
     "GradientAudit": "hvdtrain.audit.script",
     **dict.fromkeys(
         (

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
-from hvdtrain.exchange import AVERAGE, Reduction, make_gradients_dense
+from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
 from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.reducing import carrier_of, is_reduced, load_exactly, reduce_before_step
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport, library_version
@@ -88,45 +89,50 @@ class HorovodExchange:
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
-        """Collective: wrap in Horovod's DistributedOptimizer and spread rank 0's state.
+        """Collective: let Horovod reduce gradients, and spread rank 0's state.
 
         Optimizer state goes first, by its state_dict, and parameters last: Horovod's
         broadcast_optimizer_state may take a dummy step that moves parameters on other ranks.
-        Raises TrainingError, naming the ranks, if parameters differ afterwards.
+        Returns the same optimizer. Raises TrainingError, naming the ranks, if parameters differ
+        afterwards, AgreedFailure where rank 0's state does not fit, and UsageError if it is
+        distributed already.
         """
+        if hasattr(optimizer, "carrier"):
+            raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
-        wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
-            optimizer,
+        carrier = hvd.DistributedOptimizer(
+            torch.optim.SGD([p for group in optimizer.param_groups for p in group["params"]]),
             named_parameters=model.named_parameters(),
             compression=COMPRESSIONS[reduction.compression],
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
-        state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
-        wrapped.load_state_dict(state)
+        reduce_before_step(optimizer, carrier, self.reduce_gradients)
+        state = hvd.broadcast_object(optimizer.state_dict(), 0, name="hvdtrain.optimizer")
+        agree(self, "distribute", lambda: load_exactly(optimizer, state))
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
-        self._watched = self._trainable(wrapped)
+        self._watched = self._trainable(optimizer)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
-        return wrapped
+        return optimizer
 
     @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until Horovod has reduced every gradient.
+        """Collective: wait until Horovod has reduced every gradient, if it has not yet.
 
-        Raises TrainingError when the model or the optimizer has trainable parameters that were
-        not trainable, or not there, when it was wrapped: Horovod would silently leave them out.
+        Raises TrainingError when code has changed a gradient meanwhile, and when the model or the
+        optimizer has trainable parameters that were not trainable, or not there, when it was
+        distributed: Horovod would silently leave them out.
         """
+        carrier = carrier_of(optimizer)
+        if is_reduced(carrier):
+            return
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
-        for handle, _ in [*optimizer._handles.values()]:  # type: ignore[attr-defined]
+        for handle, _ in [*carrier._handles.values()]:
             if isinstance(handle, int):  # else not begun yet
                 _rest_until_done(handle)
         optimizer.synchronize()  # type: ignore[attr-defined]
-
-    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        skipping: AbstractContextManager[None] = optimizer.skip_synchronize()  # type: ignore[attr-defined]
-        return skipping
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)

@@ -67,7 +67,7 @@ class Exchange(Protocol):
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
-        """Collective: wrap `optimizer` so that gradients are reduced over ranks.
+        """Collective: make `optimizer.step()` reduce gradients over ranks first. Returns it.
 
         Afterwards rank 0's parameters, buffers and optimizer state are on every rank, and gradients
         are dense (`make_gradients_dense`).
@@ -75,10 +75,10 @@ class Exchange(Protocol):
         """
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: on return every `.grad` is its reduction over ranks."""
+        """Collective: on return every `.grad` is its reduction over ranks.
 
-    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Within it, `optimizer.step()` uses the gradients as they stand."""
+        The next `optimizer.step()` uses the gradients as they then stand.
+        """
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         """Collective: begin summing `values` over ranks; the call of the result waits for it."""
@@ -144,9 +144,6 @@ class SingleProcess:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-
-    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         return lambda: values

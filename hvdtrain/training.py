@@ -286,7 +286,7 @@ def train_step(
         job.update.rescale(data.samples / counted if counted else 1.0)
     clock.enter("update")
     logged = step % job.log_interval == 0
-    sums.gradient_norm = job.update.apply(exchange, job.optimizer, measure=logged)
+    sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
     clock.leave()
     return sums
 

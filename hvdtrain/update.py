@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hvdtrain.exchange import Exchange
-
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,7 +52,7 @@ class Update:
                 gradient.mul_(factor)
 
     def apply(
-        self, exchange: Exchange, optimizer: torch.optim.Optimizer, measure: bool = False
+        self, optimizer: torch.optim.Optimizer, measure: bool = False
     ) -> torch.Tensor | None:
         """One step of the optimizer with the gradients as they stand.
 
@@ -67,8 +65,7 @@ class Update:
         if self._clip_grad is not None and norm is not None:
             parameters = self._model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
-        with exchange.already_reduced(optimizer):
-            self._scaler.step(optimizer)
+        self._scaler.step(optimizer)
         self._scaler.update()
         if self.average is not None:
             self.average.update_parameters(self._model)

@@ -10,7 +10,13 @@ import torch
 from hvdtrain.audit.findings import NOTHING, Block, Finding
 from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
-from hvdtrain.ring.bound import ERROR_BOUNDS, Floats, error_over_bound, may_overflow
+from hvdtrain.ring.bound import (
+    ERROR_BOUNDS,
+    Floats,
+    error_over_bound,
+    finite_magnitudes,
+    may_overflow,
+)
 
 
 class BoundCheck:
@@ -46,7 +52,8 @@ class BoundCheck:
         found = reduced[own].to(torch.float64).numpy()
         ratios = _finite_ratios(found, reference, bound)
         if ratios is None:
-            ratios = error_over_bound(found, reference, bound, may_overflow(magnitudes, dtype))
+            overflow = may_overflow(magnitudes, size, dtype, further_scalings=casts)
+            ratios = error_over_bound(found, reference, bound, overflow)
         place = int(np.argmax(ratios))
         parameter, index = block.locate(own.start + place)
         return Finding(
@@ -55,7 +62,7 @@ class BoundCheck:
         )
 
     def _summed(self, values: Floats, whole: bool) -> tuple[slice, Floats, Floats]:
-        """Collective: which elements, their sums over ranks, and those of their magnitudes.
+        """Collective: which elements, their sums over ranks, and those of finite magnitudes.
 
         A rank's values and magnitudes lie next to one another, so that they travel together.
         """
@@ -66,7 +73,7 @@ class BoundCheck:
         for part, place in zip(parts, doubled, strict=True):
             half = both[place].reshape(2, -1)
             half[0] = values[part]
-            np.abs(values[part], out=half[1])
+            finite_magnitudes(values[part], out=half[1])
         held = reduce_scatter(both, doubled, self._transport)
         if not whole:
             sums, magnitudes = both[held].reshape(2, -1)

@@ -90,20 +90,42 @@ def _largest_underflow(numbers: Any) -> float:
     return float(numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny)
 
 
-def may_overflow(sum_of_magnitudes: NDArray[np.float64], dtype: DTypeLike) -> NDArray[Any]:
-    """Where finite terms, in some order of summation, could pass the largest number of `dtype`."""
-    finite = np.isfinite(sum_of_magnitudes)
-    overflowing: NDArray[Any] = finite & (sum_of_magnitudes >= float(np.finfo(dtype).max))
+def finite_magnitudes(values: Floats, out: Floats | None = None) -> Floats:
+    """Return |values|, in `out` if given, with zero in place of what is not finite.
+
+    Summed over ranks this says how far finite terms could go, also beside one that is infinite:
+    that one shows in the sum of the values themselves.
+    """
+    magnitudes: Floats = np.abs(values, out=out)
+    with np.errstate(over="ignore"):  # a finite sum costs one pass; it may overflow by itself
+        all_finite = math.isfinite(magnitudes.sum())
+    if not all_finite:
+        magnitudes[~np.isfinite(magnitudes)] = 0
+    return magnitudes
+
+
+def may_overflow(
+    sum_of_magnitudes: Floats, ranks: int, dtype: DTypeLike, further_scalings: int = 0
+) -> NDArray[np.bool_]:
+    """Return where finite terms, in some order of summation, could pass the largest number.
+
+    `sum_of_magnitudes`: sum over ranks of `finite_magnitudes`. `dtype`: in which the terms travel.
+    Each partial sum is at most that, and what rounding adds to it.
+    """
+    rounding = sum_error_bound(sum_of_magnitudes, ranks, dtype, further_scalings)
+    overflowing: NDArray[np.bool_] = sum_of_magnitudes + rounding >= float(np.finfo(dtype).max)
     return overflowing
 
 
 def error_over_bound(
     reduced: Floats, reference: Floats, bound: Floats, overflow_allowed: NDArray[np.bool_]
 ) -> Floats:
-    """|reduced - reference| / bound, element by element; infinite where no bound could hold.
+    """Return |reduced - reference| / bound by element; infinite where no bound could hold.
 
-    Not-finite values must be of the same kind in the same place, except where the sum may have
-    passed the largest number on its way (`overflow_allowed`).
+    Values that are not finite must be of the same kind in the same place. Where finite terms may
+    have passed the largest number on their way (`overflow_allowed`) any of them may stand for a
+    finite reference, and a NaN for an infinite one: the terms may have overflowed to the other
+    side. An infinite bound says that the reference's own float64 may have overflowed.
     """
     ratios = np.zeros_like(reference)
     finite = np.isfinite(reduced) & np.isfinite(reference)
@@ -112,5 +134,7 @@ def error_over_bound(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios[finite] = np.where(error == 0, 0.0, error / limit)
     same_kind = (np.isnan(reduced) & np.isnan(reference)) | (reduced == reference)
-    ratios[~finite & ~same_kind & ~overflow_allowed] = math.inf
+    overflowed = np.where(np.isinf(reference), np.isnan(reduced), np.isfinite(reference))
+    excused = overflow_allowed & (overflowed | np.isinf(bound))
+    ratios[~finite & ~same_kind & ~excused] = math.inf
     return ratios

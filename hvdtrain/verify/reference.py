@@ -20,6 +20,7 @@ from hvdtrain.ring.bound import (
     ERROR_BOUNDS,
     REFERENCE_DTYPE,
     error_over_bound,
+    finite_magnitudes,
     may_overflow,
 )
 from hvdtrain.ring.operations import Array
@@ -112,9 +113,9 @@ def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expect
         bound = 1 + gamma(3, REFERENCE_DTYPE) * np.abs(quotient.astype(REFERENCE_DTYPE))
         return Expected(start, quotient, bound)
     own64 = own.astype(REFERENCE_DTYPE)
-    both = all_reduce(np.concatenate([own64, np.abs(own64)]), transport)
+    both = all_reduce(np.concatenate([own64, finite_magnitudes(own64)]), transport)
     total, magnitudes = both[: len(own)], both[len(own) :]
-    overflow = may_overflow(magnitudes, own.dtype)
+    overflow = may_overflow(magnitudes, size, own.dtype)
     bound = ERROR_BOUNDS[op](magnitudes, size, own.dtype)
     return Expected(start, total / size if op == "average" else total, bound, overflow)
 

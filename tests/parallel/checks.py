@@ -19,6 +19,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+import hvdtrain
 from hvdtrain.audit import Auditor, AuditRecord, NoAudit
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.exact import ExactCheck
@@ -28,10 +29,11 @@ from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
-from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree
+from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree, join
 from hvdtrain.loop_state import capture
 from hvdtrain.metering import Meter, StepSums
 from hvdtrain.models import build_model
+from hvdtrain.optimizers import BY_NAME, UNSUITABLE
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
@@ -196,6 +198,136 @@ def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
     assert wrapped.param_groups[0]["lr"] == 0.1
     if exchange.size > 1 and exchange.rank > 0:
         assert before != of_rank_0  # else the check could not fail
+
+
+OPTIMIZERS = [
+    *((BY_NAME[name], {}) for name in sorted(BY_NAME.keys() - UNSUITABLE.keys())),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.AdamW, {"foreach": True, "betas": (0.7, 0.8)}),
+    (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
+]
+
+
+class Trained:
+    """Two parameters in groups of their own, whose gradients are whole numbers: sums of them are
+    exact in any order. Its schedule is built before it is distributed.
+    """
+
+    def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, object]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.model = torch.nn.ParameterDict(
+            {
+                name: torch.nn.Parameter(torch.randn(shape, generator=generator).double())
+                for name, shape in (("weight", (3, 2)), ("bias", (3,)))
+            }
+        )
+        groups = [{"params": [self.model["weight"]], "lr": 0.02}, {"params": [self.model["bias"]]}]
+        if "weight_decay" in kind(list(self.model.values()), lr=0.1, **options).defaults:
+            groups[0]["weight_decay"] = 0.1
+        self.optimizer = kind(groups, lr=0.1, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.calls = 0
+        self.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.calls += 1
+
+    def step(self, step: int, ranks: list[int]) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.model.values():
+            place = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
+            terms = [(7 * rank + 3 * step + 2 * place) % 11 - 4 for rank in ranks]
+            (parameter * sum(terms)).sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def optimizers_go_on_from_the_state_of_rank_0(exchange: Exchange) -> None:
+    """To the bit as one process does: what any rank had made of its own optimizer before, groups,
+    defaults, hooks and a schedule that was built before.
+    """
+    everyone = list(range(exchange.size))
+    for kind, options in OPTIMIZERS:
+        alone, together = Trained(kind, options), Trained(kind, options)
+        for step in range(2):
+            alone.step(step, [0])
+        for step in range([2, 0, 1, 3][exchange.rank]):  # rank 1 has no state at all
+            together.step(step, [exchange.rank])
+        if exchange.rank > 0:  # of a schedule each rank keeps its own count
+            together.schedule.load_state_dict(alone.schedule.state_dict())
+        given = exchange.distribute(together.optimizer, together.model, 1, SUM)
+        for step in range(2, 5):
+            alone.step(step, everyone)
+            together.step(step, [exchange.rank])
+        case = (kind.__name__, options)
+        assert given is together.optimizer, case
+        assert together.calls == [5, 3, 4, 6][exchange.rank], case
+        defaults = alone.optimizer.defaults  # torch adds to them on loading
+        assert {name: given.defaults[name] for name in defaults} == defaults, case
+        found, expected = given.state_dict(), alone.optimizer.state_dict()
+        assert found["param_groups"] == expected["param_groups"], case
+        for pair in (found["state"], expected["state"]), (together.model, alone.model):
+            torch.testing.assert_close(*map(dict, pair), rtol=0, atol=0, msg=str(case))
+
+
+def clipping_is_that_of_one_process(exchange: Exchange) -> None:
+    """The norm is that of the reduced gradient; each step is reduced, and audited, once."""
+    join(lambda: exchange)
+    size, samples = exchange.size, 5 * exchange.size
+    inputs = torch.randn((2, samples, 4), generator=torch.Generator().manual_seed(4)).double()
+    for accum_steps in (1, 2):
+        torch.manual_seed(8)
+        alone, together = (torch.nn.Linear(4, 3).double() for _ in range(2))
+        alone.load_state_dict(together.state_dict())
+        own = torch.from_numpy(Shares(size).of(np.arange(samples), exchange.rank))
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(together.parameters(), lr=0.1)
+        optimizer = hvdtrain.distribute(together, optimizer, accum_steps)
+        audit = hvdtrain.GradientAudit(together, optimizer, every=1, evidence=None)
+        for step in range(3):
+            plain.zero_grad()
+            optimizer.zero_grad()
+            for batch in inputs[:accum_steps] * (step + 1):
+                alone(batch).square().sum().backward()
+                (together(batch[own]).square().sum() * size).backward()
+            expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+            close(hvdtrain.clip_grad_norm_(optimizer, 0.5), expected)
+            if step == 1:  # reduced already, and not once more
+                again = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+                close(hvdtrain.clip_grad_norm_(optimizer, 0.5), again)
+            plain.step()
+            optimizer.step()
+            for one, other in zip(together.parameters(), alone.parameters(), strict=True):
+                close(one, other)
+        assert audit.checked == 3
+        audit.close()
+    expect(UsageError, "does not reduce", lambda: hvdtrain.clip_grad_norm_(plain, 1.0))
+
+
+def gradients_on_their_way_must_not_be_touched(exchange: Exchange) -> None:
+    """Code that clips, scales, replaces or drops them too early, and what `step` cannot do."""
+    model = torch.nn.Linear(5, 3)
+    optimizer = exchange.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def replace_one() -> None:
+        model.bias.grad = model.bias.grad * 0.5
+
+    for touch, name in (
+        (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6), "parameter bias's"),
+        (lambda: model.weight.grad.mul_(0.5), "parameter weight's"),
+        (lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1), "2 parameters in all"),
+        (replace_one, "parameter bias's"),
+    ):
+        model(torch.ones(2, 5)).sum().backward()
+        expect(TrainingError, "between backward() and optimizer.step()", optimizer.zero_grad)
+        touch()
+        expect(TrainingError, name, optimizer.step)
+        exchange.reduce_gradients(optimizer)  # what Horovod was given must be finished
+        optimizer.zero_grad()  # dropped
+    expect(UsageError, "step(closure)", lambda: optimizer.step(lambda: 0.0))
 
 
 def a_broadcast_that_fails_is_noticed(exchange: Exchange) -> None:
@@ -433,6 +565,9 @@ CHECKS = (
     sparse_gradients_train_as_on_one_process,
     horovods_threads_do_not_push_aside_who_computes,
     initial_state_is_that_of_rank_0,
+    optimizers_go_on_from_the_state_of_rank_0,
+    clipping_is_that_of_one_process,
+    gradients_on_their_way_must_not_be_touched,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,
     an_unused_layer_stays_the_same_for_every_n,

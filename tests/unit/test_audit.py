@@ -412,6 +412,46 @@ def test_a_script_that_sums_says_so(op: str, right: bool) -> None:
     assert run_in_process(2, work) == [1, 1]
 
 
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("compression", "terms", "injected", "ok"),
+    [
+        ("fp16", [[INF, 1.0, 2.0], [-1e5, 3.0, 4.0]], None, True),
+        ("none", [[INF, 1, 2], [-3e38, 3, 4], [-3e38, 5, 6]], None, True),
+        ("none", [[3e38, 1, 2], [3e38, 3, 4], [-3e38, 5, 6]], None, True),
+        ("fp16", [[INF, 1.0, 2.0], [-1e5, 3.0, 4.0]], 1, False),
+        ("none", [[INF, 1, 2], [-3e38, 3, 4], [-3e38, 5, 6]], 2, False),
+    ],
+)
+def test_an_honest_overflow_is_no_mismatch(
+    compression: str, terms: list[list[float]], injected: int | None, ok: bool
+) -> None:
+    """Fails if finite terms that overflow beside an infinite one raise the alarm, or if a NaN put
+    into an element beside them, where nothing can overflow, does not.
+    """
+    reduction = Reduction("average", compression)
+    size = len(terms)
+
+    def work(transport: Transport) -> int:
+        model = torch.nn.Linear(3, 1, bias=False)
+        audit = GradientAudit(
+            model, every=1, transport=transport, compression=compression, evidence=None
+        )
+        (model.weight * torch.tensor(terms[transport.rank])).sum().backward()
+        model.weight.grad = torch.stack(
+            [reduce([torch.tensor(own)[k] for own in terms], reduction) for k in range(3)]
+        )[None]
+        if injected is not None:
+            model.weight.grad[0, injected] = NAN
+        with nullcontext() if ok else pytest.raises(AuditMismatch, match=rf"\[0, {injected}\]"):
+            audit.check()
+        return audit.checked
+
+    assert run_in_process(size, work) == [1] * size
+
+
 def test_a_script_with_another_reduction_is_refused() -> None:
     """Fails if a reduction that no bound is known for is taken for one that is."""
     with pytest.raises(UsageError, match=r"op='min': sum or average"):

@@ -13,7 +13,13 @@ from hypothesis.extra import numpy as npst
 
 from hvdtrain.ring import Transport, all_gather, all_reduce, broadcast, gather, reduce_scatter
 from hvdtrain.ring import algorithm as ring_algorithm
-from hvdtrain.ring.bound import average_error_bound, error_over_bound, gamma, may_overflow
+from hvdtrain.ring.bound import (
+    average_error_bound,
+    error_over_bound,
+    finite_magnitudes,
+    gamma,
+    may_overflow,
+)
 from hvdtrain.ring.operations import DTYPES, OPERATIONS
 from hvdtrain.ring.segments import split_evenly
 from hvdtrain.ring.simulation import simulate_all_reduce
@@ -108,9 +114,9 @@ def test_an_error_of_eight_bounds_in_a_ring_average_is_found(
 
 def _ratios(rows: np.ndarray, average: np.ndarray) -> np.ndarray:
     wide = rows.astype(np.float64)
-    magnitudes = np.abs(wide).sum(axis=0)
+    magnitudes = finite_magnitudes(wide).sum(axis=0)
     bound = average_error_bound(magnitudes, len(rows), rows.dtype)
-    overflow = may_overflow(magnitudes, rows.dtype)
+    overflow = may_overflow(magnitudes, len(rows), rows.dtype)
     return error_over_bound(average, wide.sum(axis=0) / len(rows), bound, overflow)
 
 

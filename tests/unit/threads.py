@@ -83,9 +83,6 @@ class ThreadExchange:
         for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
             parameter.grad = torch.stack(given).sum(0)
 
-    def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         key = self._begin(values.detach().clone(), name)
         return lambda: torch.stack(self._board.take(key)).sum(0)
