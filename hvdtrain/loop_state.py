@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from hvdtrain.checkpoint import Snapshot
+from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.finite import find_not_finite
 from hvdtrain.metering import Meter
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.training import Job, Position
@@ -21,7 +23,8 @@ def capture(
     """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
 
     `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
-    when parameters have drifted apart: such a state is never saved.
+    when parameters have drifted apart, and naming the first that is not finite: such a state is
+    never saved.
     """
     meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
@@ -31,19 +34,28 @@ def capture(
         weights, digest = _copied(model.state_dict()), params_sha256(model)
     with job.with_all_statistics(job.model, exchange):
         model_state = _copied(job.model.state_dict())
-    if exchange.rank != 0:
-        return None
-    state = {
-        "step": position.step,
-        "samples_seen": position.samples_seen,
-        "model": model_state,
-        "optimizer": _copied(job.optimizer.state_dict()),
-        "update": _copied(job.update.state_dict()),
-        "meter": meter.state_dict(),
-        "ranks": of_ranks,
-        "progress": progress,
-    }
-    return Snapshot(position.step, digest, weights, state)
+    snapshot, problem = None, None
+    if exchange.rank == 0:
+        state = {
+            "step": position.step,
+            "samples_seen": position.samples_seen,
+            "parameters": [name for name, _ in job.model.named_parameters()],
+            "model": model_state,
+            "optimizer": _copied(job.optimizer.state_dict()),
+            "update": _copied(job.update.state_dict()),
+            "meter": meter.state_dict(),
+            "ranks": of_ranks,
+            "progress": progress,
+        }
+        snapshot = Snapshot(position.step, digest, weights, state)
+        problem = find_not_finite(state)
+    problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
+    if problem:
+        raise TrainingError(
+            f"after step {position.step} {problem}: it is not saved. Lower --lr, or add "
+            "--warmup-epochs or --clip-grad"
+        )
+    return snapshot
 
 
 def restore(

@@ -17,6 +17,7 @@ from hvdtrain.cli.options import as_flat_dict, train_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.finite import find_not_finite
 from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run_directory import RunDirectory
@@ -148,12 +149,12 @@ def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
                 f"folder of one, such as {example}"
             )
         try:
-            return load_checkpoint(path)[1]
+            return _load_good(path)
         except DamagedCheckpoint as error:
             raise UsageError(f"--resume={config.run.resume}: {error}") from error
     for path in Checkpoints(folder, keep=1).complete():
         try:
-            state = load_checkpoint(path)[1]
+            state = _load_good(path)
         except DamagedCheckpoint as error:
             say(f"resume: passing over a damaged checkpoint: {error}")
             continue
@@ -161,3 +162,12 @@ def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
         return state
     say(f"resume: no good checkpoint in {folder}: starting afresh")
     return None
+
+
+def _load_good(path: Path) -> dict[str, Any]:
+    """Raises DamagedCheckpoint also for a state that training could not go on from."""
+    state = load_checkpoint(path)[1]
+    problem = find_not_finite(state)
+    if problem:
+        raise DamagedCheckpoint(f"{path}: {problem}")
+    return state

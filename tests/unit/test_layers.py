@@ -40,6 +40,7 @@ LAYERS = {
             "hvdtrain.data",
             "hvdtrain.evaluate",
             "hvdtrain.exchange",
+            "hvdtrain.finite",
             "hvdtrain.loop_state",
             "hvdtrain.metering",
             "hvdtrain.models",
