@@ -13,10 +13,10 @@ out, the reduced gradient is multiplied by B / (what was counted on all ranks) b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -100,6 +100,7 @@ class Job:
     checkpoint_interval: int
     hash_every: int
     reduction: Reduction = SUM
+    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, for whoever resumes
 
     def distributed(self, exchange: Exchange) -> Job:
         """Collective: the same with an optimizer that reduces gradients over ranks."""

@@ -49,6 +49,7 @@ LAYERS = {
             "hvdtrain.profiling",
             "hvdtrain.plugins",
             "hvdtrain.recording",
+            "hvdtrain.renaming",
             "hvdtrain.report",
             "hvdtrain.run_directory",
             "hvdtrain.tasks",
