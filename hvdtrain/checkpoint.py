@@ -2,7 +2,8 @@
 
 A checkpoint is a folder: model.safetensors (what to evaluate and to take away), training_state.pt
 (what a run needs to go on), and manifest.json with the size and SHA-256 of both. It is written
-beside, synced to the disk and renamed, so it never stands there half-written.
+beside, synced to the disk and renamed, so it never stands there half-written; one of the same step
+that is there already stays until the new one takes its place.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
+from hvdtrain.renaming import replace_folder, set_aside, undo_replacing
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "manifest.json"
 NAME = re.compile(r"step-\d{8,}")
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
+    return f"step-{step:08d}"
 
 
 class DamagedCheckpoint(HvdtrainError):
@@ -79,9 +86,11 @@ class Checkpoints:
         """Raise TrainingError if the last write has failed; never waits for one under way."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            kept = "The checkpoints before it are untouched"
+            for aside in set_aside(self.folder):
+                kept += f", but one is called {aside.name}: --resume auto puts it back"
             raise TrainingError(
-                f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. "
-                "The checkpoints before it are untouched"
+                f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. {kept}"
             ) from failure
 
     def complete(self) -> list[Path]:
@@ -90,6 +99,26 @@ class Checkpoints:
             return []
         found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+
+    def put_back(self) -> None:
+        """Restore what a save that was killed had set aside, so that `complete` lists it."""
+        undo_replacing(self.folder)
+
+    def repair(self, resumed: str | None, best: str | None) -> None:
+        """Put right what a kill has left, before a run goes on: `last` and `best`.
+
+        `resumed`: the name of the checkpoint that the run goes on from; `best`: of the best one so
+        far, as that checkpoint has it. A pointer to nothing is removed.
+        """
+        if not self.folder.is_dir():
+            return
+        for pointer, name in (("last", resumed), ("best", best)):
+            place = self.folder / pointer
+            if name is not None and (self.folder / name).is_dir():
+                if _pointed(place) != name:
+                    _point(place, name)
+            elif not (self.folder / (_pointed(place) or "none")).is_dir():
+                place.unlink(missing_ok=True)
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
@@ -105,6 +134,7 @@ class Checkpoints:
                 self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
+        undo_replacing(self.folder)
         for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover)
 
@@ -164,7 +194,7 @@ def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, Any]) -> Path:
-    final = folder / f"step-{snapshot.step:08d}"
+    final = folder / name_of(snapshot.step)
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
     save_file(snapshot.weights, partial / MODEL_FILE)
@@ -180,8 +210,9 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
         _sync(partial / name)
-    repeated = _set_aside(final) if final.exists() else None
-    partial.rename(final)
+    repeated = replace_folder(partial, final) if final.exists() else None
+    if repeated is None:
+        partial.rename(final)
     _sync(folder)
     if repeated:
         shutil.rmtree(repeated)

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.checkpoint import Snapshot
+from hvdtrain.errors import TrainingError, name_ranks
 from hvdtrain.exchange import Exchange
+from hvdtrain.finite import find_not_finite
+from hvdtrain.log import counted
 from hvdtrain.metering import Meter
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.training import Job, Position
@@ -21,7 +25,8 @@ def capture(
     """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
 
     `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
-    when parameters have drifted apart: such a state is never saved.
+    when parameters have drifted apart, and naming the first that is not finite: such a state is
+    never saved.
     """
     meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
@@ -31,43 +36,67 @@ def capture(
         weights, digest = _copied(model.state_dict()), params_sha256(model)
     with job.with_all_statistics(job.model, exchange):
         model_state = _copied(job.model.state_dict())
-    if exchange.rank != 0:
-        return None
-    state = {
-        "step": position.step,
-        "samples_seen": position.samples_seen,
-        "model": model_state,
-        "optimizer": _copied(job.optimizer.state_dict()),
-        "update": _copied(job.update.state_dict()),
-        "meter": meter.state_dict(),
-        "ranks": of_ranks,
-        "progress": progress,
-    }
-    return Snapshot(position.step, digest, weights, state)
+    snapshot, problem = None, None
+    if exchange.rank == 0:
+        state = {
+            "step": position.step,
+            "samples_seen": position.samples_seen,
+            "parameters": [name for name, _ in job.model.named_parameters()],
+            "model": model_state,
+            "optimizer": _copied(job.optimizer.state_dict()),
+            "update": _copied(job.update.state_dict()),
+            "meter": meter.state_dict(),
+            "ranks": of_ranks,
+            "data": list(job.fingerprints),
+            "progress": progress,
+        }
+        snapshot = Snapshot(position.step, digest, weights, state)
+        problem = find_not_finite(state)
+    problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
+    if problem:
+        raise TrainingError(
+            f"after step {position.step} {problem}: it is not saved. Lower --lr, or add "
+            "--warmup-epochs or --clip-grad"
+        )
+    return snapshot
 
 
 def restore(
     state: dict[str, Any], job: Job, position: Position, meter: Meter, exchange: Exchange
-) -> None:
+) -> str | None:
     """Put a captured state back into a job whose optimizer is distributed already.
 
     With as many ranks as before each gets its own buffers and random numbers back, and the run
     goes on bit for bit. With another number, each gets the running statistics of all, and random
-    numbers stay as they were seeded.
+    numbers go on on the ranks that were there before; returns then what that loses.
     """
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     job.update.load_state_dict(state["update"])
     meter.load_state_dict(state["meter"])
     position.step, position.samples_seen = state["step"], state["samples_seen"]
-    if len(state["ranks"]) != exchange.size:
-        return
-    own = state["ranks"][exchange.rank]
+    ranks = state["ranks"]
+    if exchange.rank < len(ranks):
+        _set_rng_state(ranks[exchange.rank]["rng"], job.device)
+    if len(ranks) != exchange.size:
+        synchronised = any(isinstance(module, SyncBatchNorm) for module in job.model.modules())
+        own_statistics = has_batch_norm(job.model) and not synchronised
+        return _describe_loss(len(ranks), exchange.size, own_statistics)
+    own = ranks[exchange.rank]
     for name, buffer in job.model.named_buffers():
         buffer.copy_(own["buffers"][name])
         if job.update.average is not None:
             job.update.average.module.get_buffer(name).copy_(own["buffers"][name])
-    _set_rng_state(own["rng"], job.device)
+    return None
+
+
+def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
+    text = f"{counted(now, 'worker')} instead of {before}: "
+    if now > before:
+        text += f"the random numbers of {name_ranks([*range(before, now)])} start at the seed"
+    else:
+        text += f"the random numbers of {name_ranks([*range(now, before)])} are dropped"
+    return text + "; running statistics are the average of the old ranks'" * own_statistics
 
 
 def _copied(value: Any) -> Any:

@@ -100,6 +100,21 @@ class StepSums:
             self._arrived = self._total()
         return self._arrived
 
+    def check_losses(self, exchange: Exchange, step: int) -> None:
+        """Collective: raise TrainingError, naming the ranks, unless all losses are finite."""
+        if not self.total()[NOT_FINITE]:
+            return
+        loss_sum, count, not_finite = self.own[[LOSS, COUNT, NOT_FINITE]].tolist()
+        own_loss = loss_sum / count if not_finite else None
+        losses = exchange.all_gather_object(own_loss, "hvdtrain.not_finite")
+        where = ", ".join(
+            f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss is not None
+        )
+        raise TrainingError(
+            f"the loss is not finite at step {step} on {where}. Nothing of this step is saved. "
+            "Lower --lr, add --warmup-epochs, or look for bad values in the data"
+        )
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -200,9 +215,8 @@ class Meter:
             return
         step, sums, samples = self._waiting
         self._waiting = None
+        sums.check_losses(self._exchange, step)
         totals = sums.total().tolist()
-        if totals[NOT_FINITE]:
-            self._raise_not_finite(step, sums.own)
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
         self._step = step
@@ -286,15 +300,3 @@ class Meter:
     def _windows(self) -> list[_Window]:
         windows = [self._interval, self._epoch, self._all]
         return windows if self._steps_here <= WARM_UP_STEPS else [*windows, self._steady]
-
-    def _raise_not_finite(self, step: int, own: torch.Tensor) -> None:
-        loss_sum, count, not_finite = own[[LOSS, COUNT, NOT_FINITE]].tolist()
-        own_loss = loss_sum / count if not_finite else None
-        losses = self._exchange.all_gather_object(own_loss, "hvdtrain.not_finite")
-        where = ", ".join(
-            f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss is not None
-        )
-        raise TrainingError(
-            f"the loss is not finite at step {step} on {where}. Nothing of this step is saved. "
-            "Lower --lr, add --warmup-epochs, or look for bad values in the data"
-        )

@@ -13,10 +13,10 @@ out, the reduced gradient is multiplied by B / (what was counted on all ranks) b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from hvdtrain.batchnorm import averaged_statistics
 from hvdtrain.data import GlobalBatchSampler, SharesLike
 from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
 from hvdtrain.data.splits import Splits
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, name_ranks
 from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.metering import COUNT, Meter, PhaseClock, StepSums, Totals
@@ -100,9 +100,12 @@ class Job:
     checkpoint_interval: int
     hash_every: int
     reduction: Reduction = SUM
+    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, for whoever resumes
 
     def distributed(self, exchange: Exchange) -> Job:
         """Collective: the same with an optimizer that reduces gradients over ranks."""
+        if exchange.size > 1:
+            self.update.watch_own_gradients()
         optimizer = exchange.distribute(
             self.optimizer, self.model, self.feed.micro_batches, self.reduction
         )
@@ -164,7 +167,8 @@ def train(
 ) -> Outcome:
     """Collective: run the job from `position`, which moves along, to its end.
 
-    Raises TrainingError on all ranks when a loss is not finite or ranks have drifted apart, what
+    Raises TrainingError on all ranks when a loss, a gradient or what would be saved is not finite,
+    or ranks have drifted apart, what
     `audit.end` raises, and Stopped, once all ranks have agreed on it and the state is kept.
     """
     job.model.train()
@@ -285,10 +289,35 @@ def train_step(
         counted = float(sums.total()[COUNT])
         job.update.rescale(data.samples / counted if counted else 1.0)
     clock.enter("update")
+    found = job.update.not_finite()
+    if found:
+        _refuse_gradients(job, exchange, step, sums, found)
     logged = step % job.log_interval == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
     clock.leave()
     return sums
+
+
+def _refuse_gradients(
+    job: Job, exchange: Exchange, step: int, sums: StepSums, found: list[str]
+) -> NoReturn:
+    """Collective: raise TrainingError on all ranks, for the gradients of `found` are not finite.
+
+    A loss that is not finite is the cause, where there is one.
+    """
+    sums.check_losses(exchange, step)
+    own = exchange.all_gather_object(job.update.own_gradients.found(), "hvdtrain.own_gradients")
+    ranks = [rank for rank, names in enumerate(own) if names or exchange.size == 1]
+    where = f"on {name_ranks(ranks)}" if ranks else "once the ranks' own, all finite, were added up"
+    parameters = sum(1 for _ in job.model.parameters())
+    advice = "look for functions without a derivative where they are used (sqrt or a norm at 0)"
+    if not ranks and job.reduction.compression != "none":
+        advice = f"leave --compression={job.reduction.compression} out, which overflows early"
+    raise TrainingError(
+        f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
+        f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
+        f"made, and nothing of it is saved. Lower --lr, add --clip-grad, or {advice}"
+    )
 
 
 def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:

@@ -22,6 +22,7 @@ from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.recovery import Plan, Work
 from hvdtrain.launcher.settings import Setting, settings_for
+from hvdtrain.run_directory import CONFIG, occupants
 
 DESCRIPTION = """\
 Train on several workers, on this machine or on several: checks first, then horovodrun, a log for
@@ -196,7 +197,10 @@ def _without(flags: list[str], names: Sequence[str]) -> list[str]:
 
 
 def _holds_run(config: TrainConfig) -> bool:
-    return (config.folder / "config.yaml").exists()
+    """Whether there is a run to go on with or, without --resume, one that must not be touched."""
+    if config.run.resume is None:
+        return CONFIG in occupants(config.folder)
+    return (config.folder / CONFIG).exists()
 
 
 def _read_train(flags: list[str]) -> TrainConfig:

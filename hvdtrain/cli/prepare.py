@@ -95,6 +95,7 @@ def prepare(
         checkpoint_interval=config.run.checkpoint_interval,
         hash_every=config.check.hash_every,
         reduction=SUM if compression == "none" else Reduction("average", compression),
+        fingerprints=source.fingerprints,
     )
 
 

@@ -11,12 +11,21 @@ from typing import Any
 
 import yaml
 
-from hvdtrain.checkpoint import MANIFEST_FILE, Checkpoints, DamagedCheckpoint, load_checkpoint
+from hvdtrain.checkpoint import (
+    MANIFEST_FILE,
+    Checkpoints,
+    DamagedCheckpoint,
+    load_checkpoint,
+    name_of,
+)
 from hvdtrain.cli.config_file import Option
 from hvdtrain.cli.options import as_flat_dict, train_options
+from hvdtrain.cli.tasks import Source
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.fingerprint import difference
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.finite import find_not_finite
 from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run_directory import RunDirectory
@@ -40,6 +49,18 @@ class Resumable:
 
     directory: RunDirectory
     resumed: Resumed
+    checkpoint: Path | None = None  # that it goes on from
+
+    def make_ready(self) -> None:
+        """Bring the folder to where the run goes on: no records of later steps, true pointers."""
+        state, folder = self.resumed.state, self.directory.path / "checkpoints"
+        self.directory.forget_after(state["step"] if state else 0)
+        best = state["progress"]["summary"].get("best") if state else None
+        own = self.checkpoint and self.checkpoint.resolve().parent == folder.resolve()
+        Checkpoints(folder, keep=1).repair(
+            resumed=self.checkpoint.name if self.checkpoint and own else None,
+            best=name_of(best["step"]) if best else None,
+        )
 
 
 def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
@@ -62,10 +83,43 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
     directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
     try:
-        return Resumable(directory, _read(config, directory))
+        return _read(config, directory)
     except BaseException:
         directory.close()
         raise
+
+
+def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: Source) -> None:
+    """Rank 0: raise UsageError, saying what has changed, unless the data are the run's.
+
+    Their order follows from their number, so that other data would repeat and lose samples.
+    """
+    state = found.resumed.state if found else None
+    if state is None:
+        return
+    old, new = state.get("data"), source.fingerprints
+    if not old:
+        say("resume: a checkpoint of an older version: whether its data are these is not known")
+        return
+    if len(old) != len(new):
+        problems = [f"parts of {len(old)} hosts then, of {len(new)} now"]
+    else:
+        whole = len(new) == 1  # else each host's rank has its own part at hand only
+        problems = [
+            f"{part} split{f' of host {host}' if not whole else ''}: {changed}"
+            for host in range(len(new))
+            for part, split in (("train", source.data.train), ("valid", source.data.valid))
+            if (changed := difference(old[host][part], new[host][part], split if whole else None))
+        ]
+    if problems:
+        task = config.model.task
+        given = f"--task={task}" if task else f"--data={config.data.data}"
+        problems = [f"{given}: the data have changed since the checkpoint: {p}" for p in problems]
+        problems[-1] += (
+            ". Resume with the data as they were, or start another --experiment, with --pretrained "
+            f"{config.folder} to take over its weights"
+        )
+        raise UsageError(*problems)
 
 
 def _way_to(path: Path) -> str:
@@ -76,15 +130,15 @@ def _way_to(path: Path) -> str:
     return "Give those of the run to go on with, and --resume auto"
 
 
-def _read(config: TrainConfig, directory: RunDirectory) -> Resumed:
+def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
     stored = _read_config(directory.path / "config.yaml")
     _refuse_another_experiment(config, stored, directory.path)
     finished = _finished_summary(config, stored, directory.path)
+    batch_size: int = stored["global_batch_size"]
     if finished:
-        return Resumed(stored["global_batch_size"], None, finished)
-    state = _load_state(config, directory.path / "checkpoints")
-    directory.forget_after(state["step"] if state else 0)
-    return Resumed(stored["global_batch_size"], state, None)
+        return Resumable(directory, Resumed(batch_size, None, finished))
+    checkpoint, state = _load_state(config, directory.path / "checkpoints")
+    return Resumable(directory, Resumed(batch_size, state, None), checkpoint)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -137,8 +191,11 @@ def _finished_summary(
     return summary if summary.get("status") == "finished" and not longer else None
 
 
-def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
-    """The state of the newest good checkpoint, saying which ones were passed over."""
+def _load_state(
+    config: TrainConfig, folder: Path
+) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """The newest good checkpoint and its state, saying which ones were passed over."""
+    Checkpoints(folder, keep=1).put_back()
     if config.run.resume != "auto":
         path = Path(str(config.run.resume))
         if not (path / MANIFEST_FILE).is_file():
@@ -148,16 +205,25 @@ def _load_state(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
                 f"folder of one, such as {example}"
             )
         try:
-            return load_checkpoint(path)[1]
+            return path, _load_good(path)
         except DamagedCheckpoint as error:
             raise UsageError(f"--resume={config.run.resume}: {error}") from error
     for path in Checkpoints(folder, keep=1).complete():
         try:
-            state = load_checkpoint(path)[1]
+            state = _load_good(path)
         except DamagedCheckpoint as error:
             say(f"resume: passing over a damaged checkpoint: {error}")
             continue
         say(f"resume: going on from {path}")
-        return state
+        return path, state
     say(f"resume: no good checkpoint in {folder}: starting afresh")
-    return None
+    return None, None
+
+
+def _load_good(path: Path) -> dict[str, Any]:
+    """Raises DamagedCheckpoint also for a state that training could not go on from."""
+    state = load_checkpoint(path)[1]
+    problem = find_not_finite(state)
+    if problem:
+        raise DamagedCheckpoint(f"{path}: {problem}")
+    return state

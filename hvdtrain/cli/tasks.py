@@ -19,6 +19,7 @@ from hvdtrain.data import (
     SharesLike,
     load_dataset,
 )
+from hvdtrain.data.fingerprint import Fingerprint, fingerprint
 from hvdtrain.data.placement import PartSplit
 from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
@@ -32,6 +33,8 @@ from hvdtrain.tasks.classification import Classification
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 MOST_READERS = 8  # processes that read ahead, for each worker
 
+Fingerprints = dict[str, Fingerprint]  # of `train` and `valid`
+
 
 @dataclass(frozen=True)
 class Source:
@@ -42,6 +45,7 @@ class Source:
     parts: tuple[int, ...]  # training samples on each host; () where every host has all
     shares: SharesLike
     valid_shares: SharesLike
+    fingerprints: list[Fingerprints]  # one, or with parts each host's; on rank 0
 
     def sampler(self, global_batch_size: int, seed: int, given: BatchConfig) -> GlobalBatchSampler:
         """The order of the training samples. Raises UsageError for a batch beyond them.
@@ -74,16 +78,26 @@ def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Sou
     agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
     workers_here = hosts.count(host)
 
-    def build() -> tuple[Task, Splits]:
-        task = build_task(config, host, workers_here)
-        return task, build_data(task, config)
+    shared = config.data.data_placement == "shared"
 
-    task, data = agree(exchange, "data", build)
+    def build() -> tuple[Task, Splits, Fingerprints]:
+        task = build_task(config, host, workers_here)
+        data = build_data(task, config)
+        known = {} if shared and exchange.rank > 0 else _fingerprints(data, config)
+        return task, data, known
+
+    task, data, known = agree(exchange, "data", build)
     weights = config.batch.weights(exchange.size)
-    if config.data.data_placement == "shared":
+    if shared:
         shares = Shares(exchange.size, weights)
-        return Source(task, data, (), shares, shares)
-    return _place(task, data, hosts, weights, exchange)
+        return Source(task, data, (), shares, shares, [known])
+    return _place(task, data, known, hosts, weights, exchange)
+
+
+def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
+    user = ("--task", config.model.task) if config.model.task else ("--data", config.data.data)
+    parts = {"train": data.train, "valid": data.valid}
+    return {part: plugins.call(*user, fingerprint, split) for part, split in parts.items()}
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:
@@ -95,11 +109,17 @@ def hosts_of(local_ranks: Sequence[int]) -> list[int]:
 
 
 def _place(
-    task: Task, data: Splits, hosts: list[int], weights: Sequence[float], exchange: Exchange
+    task: Task,
+    data: Splits,
+    known: Fingerprints,
+    hosts: list[int],
+    weights: Sequence[float],
+    exchange: Exchange,
 ) -> Source:
     """Collective: the parts of all hosts as one data set."""
     own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
     told = exchange.all_gather_object(own, "hvdtrain.parts")
+    all_known = exchange.all_gather_object(known, "hvdtrain.fingerprints")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
     agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts, weights))
     placed = []
@@ -112,7 +132,7 @@ def _place(
     parts = tuple(told[rank][1] for rank in firsts)
     note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
     whole = replace(data, train=placed[0], valid=placed[1], note=note)
-    return Source(task, whole, parts, *shares)
+    return Source(task, whole, parts, shares[0], shares[1], [all_known[rank] for rank in firsts])
 
 
 def _refuse_other_parts(

@@ -13,7 +13,7 @@ from hvdtrain.cli.keeper import RunKeeper
 from hvdtrain.cli.options import as_flat_dict
 from hvdtrain.cli.prepare import prepare
 from hvdtrain.cli.report import NoReport, Report
-from hvdtrain.cli.resume import Resumable, Resumed, find_resumable
+from hvdtrain.cli.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.cli.signals import StopSignals
 from hvdtrain.cli.tasks import find_source
 from hvdtrain.config import TrainConfig
@@ -88,7 +88,9 @@ def _run(
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
     source = find_source(config, exchange, topology.local_rank)
-    if resumed and resumed.state:  # the weights are those of the checkpoint
+    if resumed and resumed.state:
+        agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
+        # The weights are those of the checkpoint.
         config = replace(config, model=replace(config.model, pretrained=None))
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
@@ -122,7 +124,9 @@ def _train(
     position = Position()
     meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
     if state:
-        restore(state, job, position, meter, exchange)
+        lost = restore(state, job, position, meter, exchange)
+        if lost and exchange.rank == 0:
+            say(f"resume: {lost}")
     audit = make_audit(config, job, exchange, order, report)
 
     def give_up(error: Stopped) -> None:
@@ -172,6 +176,8 @@ def _open_report(
     if exchange.rank != 0:
         return NoReport(config.folder, exchange.rank)
     directory = found.directory if found else RunDirectory(config.folder)
+    if found:
+        found.make_ready()
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,
         "batch_size": None,

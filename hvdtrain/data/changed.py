@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hvdtrain.data.feeding import Loaded, may_skip, stream
+from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Split
 
@@ -18,6 +19,10 @@ class ChangedSplit:
 
     def __len__(self) -> int:
         return len(self._split)
+
+    def fingerprint(self) -> list[str] | None:
+        """Return the other split's."""
+        return texts_of(self._split)
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
         raise NotImplementedError

@@ -6,6 +6,7 @@ the rank that reads a sample nor the process matters.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,12 @@ class ImageSamples:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> list[str]:
+        """Return each file's name below the folder that holds all of them, and its class."""
+        ends = (self.files[0][0], self.files[-1][0])
+        start = len(os.path.commonpath([Path(path).parent for path in ends])) + 1
+        return [f"{path[start:]} (class {label})" for path, label in self.files]
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
         path, label = self.files[index]

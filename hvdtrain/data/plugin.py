@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hvdtrain import plugins
+from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.options import ReadOptions
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Shape, TensorSplit, check_split
 from hvdtrain.data.streaming import BadSample, StreamedSplit
@@ -96,6 +97,10 @@ class TorchSamples:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def fingerprint(self) -> list[str] | None:
+        """Return the data set's own, where it offers it."""
+        return texts_of(self.samples)
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
         try:

@@ -26,6 +26,9 @@ class Split(Protocol):
 
         In classification: inputs of shape (len(indices), channels, height, width), and int64
         labels. `epoch`, counted from 0, matters only where samples are changed at random.
+
+        A split may also offer `fingerprint()`: one text for each sample, or one for all, by which
+        a resumed run notices that its data are no longer the same (hvdtrain/data/fingerprint.py).
         """
 
 
@@ -65,6 +68,11 @@ class TensorSplit:
     def batch(self, indices: Indices, epoch: int = 0) -> Batch:
         chosen = torch.from_numpy(indices)
         return self.inputs[chosen], self.labels[chosen]
+
+    def fingerprint(self) -> list[str]:
+        """Return each sample's label and shape (hvdtrain/data/fingerprint.py)."""
+        shape = list(self.inputs.shape[1:])
+        return [f"label {label} of shape {shape}" for label in self.labels.tolist()]
 
 
 @dataclass(frozen=True)

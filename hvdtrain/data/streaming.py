@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import TrainingError
 
@@ -65,6 +66,10 @@ class StreamedSplit:
 
     def __len__(self) -> int:
         return self._length
+
+    def fingerprint(self) -> list[str] | None:
+        """Return the samples' own, where they offer it."""
+        return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
         loaded = self._reader.load([(int(index), epoch) for index in indices])

@@ -89,14 +89,63 @@ def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) ->
     """Fails when a job that waited for the lock writes over the run that held it."""
     check = RunDirectory._refuse_occupied
 
-    def check_then_the_other_job_ends(self: RunDirectory) -> None:
-        check(self)
+    def check_then_the_other_job_ends(self: RunDirectory, own_lock: bool = False) -> None:
+        check(self, own_lock)
         self.path.mkdir(exist_ok=True)
         (self.path / "config.yaml").write_text("precious")
+        (self.path / "summary.json").write_text('{"status": "finished"}')
 
     monkeypatch.setattr(RunDirectory, "_refuse_occupied", check_then_the_other_job_ends)
     with pytest.raises(UsageError, match="already holds a run"):
         RunDirectory(tmp_path / "one")
+
+
+DEAD = ("config.yaml", "metrics.jsonl", "checkpoints/.step-00000003.partial/x", "tensorboard/e")
+KEPT = {  # what is there besides, and why the folder is not to be used again
+    "checkpoint": {"checkpoints/step-00000003/manifest.json": "{}"},
+    "set aside": {"checkpoints/.step-00000003.replaced/manifest.json": "{}"},
+    "finished": {"summary.json": '{"status": "finished"}'},
+    "audit": {"summary.json": '{"status": "audit_failed"}'},
+    "unreadable": {"summary.json": '{"sta'},
+    "files": {"notes.txt": "precious"},
+    "no run of ours": {".lock": None},
+}
+
+
+def dead_run(folder: Path, **files: str | None) -> Path:
+    """A run that has died without a checkpoint, with logs of the launcher, and these files."""
+    held = {".lock": "", "logs/rank.0.log": "old"} | dict.fromkeys(DEAD, "old") | files
+    for name, text in held.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("summary", [None, '{"status": "failed"}', '{"status": "stopped"}'])
+def test_a_run_that_died_without_a_checkpoint_gives_its_folder_free(
+    tmp_path: Path, capsys, summary: str | None
+) -> None:
+    """Fails if it blocks its folder, loses the logs, leaves old records, or nothing is said."""
+    folder = dead_run(tmp_path / "one", **({"summary.json": summary} if summary else {}))
+    directory = RunDirectory(folder)
+    assert {path.name for path in folder.iterdir()} == {".lock", "logs"}
+    assert (folder / "logs" / "rank.0.log").read_text() == "old"
+    assert "ended without a checkpoint: it is started anew" in capsys.readouterr().out
+    directory.write_config({"lr": 1.0})
+    with pytest.raises(UsageError, match="already holds a run"):  # it is live now
+        RunDirectory(folder)
+    directory.close()
+
+
+@pytest.mark.parametrize("reason", KEPT)
+def test_a_run_worth_keeping_is_never_emptied(tmp_path: Path, reason: str) -> None:
+    """Fails if a byte of a run with a checkpoint or a result, or of other files, is touched."""
+    dead_run(tmp_path / "one", **KEPT[reason])
+    before = read_tree(tmp_path)
+    with pytest.raises(UsageError, match="already holds"):
+        RunDirectory(tmp_path / "one")
+    assert read_tree(tmp_path) == before
 
 
 def test_config_summary_and_records(tmp_path: Path) -> None:

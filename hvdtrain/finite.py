@@ -1,0 +1,85 @@
+"""Which tensors hold infinities or NaN: gradients at their own step, and the state of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+RUNNING = ("running_mean", "running_var")  # statistics of normalisation; other buffers may be inf
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors with an element that is infinite or NaN.
+
+    One reading pass over memory where there are none: such an element always shows in the sum.
+    """
+    sums = [_values(tensor).sum() for tensor in tensors.values()]
+    if not sums or bool(torch.stack([total.double() for total in sums]).isfinite().all()):
+        return []  # else the sum of finite values may have overflowed
+    return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
+
+
+class OwnGradients:
+    """Whether this rank's own gradients are finite; the exchange overwrites them with the sums."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def watch(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Look at each gradient of these from now on, before it is reduced."""
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+
+    def found(self) -> list[str]:
+        """Return the names of the parameters whose own gradient was not finite."""
+        return [name for name, total in self._sums.items() if not total.isfinite()]
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._sums[name] = _values(parameter.grad).sum()
+
+
+def find_not_finite(state: Mapping[str, Any]) -> str | None:
+    """Return what of a captured state is not finite although it must be, by name, or None.
+
+    Parameters, optimizer state, the moving average and running statistics must be; any other
+    buffer may hold infinities (a mask, say).
+    """
+    names = _parameter_names(state)
+    tensors = {f"the parameter {name}": state["model"][name] for name in names}
+    for number, held in state["optimizer"]["state"].items():
+        of = names[number] if number < len(names) else f"parameter number {number}"
+        tensors |= {f"the optimizer's {key} of {of}": value for key, value in held.items()}
+    average = state["update"]["average"] or {}
+    tensors |= {
+        f"the moving average of {name}": average[f"module.{name}"] for name in names if average
+    }
+    for rank, own in enumerate(state["ranks"]):
+        for name, value in own["buffers"].items():
+            if name.endswith(RUNNING):
+                tensors[f"{name} of rank {rank}"] = value
+    found = not_finite({name: value for name, value in tensors.items() if _is_floating(value)})
+    more = f" (and {len(found) - 1} more)" if found[1:] else ""
+    return f"{found[0]} is not finite{more}" if found else None
+
+
+def _parameter_names(state: Mapping[str, Any]) -> list[str]:
+    """In the optimizer's order; checkpoints of older versions may leave it open which they are."""
+    if "parameters" in state:
+        return list(state["parameters"])
+    buffers = state["ranks"][0]["buffers"]
+    names = [name for name in state["model"] if name not in buffers]
+    groups = state["optimizer"]["param_groups"]
+    return names if len(names) == sum(len(group["params"]) for group in groups) else []
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._values() if tensor.is_sparse else tensor.detach()
