@@ -1,5 +1,5 @@
-"""Printing without waiting: a terminal that was stopped (Ctrl-S), or a pipe that nobody reads, holds
-up the thread that prints, and nobody else.
+"""Printing without waiting: a terminal that was stopped (Ctrl-S), or a pipe that nobody reads,
+holds up the thread that prints, and nobody else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TextIO
 

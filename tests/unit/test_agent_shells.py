@@ -36,7 +36,7 @@ IN_FRONT = '"$@"; code=$?; exit $code'
 SHELLS = {
     "waits": IN_FRONT,
     "in a session of its own": 'setsid --wait "$@"; code=$?; exit $code',
-    "a shell in a shell": "bash -c '\"$@\"; code=$?; exit $code' bash \"$@\"; code=$?; exit $code",
+    "a shell in a shell": 'bash -c \'"$@"; code=$?; exit $code\' bash "$@"; code=$?; exit $code',
     "passes signals on": (
         'trap \'kill -TERM "$child"\' TERM; "$@" & child=$!\n'
         'wait "$child"; wait "$child"; code=$?; exit $code'
