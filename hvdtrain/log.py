@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 
 def say(text: str) -> None:
@@ -15,9 +18,20 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write lines to standard error, at once."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write lines to standard error, at once; whether or not somebody reads them."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """What is still to be written goes nowhere; else Python would fail on it as it ends."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def counted(number: int, noun: str) -> str:

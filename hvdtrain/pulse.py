@@ -7,7 +7,8 @@ what the pipe has no room for is left out: a worker never waits for whoever watc
     +PHASE STEP SECONDS     this phase begins, by the worker's monotonic clock
     ={"loss": ...}          figures to show
     !{"peer": true}         it ends with an error, here because another rank has failed
-    ?                       SIGUSR2 writes the Python stacks of all threads to standard error
+    ?PID                    who speaks: SIGUSR2 makes it write the Python stacks of all threads to
+                            standard error
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Pulse:
             return cls()
         pulse = cls(int(text))
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        pulse._tell("?")
+        pulse._tell(f"?{os.getpid()}")
         return pulse
 
     @property

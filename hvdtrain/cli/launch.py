@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.cli.launch_options import Launch, read_launch
@@ -33,18 +34,19 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
             stream.reconfigure(errors="replace")
     started_s = time.time()
     stop = StopRequests()
-    view = make_view(launch.plan.workers, sys.stdout)
+    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir)
     logs = Logs(launch.log_dir, view.line)
     try:
         view.tell(f"{launch.plan.workers} workers, {launch.plan.controller}; logs: {logs.folder}")
         for setting in launch.settings:
             view.tell(f"set {setting.name}={setting.value}: {setting.why}")
         outcome = Job(launch.plan, launch.work, logs, stop, view.tell, view.update).run()
+        if outcome.exit_code != EXIT_OK:
+            _leave_summary(launch, outcome, started_s, view.tell)
     finally:
-        view.close()
         logs.close()
+        view.close()
     if outcome.exit_code != EXIT_OK:
-        _leave_summary(launch, outcome, started_s)
         complain(f"hvdtrain launch: {outcome.text}")
         complain(f"hvdtrain launch: exit code {outcome.exit_code}; logs in {launch.log_dir}")
     return outcome.exit_code
@@ -61,7 +63,9 @@ def _dry_run(launch: Launch) -> int:
     return EXIT_OK
 
 
-def _leave_summary(launch: Launch, outcome: Outcome, started_s: float) -> None:
+def _leave_summary(
+    launch: Launch, outcome: Outcome, started_s: float, tell: Callable[[str], None]
+) -> None:
     """Of a run whose rank 0 was killed before it could write its own, or knows no cause."""
     if launch.config is None:
         return
@@ -83,4 +87,4 @@ def _leave_summary(launch: Launch, outcome: Outcome, started_s: float) -> None:
         finally:
             directory.close()
     except (HvdtrainError, OSError, ValueError) as error:
-        complain(f"hvdtrain launch: no summary could be written: {error}")
+        tell(f"no summary could be written: {error}")

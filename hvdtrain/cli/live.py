@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
 
+from hvdtrain.cli.terminal import Output, SteadyView
 from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
-from hvdtrain.log import say
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-REFRESH_S = 0.5
 RANKS_SHOWN = 16
 SLOW = 1.2  # times the median of the ranks' own time in a step
 SILENT_S = 10.0
@@ -25,74 +20,27 @@ HIDDEN_NAMED = 4
 PLAIN = ("", "waiting", "ended")  # what is said of a rank that is well
 
 
-class View(Protocol):
-    """Shows a job."""
-
-    def tell(self, text: str) -> None:
-        """A line of the launcher's."""
-
-    def line(self, rank: int, text: str) -> None:
-        """A line of a worker's."""
-
-    def update(self, watch: Watch) -> None:
-        """Where the job stands; called several times a second."""
-
-    def close(self) -> None: ...
-
-
-def make_view(workers: int, stream: TextIO) -> View:
-    """A live view on a terminal, else lines."""
-    return SteadyView(LiveView() if stream.isatty() else PlainView(workers))
-
-
-class SteadyView:
-    """Another view, until its terminal or pipe is gone: the job goes on, or saves and ends."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self._gone = False
-
-    def tell(self, text: str) -> None:
-        self._try(lambda: self.view.tell(text))
-
-    def line(self, rank: int, text: str) -> None:
-        self._try(lambda: self.view.line(rank, text))
-
-    def update(self, watch: Watch) -> None:
-        self._try(lambda: self.view.update(watch))
-
-    def close(self) -> None:
-        self._try(self.view.close)
-
-    def _try(self, action: Callable[[], None]) -> None:
-        if self._gone:
-            return
-        try:
-            action()
-        except OSError:
-            self._gone = True
-            discard_output()
-
-
-def discard_output() -> None:
-    """What is still to be written goes nowhere; else Python would fail on it as it ends."""
-    with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+def make_view(workers: int, stream: TextIO, logs: Path) -> SteadyView:
+    """A live view on a terminal, else lines; it never keeps its caller waiting."""
+    output = cast(TextIO, Output(stream))
+    view = LiveView(output) if stream.isatty() else PlainView(workers, output)
+    return SteadyView(view, stream, logs)
 
 
 class PlainView:
     """Rank 0's lines as they are, the others' with their rank."""
 
-    def __init__(self, workers: int) -> None:
+    most_waiting = 1 << 22  # for a burst of output
+
+    def __init__(self, workers: int, output: TextIO) -> None:
         self._width = len(str(workers - 1))
+        self._output = output
 
-    def tell(self, text: str) -> None:
-        say(f"hvdtrain launch: {text}")
+    def label(self, rank: int, text: str) -> str:
+        return text if rank == 0 else f"[{rank:{self._width}}] {text}"
 
-    def line(self, rank: int, text: str) -> None:
-        say(text if rank == 0 else f"[{rank:{self._width}}] {text}")
+    def show(self, text: str) -> None:
+        self._output.write(text + "\n")
 
     def update(self, watch: Watch) -> None: ...
 
@@ -102,29 +50,29 @@ class PlainView:
 class LiveView:
     """Progress, a row a rank, and above them what is said."""
 
-    def __init__(self) -> None:
+    most_waiting = 1 << 16  # nobody reads more, and what follows is to be seen soon
+
+    def __init__(self, output: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False)
-        self._live.start()
-        self._shown_s = 0.0
+        self._console = Console(file=output)
+        self._live = Live(
+            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
 
-    def tell(self, text: str) -> None:
-        self._console.print(f"hvdtrain launch: {text}", markup=False, highlight=False)
-
-    def line(self, rank: int, text: str) -> None:
+    def label(self, rank: int, text: str) -> str | None:
         if rank == 0 and text.startswith("step "):  # the view shows the same
-            return
-        shown = text if rank == 0 else f"[{rank}] {text}"
-        self._console.print(shown, markup=False, highlight=False)
+            return None
+        return text if rank == 0 else f"[{rank}] {text}"
+
+    def show(self, text: str) -> None:
+        self._live.start()
+        self._console.print(text, markup=False, highlight=False)
 
     def update(self, watch: Watch) -> None:
-        now = time.monotonic()
-        if now - self._shown_s >= REFRESH_S:
-            self._shown_s = now
-            self._live.update(render(watch), refresh=True)
+        self._live.start()
+        self._live.update(render(watch), refresh=True)
 
     def close(self) -> None:
         self._live.stop()

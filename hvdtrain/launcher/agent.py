@@ -5,40 +5,36 @@
 
 The agent outlives its worker until the launcher says "leave", so that horovodrun, which ends all
 when one ends, does not end workers that are still saving. When the launcher is gone or cannot be
-reached, the agent stops its worker and leaves; when the agent is killed, the kernel kills the
-worker. So nothing is ever left behind.
+reached, the agent stops its worker and leaves; when the agent is killed, its guard kills the
+worker (hvdtrain/launcher/guard.py). So nothing is ever left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
 from hvdtrain.launcher.doctor.tickets import remove_ticket
+from hvdtrain.launcher.guard import run_guarded
 from hvdtrain.launcher.orders import Orders, read_orders
 from hvdtrain.launcher.placement import Placement, worker_environment
-from hvdtrain.launcher.processes import has_ended, process_state
 from hvdtrain.launcher.protocol import ALIVE_EVERY_S, Connection, ConnectionLost, Message, connect
+from hvdtrain.launcher.worker import CANNOT_START, Worker
 from hvdtrain.launcher.worker_pulse import WorkerPulse
 from hvdtrain.log import complain
-from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
 TICK_S = 0.1
 AWAY_S = 3.0
 ORPHAN_GRACE_S = 30.0  # to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # a line that has not ended is passed on all the same
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MOST_PENDING_BYTES = 1 << 18  # of such a line; a message may hold 16 times as many
-CANNOT_START = 127  # as shells have it
 
 
 class Agent:
@@ -51,7 +47,6 @@ class Agent:
         self._left = False
         self.engine_signal = 0
         self._last_word_s, self._looked_s = 0.0, time.monotonic()
-        self._kill_at_s: float | None = None
         self._pending = b""
         self._pending_since_s = 0.0
         self._exit_code: int | None = None
@@ -74,40 +69,13 @@ class Agent:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             self._look()
-        self._kill()
         code = self._exit_code
         return EXIT_FAILED if code is None else code if code >= 0 else 128 - code
 
-    def _signal(self, number: int) -> None:
-        if self._worker is not None and self._exit_code is None:
-            with contextlib.suppress(ProcessLookupError):
-                if self.pulse.offers_stacks:  # ours passes on itself what its children need
-                    self._worker.send_signal(number)
-                else:  # a shell, maybe, with the script within
-                    os.killpg(self._worker.pid, number)
-
-    def _start(self, output: int, pulse: int) -> subprocess.Popen[bytes] | None:
+    def _start(self, output: int, pulse: int) -> Worker | None:
         environment = worker_environment(self._orders, self._placement, os.environ)
-        parent = os.getpid()
-        library = ctypes.CDLL(None)
-
-        def end_with_agent() -> None:
-            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(CANNOT_START)
-
         try:
-            return subprocess.Popen(
-                self._orders.command,
-                cwd=self._orders.folder,
-                env=environment | {PULSE_FD: str(pulse)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(pulse,),
-                start_new_session=True,
-                preexec_fn=end_with_agent,
-            )
+            return Worker(self._orders, environment, output, pulse)
         except OSError as error:
             self._exit_code = CANNOT_START
             reason = explain_start(error, self._orders)
@@ -127,22 +95,18 @@ class Agent:
         waited_s = now - self._pending_since_s
         if self._pending and (waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES):
             self._pass_on(b"")
-        worker = self._worker
-        if self._exit_code is None and worker is not None and has_ended(worker.pid):
-            self._ended(worker)
+        code = self._worker.poll() if self._worker and self._exit_code is None else None
+        if code is not None:
+            self._ended(code)
         if now - self._last_word_s >= ALIVE_EVERY_S:
             self._last_word_s = now
-            pid = self._worker.pid if self._worker is not None else 0
-            self._say({"alive": self.pulse.report() | {"state": process_state(pid)}})
+            state = self._worker.state if self._worker else ""
+            self._say({"alive": self.pulse.report() | {"state": state}})
         if self._connected and self._channel.is_silent:
             self._lose()
-        if self._kill_at_s is not None and now > self._kill_at_s:
-            self._kill()
 
-    def _ended(self, worker: subprocess.Popen[bytes]) -> None:
+    def _ended(self, code: int) -> None:
         """The worker is gone: pass on its last words, and what it ended with."""
-        self._kill()  # what it has started itself, and left
-        code = worker.wait()
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._output, 1 << 16):
                 self._pass_on(data)
@@ -173,9 +137,12 @@ class Agent:
             self._say({"output": _text(text)})
 
     def _read_pulse(self) -> None:
+        before = self.pulse.speaker
         if not self.pulse.read():
             self._selector.unregister(self.pulse)
-        elif figures := self.pulse.take_figures():
+        if self._worker and self.pulse.speaker != before:
+            self._worker.find_speaker(self.pulse.speaker)
+        if figures := self.pulse.take_figures():
             self._say({"figures": figures})
 
     def _read_channel(self) -> None:
@@ -186,12 +153,13 @@ class Agent:
             self._lose()
 
     def _obey(self, message: Message) -> None:
-        if "signal" in message:
-            self._signal(int(message["signal"]))
-        elif "stacks" in message:
-            self._signal(STACKS_SIGNAL if self.pulse.offers_stacks else signal.SIGABRT)
-        elif "kill" in message:
-            self._kill()
+        worker = self._worker if self._exit_code is None else None
+        if "signal" in message and worker:
+            worker.stop(int(message["signal"]))
+        elif "stacks" in message and worker:
+            worker.dump_stacks()
+        elif "kill" in message and worker:
+            worker.kill()
         elif "all_here" in message:  # every agent has read its orders
             remove_ticket(self._job)
         elif "leave" in message:
@@ -208,14 +176,9 @@ class Agent:
         if self._exit_code is not None:
             self._left = True
             return
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)
-        self._kill_at_s = time.monotonic() + ORPHAN_GRACE_S
-
-    def _kill(self) -> None:
-        if self._worker is not None and self._exit_code is None:  # its number is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._worker.pid, signal.SIGKILL)
+        if self._worker:
+            self._worker.stop(signal.SIGTERM)
+            self._worker.kill_after(ORPHAN_GRACE_S)
 
     def _say(self, message: Message) -> None:
         if self._connected:
@@ -240,6 +203,10 @@ def _text(data: bytes) -> str:
 
 def main() -> int:
     """Returns the worker's exit code."""
+    return run_guarded(_work)
+
+
+def _work() -> int:
     job = sys.argv[1]
     try:
         placement = Placement.from_environment(os.environ)

@@ -44,6 +44,46 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def descendants(pid: int) -> list[int]:
+    """The living processes below this one, parents first."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # gone
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(folder.name))
+    found = children.get(pid, [])
+    for below in found:  # which grows
+        found += children.get(below, [])
+    return found
+
+
+def id_within(pid: int) -> int:
+    """The id that a process has in its own PID namespace; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    ids = [line.split()[-1] for line in lines if line.startswith("NSpid:")]
+    return int(ids[0]) if ids else pid  # a kernel without such namespaces
+
+
+def reap(codes: dict[int, int]) -> bool:
+    """Note the exit codes of children that have ended (minus n after signal n), by their ids.
+    Returns whether any child is left.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if not pid:
+            return True
+        codes[pid] = os.waitstatus_to_exitcode(status)
+
+
 def _pair(variable: bytes) -> tuple[str, str]:
     name, _, value = variable.decode(errors="replace").partition("=")
     return name, value

@@ -26,7 +26,7 @@ class WorkerPulse:
         self._phase, self._step, self._began_s = "start", 0, 0.0
         self._busy_s = 0.0  # of this step so far, in phases of its own
         self._busy_of_steps: list[float] = []
-        self.offers_stacks = False
+        self.speaker = 0  # the id of the process that writes to it, as it has told it
 
     def fileno(self) -> int:
         return self._fd
@@ -57,7 +57,7 @@ class WorkerPulse:
             "phase": self._phase,
             "silent_s": round(time.monotonic() - self._beat_s, 3),
             "busy_s": round(sum(steps) / len(steps), 6) if steps else None,
-            "speaks": self.offers_stacks,
+            "speaks": self.speaker != 0,
         } | self._last
 
     def _take(self, line: str) -> None:
@@ -71,7 +71,7 @@ class WorkerPulse:
         elif kind == "!":
             self._last = dict(json.loads(text))
         elif kind == "?":
-            self.offers_stacks = True
+            self.speaker = int(text)
             self._beat_s = time.monotonic()
 
     def _change(self, phase: str, step: int, began_s: float) -> None:

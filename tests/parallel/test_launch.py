@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -146,12 +147,26 @@ def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path) -> None:
     assert f'File "{SCRIPT}", line 27 in <module>' in sleeps, done.output
 
 
+def behind_a_shell(folder: Path) -> list[str]:
+    """`train` in a script that has more to do."""
+    script = folder / "run.sh"
+    script.write_text(f"#!/bin/bash\n{shlex.join(hvdtrain(*ENDLESS))}\nexit $?\n")
+    script.chmod(0o755)
+    return ["./run.sh"]
+
+
 @pytest.mark.parametrize(
-    ("controller", "number", "code"), [("gloo", signal.SIGTERM, 143), ("mpi", signal.SIGINT, 130)]
+    ("controller", "number", "code", "shell"),
+    [("gloo", signal.SIGTERM, 143, True), ("mpi", signal.SIGINT, 130, False)],
 )
-def test_stop_saves(tmp_path: Path, controller: str, number: signal.Signals, code: int) -> None:
-    """Fails if a signal to `launch` alone does not make every worker save and leave."""
-    with started(launch("--", *ENDLESS, controller=controller), tmp_path) as job:
+def test_stop_saves(
+    tmp_path: Path, controller: str, number: signal.Signals, code: int, shell: bool
+) -> None:
+    """Fails if a signal to `launch` alone does not make every worker save and leave, also one that
+    a shell has started.
+    """
+    command = behind_a_shell(tmp_path) if shell else ENDLESS
+    with started(launch("--", *command, controller=controller), tmp_path) as job:
         job.wait_for(r"^step 7/")
         job.process.send_signal(number)
         assert job.end() == code, job.text
@@ -205,6 +220,47 @@ def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path, controller
         job.process.kill()
         job.end()
         assert read_summary(tmp_path)["status"] == "stopped"
+
+
+def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
+    """Fails if a terminal that takes nothing (Ctrl-S, `| less`) keeps workers that print much from
+    their end, if a log lacks a line, or if nothing is said of lines that were not shown.
+    """
+    mark, lines = uuid.uuid4().hex, 60_000
+    process = subprocess.Popen(
+        launch("--", "python", "-c", CHATTY, str(lines)),
+        cwd=tmp_path,
+        env=environment_of(mark),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        logs = [tmp_path / "logs" / f"rank.{rank}.log" for rank in (0, 1)]
+        deadline = time.monotonic() + STARTED_S
+        while len(marked(mark)) > 1 or not all(log.exists() for log in logs):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        for rank, log in enumerate(logs):
+            expected = "".join(f"{rank} {line} {'x' * 50}\n" for line in range(lines))
+            assert log.read_text() == expected
+        output = process.communicate(timeout=ENDED_S)[0].decode()
+    finally:
+        kill_all(marked(mark))
+        process.wait()
+    assert process.returncode == 0, output[-2000:]
+    notes = re.findall(r"^\.\.\. ([\d,]+) lines? not shown; all are in ", output, re.MULTILINE)
+    left_out = sum(int(note.replace(",", "")) for note in notes)
+    shown = len(re.findall(r"^(\[1\] )?[01] \d+ x{50}$", output, re.MULTILINE))
+    assert shown + left_out == 2 * lines
+
+
+CHATTY = """
+import os, sys
+for line in range(int(sys.argv[1])):
+    print(os.environ["RANK"], line, "x" * 50)
+"""
 
 
 def test_rank_0_killed_leaves_a_summary(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor.tickets import ticket_paths, write_ticket
 from hvdtrain.launcher.orders import Orders
+from hvdtrain.launcher.processes import descendants
 from hvdtrain.launcher.protocol import Message
 
 TOKEN = "the token of this job"
@@ -90,6 +91,15 @@ class Job:
             assert time.monotonic() < deadline, (self.heard[-5:], self.lost)
             self.poll()
 
+    def agent(self, rank: int = 0) -> int:
+        """The id of the agent itself: the process that was started is its guard."""
+        return int(self.wait_for("hello", rank)["pid"])
+
+    def worker(self, rank: int = 0) -> int:
+        """The id of the command that an agent has started."""
+        self.poll_until(lambda: descendants(self.agent(rank)))
+        return descendants(self.agent(rank))[0]
+
     def hear_all(self, kind: str, rank: int = 0) -> list[Any]:
         """What has come of one kind of message."""
         return [
@@ -121,19 +131,11 @@ class Job:
         """End whatever is still there."""
         self.channel.close()
         for agent in self.agents:
-            for pid in children_of(agent.pid):
+            for pid in [agent.pid, *descendants(agent.pid)]:
                 kill(pid)
-            agent.kill()
             agent.wait()
             if agent.stdout is not None:
                 agent.stdout.close()
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def kill(pid: int) -> None:

@@ -96,13 +96,13 @@ def test_secrets_are_in_the_file_alone(job: Job) -> None:
     path = job.order(["sleep", "300"], CLOUD_SECRET=secret, PATH=os.environ["PATH"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    agent = job.start()
+    guard = job.start()
     job.wait_for("alive")
-    worker = int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text())
-    for pid in (agent.pid, worker):
+    agent, worker = job.agent(), job.worker()
+    for pid in (guard.pid, agent, worker):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert secret.encode() not in line and TOKEN.encode() not in line
-    shown = Path(f"/proc/{agent.pid}/environ").read_bytes()
+    shown = Path(f"/proc/{agent}/environ").read_bytes()
     assert secret.encode() not in shown and TOKEN.encode() not in shown
     own = Path(f"/proc/{worker}/environ").read_bytes()
     assert secret.encode() in own and TOKEN.encode() not in own

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import subprocess
 import sys
+import termios
+import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -147,66 +153,111 @@ def test_before_all_are_there() -> None:
     as_text(Watch([]))
 
 
-def test_plain_lines(capsys) -> None:
+def test_plain_lines() -> None:
     """Fails when rank 0's lines are changed, others' do not name their rank, or lines of ranks of
     different lengths do not stand below one another.
     """
-    view = PlainView(12)
-    view.tell("set A=1: b")
-    for number, text in ((0, "[0] x"), (1, "one"), (11, "eleven")):
-        view.line(number, text)
+    output = io.StringIO()
+    view = PlainView(12, output)
+    lines = ((0, "[0] x"), (1, "one"), (11, "eleven"))
+    view.show("\n".join(view.label(number, text) for number, text in lines))
     view.update(Watch([rank(0)]))
     view.close()
-    expected = "hvdtrain launch: set A=1: b\n[0] x\n[ 1] one\n[11] eleven\n"
-    assert capsys.readouterr().out == expected
+    assert output.getvalue() == "[0] x\n[ 1] one\n[11] eleven\n"
 
 
 def test_the_live_view_on_a_terminal(monkeypatch) -> None:
-    """Fails when lines of workers are taken for markup, rank 0's steps are shown twice, the view is
-    drawn anew for every message, or is left on the screen unfinished.
+    """Fails when lines of workers are taken for markup, rank 0's steps are shown twice, or the view
+    is left on the screen unfinished.
     """
     screen = io.StringIO()
     monkeypatch.setattr(
-        "rich.console.Console", lambda: Console(file=screen, force_terminal=True, width=90)
+        "rich.console.Console", lambda file: Console(file=file, force_terminal=True, width=90)
     )
-    view = LiveView()
-    view.line(0, "step 4  loss 0.5")
-    view.line(1, "step 4 of my own [bold]")
-    view.tell("restart 1 of 3 [/]")
-    for step in range(100):
-        view.update(Watch([rank(0, step=step + 1)], {}))
+    view = LiveView(screen)
+    assert view.label(0, "step 4  loss 0.5") is None
+    view.show(str(view.label(1, "step 4 of my own [bold]")))
+    view.show("restart 1 of 3 [/]")
+    view.update(Watch([rank(0, step=77)], {}))
     view.close()
     text = screen.getvalue()
     assert "[1] step 4 of my own [bold]" in text and "restart 1 of 3 [/]" in text
-    assert "loss 0.5" not in text
-    assert 0 < text.count("own s/step") < 10
+    assert "77" in text and text.endswith("\x1b[?25h")
 
 
-def test_a_terminal_gets_the_live_view(monkeypatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nobody_waits_for_the_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when the launcher waits for a terminal or a pipe that takes nothing, holds more lines
+    for it than it may, draws the view anew for every message, or does not say how many lines it
+    has left out once somebody reads.
+    """
+    monkeypatch.setenv("TERM", "xterm")
+    reading, writing = os.openpty() if terminal else os.pipe()
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        view = make_view(12, stream, Path("LOGS"))
+        view.tell("2 workers")
+        width = 60 if terminal else 1000
+        count = 3 * view.view.most_waiting // width
+        for number in range(count):
+            view.line(1, f"{number:6} {'ä' * width}")
+            view.update(Watch([rank(0, step=number)], {}))
+        view.tell("the verdict")
+        assert view._waiting <= view.view.most_waiting + 2000
+        shown: list[bytes] = []
+        reader = threading.Thread(target=read_all, args=(reading, shown))
+        reader.start()
+        view.close()
+        if terminal:
+            termios.tcdrain(writing)
+    reader.join()
+    os.close(reading)
+    text = b"".join(shown).decode()
+    numbers = [int(found) for found in re.findall(r"\[ ?1\] +(\d+) ä", text)]
+    notes = re.findall(r"\.\.\. ([\d,]+) lines? not shown; all are in LOGS", text)
+    left_out = sum(int(note.replace(",", "")) for note in notes)
+    assert numbers[:10] == list(range(10)) and numbers == sorted(numbers)
+    assert left_out and len(numbers) + left_out == count
+    assert text.startswith("hvdtrain launch: 2 workers") is not terminal
+    assert "hvdtrain launch: the verdict" in text
+    assert text.count("own s/step") < 10
+
+
+def read_all(fd: int, into: list[bytes]) -> None:
+    """To the end; that of a terminal is an error."""
+    with suppress(OSError):
+        while data := os.read(fd, 1 << 16):
+            into.append(data)
+
+
+def test_a_terminal_gets_the_live_view(monkeypatch, tmp_path: Path) -> None:
     """Fails when a pipe gets escape sequences, or a terminal plain lines."""
-    monkeypatch.setattr(live, "LiveView", lambda: "live")
-    stream = io.StringIO()
-    assert isinstance(make_view(4, stream).view, PlainView)
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert make_view(4, stream).view == "live"
+    monkeypatch.setattr(live, "LiveView", lambda output: "live")
+    with (tmp_path / "out").open("w") as stream:
+        assert isinstance(make_view(4, stream, tmp_path).view, PlainView)
+        monkeypatch.setattr(live, "Output", lambda stream: stream)
+        terminal = io.StringIO()
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        assert make_view(4, terminal, tmp_path).view == "live"
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["| head", "2>&1 | head"])
 @pytest.mark.timeout(60)
-def test_a_job_outlives_its_terminal() -> None:
+def test_a_job_outlives_its_terminal(both: bool) -> None:
     """Fails when `hvdtrain launch | head`, or a terminal that is closed, ends the launcher in an
-    exception: it would kill the workers before they could save.
+    exception: it would kill the workers before they could save, and lose its exit code.
     """
     code = (
         "import sys; from hvdtrain.cli.live import make_view; from hvdtrain.launcher.supervise "
-        "import Watch\nview = make_view(2, sys.stdout); view.tell('a'); sys.stdin.readline()\n"
+        "import Watch; from hvdtrain.log import complain\n"
+        "view = make_view(2, sys.stdout, 'LOGS'); view.tell('a'); sys.stdin.readline()\n"
         "for n in range(3): view.line(0, 'b' * 9999); view.tell('c'); view.update(Watch([]))\n"
-        "view.close(); sys.stdout.write('d'); sys.exit(7)"
+        "view.close(); sys.stdout.write('d'); complain('e'); sys.exit(7)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT if both else subprocess.PIPE,
     )
     try:
         assert process.stdout is not None and process.stdout.readline().endswith(b" a\n")
@@ -216,4 +267,4 @@ def test_a_job_outlives_its_terminal() -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, errors) == (7, b"")
+    assert (process.returncode, errors) == (7, None if both else b"e\n")

@@ -61,6 +61,7 @@ def test_the_agent_knows_phase_and_step(pipe: Pipe) -> None:
         "busy_s": None,
         "speaks": True,
     }
+    assert pipe.agent.speaker == os.getpid()
     pulse.beat("prepare")
     assert pipe.hear()["phase"] == "prepare"
     pulse.step = 12
@@ -91,7 +92,7 @@ def test_a_worker_never_waits_for_its_agent(pipe: Pipe) -> None:
         data += part
     lines = data.decode().splitlines()
     assert data.endswith(b"\n") and 1000 < len(lines) < 20_000
-    assert lines[0] == "?" and all(line.startswith("+step ") for line in lines[1:])
+    assert lines[0] == f"?{os.getpid()}" and all(line.startswith("+step ") for line in lines[1:])
     pulse.beat("save")
     assert pipe.hear()["phase"] == "save"
 
@@ -178,7 +179,8 @@ def test_lines_come_in_pieces_and_some_are_nonsense(pipe: Pipe) -> None:
         pipe.write(piece)
         report = pipe.hear()
     assert (report["phase"], report["step"]) == ("exchange", 4)
-    for line in ("+", "+a b c", "+a 1", "=", "={", "=[1]", "=7", "!null", "!", "", "@", "\x00ä"):
+    nonsense = ("+", "+a b c", "+a 1", "=", "={", "=[1]", "=7", "!null", "!", "?", "", "@", "\x00ä")
+    for line in nonsense:
         pipe.write(line + "\n")
     os.write(pipe.writing, b"\xff\xfe\n+save 5 13\n")
     report = pipe.hear()
@@ -230,7 +232,7 @@ def test_stacks_are_given_on_demand() -> None:
     try:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
         pulse = WorkerPulse(reading)
-        assert pulse.read() and pulse.offers_stacks
+        assert pulse.read() and pulse.speaker == worker.pid
         worker.send_signal(signal.SIGUSR2)
         time.sleep(0.5)
         output, errors = worker.communicate("go on\n", timeout=20)

@@ -1,0 +1,146 @@
+"""A worker: the command that an agent starts, often a shell, and all that the command starts.
+
+The agent is a subreaper (hvdtrain/launcher/guard.py), so all of it stays below the agent, also what
+outlives its parent or has a session of its own. Of these processes one may speak: it writes to the
+pulse pipe (hvdtrain/pulse.py), and it is the one that can save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import time
+
+from hvdtrain.launcher.guard import PR_SET_PDEATHSIG
+from hvdtrain.launcher.orders import Orders
+from hvdtrain.launcher.processes import descendants, id_within, process_state, reap
+from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
+
+NEXT_S = 0.5  # for a shell to end after what it has waited for
+REST_GRACE_S = 3.0  # for what the command leaves behind
+KILLED_S = 2.0  # after which nobody waits for a process that the kernel does not let go
+CANNOT_START = 127  # as shells have it
+
+
+class Worker:
+    """The processes of one worker."""
+
+    def __init__(
+        self, orders: Orders, environment: dict[str, str], output: int, pulse: int
+    ) -> None:
+        """`output`, `pulse`: the pipes to write to. Raises OSError when it cannot be started."""
+        agent = os.getpid()
+        library = ctypes.CDLL(None)
+
+        def end_with_agent() -> None:
+            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:
+                os._exit(CANNOT_START)
+
+        self._process = subprocess.Popen(
+            orders.command,
+            cwd=orders.folder,
+            env=environment | {PULSE_FD: str(pulse)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(pulse,),
+            start_new_session=True,
+            preexec_fn=end_with_agent,
+        )
+        self._command = self._process.pid
+        self._speaker = 0
+        self._codes: dict[int, int] = {}
+        self._stop = 0  # the signal that has asked it to end
+        self._silent_s = math.inf  # since when no process speaks any more
+        self._rest_asked = False  # what the command has left behind to end
+        self._kill_at_s = math.inf
+        self._killed_s = math.inf
+
+    @property
+    def state(self) -> str:
+        """The letter that /proc has for the process that speaks, or else for the command."""
+        return process_state(self._speaker if self._speaks() else self._command)
+
+    def find_speaker(self, told: int) -> None:
+        """The process that speaks has this id, in its own PID namespace."""
+        below = descendants(os.getpid())
+        self._speaker = next((pid for pid in below if id_within(pid) == told), 0)
+        if self._stop:  # a shell has gone on to its next command
+            self._signal(self._stop)
+
+    def stop(self, number: int) -> None:
+        """Ask it to save and end.
+
+        The process that speaks passes on itself what its children need, and a shell that got the
+        signal too might send it a second time, which means: at once.
+        """
+        self._stop = number
+        self._signal(number)
+
+    def dump_stacks(self) -> None:
+        """Python stacks to standard error: a script that does not speak ends with them."""
+        self._signal(STACKS_SIGNAL if self._speaks() else signal.SIGABRT)
+
+    def kill_after(self, seconds: float) -> None:
+        """Continue what has been stopped; kill what is left then."""
+        self._signal_all(signal.SIGCONT)
+        self._kill_at_s = min(self._kill_at_s, time.monotonic() + seconds)
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        self._killed_s = min(self._killed_s, time.monotonic())
+        self._signal_all(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """The exit code (minus n after signal n) once nothing is left; call it again and again.
+
+        It is that of the process that has spoken, where its shell ended before it; else the
+        command's.
+        """
+        now = time.monotonic()
+        some_left = reap(self._codes)
+        ended = self._command in self._codes
+        self._silent_s = math.inf if self._speaks() else min(self._silent_s, now)
+        if some_left and self._silent_s <= now:
+            self._end_rest(ended)
+        if min(self._killed_s, self._kill_at_s) < now:
+            self.kill()  # again: what was started since then
+        given_up = now - self._killed_s > KILLED_S
+        if not ended or (some_left and not given_up):
+            return None
+        self._process.returncode = self._codes[self._command]
+        return self._codes.get(self._speaker, self._codes[self._command])
+
+    def _end_rest(self, ended: bool) -> None:
+        """End what does not speak any more, or what the command has left behind."""
+        if self._speaker and ended:  # only helpers are left
+            self.kill()
+            return
+        if self._speaker:  # after a stop a shell is not to go on to its next command
+            due = self._stop != 0 and time.monotonic() - self._silent_s > NEXT_S
+        else:  # where the signal itself has ended a shell, what that has started may be saving
+            due = ended and self._codes[self._command] != -self._stop
+        if due and not self._rest_asked:
+            self._rest_asked = True
+            self._signal_all(signal.SIGTERM)
+            self.kill_after(REST_GRACE_S)
+
+    def _speaks(self) -> bool:
+        return self._speaker != 0 and process_state(self._speaker) not in ("", "Z", "X")
+
+    def _signal(self, number: int) -> None:
+        if self._speaks():
+            with contextlib.suppress(OSError):
+                os.kill(self._speaker, number)
+        else:
+            self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
