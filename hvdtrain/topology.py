@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.slurm import is_step
 
-# What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI.
+# What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI. And what
+# srun gives each task.
 _GLOO_NAMES = {
     "rank": "HOROVOD_RANK",
     "size": "HOROVOD_SIZE",
@@ -20,6 +22,11 @@ _OPEN_MPI_NAMES = {
     "size": "OMPI_COMM_WORLD_SIZE",
     "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
+_SLURM_NAMES = {
+    "rank": "SLURM_PROCID",
+    "size": "SLURM_STEP_NUM_TASKS",
+    "local_rank": "SLURM_LOCALID",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Topology:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    launched: bool = False  # by horovodrun or mpirun; False: a single process of its own
+    launched: bool = False  # by horovodrun, mpirun or srun; False: a single process of its own
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Topology:
@@ -37,8 +44,8 @@ class Topology:
 
         Raises UsageError when the variables are there but make no sense.
         """
-        for names in (_GLOO_NAMES, _OPEN_MPI_NAMES):
-            if names["rank"] in environment:
+        for names in (_GLOO_NAMES, _OPEN_MPI_NAMES, _SLURM_NAMES):
+            if names["rank"] in environment and (names is not _SLURM_NAMES or is_step(environment)):
                 return cls(
                     **{field: _integer(environment, name) for field, name in names.items()},
                     launched=True,
