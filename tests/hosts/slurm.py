@@ -87,11 +87,14 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         """The daemons end with their hosts."""
 
-    def run(self, *command: str, timeout_s: float = 60) -> Finished:
+    def run(self, *command: str, timeout_s: float = 120) -> Finished:
         """Run a command of Slurm (or any other) on the first host to its end."""
         process = self.start(*command)
         started = time.monotonic()
-        output, _ = process.communicate(timeout=timeout_s)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.discard()
         return Finished(process.returncode, output, time.monotonic() - started)
 
     def start(self, *command: str) -> HostProcess:
