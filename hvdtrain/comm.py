@@ -297,8 +297,9 @@ def _interface_of(address: str) -> str:
 def _join_step() -> None:
     """Collective: what horovodrun does for its workers, among the tasks of a step of srun."""
     variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
-    os.environ.update(variables)
-    os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface_of(address))
+    interface = os.environ.get("HOROVOD_GLOO_IFACE") or _interface_of(address)
+    os.environ.update(variables | {"HOROVOD_GLOO_IFACE": interface})
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _start_rendezvous(ranks: list[dict[str, str]]) -> int:

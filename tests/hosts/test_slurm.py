@@ -22,7 +22,7 @@ from tests.hosts.gated import GATE
 from tests.hosts.namespaces import Cluster
 from tests.hosts.namespaces import why_not as why_no_hosts
 from tests.hosts.slurm import CORES, Slurm, why_not
-from tests.parallel.launching import CHECKOUT
+from tests.parallel.launching import CHECKOUT, hvdtrain
 
 RECIPE = CHECKOUT / "launch" / "slurm.sbatch"
 STEPS = 60
@@ -148,18 +148,20 @@ def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, o
     job.wait_for_steps()
     slurm.ask("scontrol", "requeue", str(job.number))
     job.wait_for(RESUMED, times=2)
+    first, second = map(int, re.findall(r"checkpoints/step-(\d+)", job.output))
+    assert second > first, "it was requeued, but has not saved before"
     summary = job.finish()
     assert slurm.job(job.number)["Restarts"] == "2"
     assert summary["params_sha256"] == peace["params_sha256"], job.output
     assert summary["samples_seen"] == peace["samples_seen"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_srun_needs_no_ssh(
     slurm: Slurm, submit: Submit, peace: dict[str, object], tmp_path: Path
 ) -> None:
-    """Fails if the recipe's lines for srun need SSH, do not save before the time limit, or give
-    other parameters than the launcher.
+    """Fails if `srun hvdtrain train`, or the recipe's lines for srun, need SSH, or if the latter do
+    not save before the time limit and end with the parameters of an undisturbed run.
     """
     text = RECIPE.read_text()
     recipe = tmp_path / "srun.sbatch"
@@ -175,11 +177,17 @@ def test_srun_needs_no_ssh(
         job.wait_for(REQUEUED)
         job.wait_for(RESUMED)
         summary = job.finish()
+        command = ["srun", "--nodes=3", *hvdtrain("train", *EXPERIMENT)]
+        done = slurm.run(*command, f"--output={tmp_path}", "--experiment=alone", timeout_s=END_S)
     finally:
         for host in hosts:
             slurm.cluster.start_sshd(host)
-    assert (summary["world_size"], summary["controller"]) == (3, "gloo")
-    assert summary["params_sha256"] == peace["params_sha256"], job.output
+    assert done.exit_code == 0, done.output
+    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
+    assert (alone["world_size"], alone["controller"]) == (3, "gloo")
+    assert alone["audit"]["failed"] == 0 < alone["audit"]["checked"]
+    assert summary["params_sha256"] == alone["params_sha256"], job.output
+    assert summary["samples_seen"] == alone["samples_seen"] == peace["samples_seen"]
 
 
 @pytest.mark.timeout(600)
