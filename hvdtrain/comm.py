@@ -5,6 +5,7 @@ Every collective bears a name: unnamed ones are counted per rank and can deadloc
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import secrets
@@ -14,14 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousServer
 
+from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
 from hvdtrain.parameters import check_equal_on_all_ranks
@@ -62,6 +66,8 @@ class HorovodExchange:
         """
         for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
+        if slurm.is_step(os.environ):
+            _join_step()
         try:
             with new_threads_do_not_push():
                 hvd.init()
@@ -292,6 +298,40 @@ def interface_address(interface: str) -> str:
         request = struct.pack("256s", interface.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
     return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of(address: str) -> str:
+    """The interface that has this address. Raises PreflightError."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has none
+            if interface_address(name) == address:
+                return name
+    raise PreflightError(f"no network interface of this host has the address {address}")
+
+
+def _join_step() -> None:
+    """Collective: what horovodrun does for its workers, among the tasks of a step of srun."""
+    variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
+    interface = os.environ.get("HOROVOD_GLOO_IFACE") or _interface_of(address)
+    os.environ.update(variables | {"HOROVOD_GLOO_IFACE": interface})
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
+    """Start Horovod's rendezvous, as horovodrun does, in a thread. Returns its port."""
+    server = RendezvousServer()
+    port: int = server.start()
+    fields = [field.name for field in dataclasses.fields(SlotInfo) if field.name != "hostname"]
+    server.init(
+        [
+            SlotInfo(
+                hostname=variables["HOROVOD_HOSTNAME"],
+                **{name: int(variables[f"HOROVOD_{name.upper()}"]) for name in fields},
+            )
+            for variables in ranks
+        ]
+    )
+    return port
 
 
 def ring_of_horovod() -> Transport:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
+from hvdtrain.slurm import is_step
 
 
 class Start(NamedTuple):
@@ -22,7 +23,6 @@ class Start(NamedTuple):
 
 
 _INSTEAD = "`horovodrun -np {size} ...` or `hvdtrain launch -np {size} -- ...`"
-_IN_SLURM = "`hvdtrain launch -np {size} -- ...` without srun (launch/slurm.sbatch)"
 
 # What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI. An mpirun of
 # the Open MPI that Horovod was built with will do as well; under another's, Horovod finds nobody.
@@ -36,11 +36,12 @@ _JOINED = (
         _INSTEAD,
     ),
 )
-# Launchers whose processes Horovod does not connect. A batch script of Slurm and an interactive
-# shell of it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
+# Tasks of a step, which hvdtrain.slurm connects. A batch script of Slurm and an interactive shell of
+# it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
+_SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", _INSTEAD)
+# Launchers whose processes Horovod does not connect.
 _FOREIGN = (
     Start("torchrun, or the like,", "WORLD_SIZE", "RANK", "LOCAL_RANK", _INSTEAD),
-    Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", _IN_SLURM),
     Start("another MPI's launcher", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _INSTEAD),
 )
 
@@ -52,7 +53,7 @@ class Topology:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    launched: bool = False  # by horovodrun or mpirun; False: by itself, or by a foreign launcher
+    launched: bool = False  # by horovodrun, mpirun or srun; not by a foreign launcher
     start: Start | None = None  # where a launcher has started it
 
     @classmethod
@@ -61,8 +62,9 @@ class Topology:
 
         Raises UsageError when those of horovodrun or mpirun are there but make no sense.
         """
-        for start in _JOINED:
-            if start.rank in environment or start.size in environment:
+        for start in (*_JOINED, _SRUN):
+            named = start.rank in environment or start.size in environment
+            if is_step(environment) if start is _SRUN else named:
                 return cls(
                     rank=_integer(environment, start.rank),
                     size=_integer(environment, start.size),

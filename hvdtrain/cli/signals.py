@@ -1,4 +1,5 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; a second one ends the process at once.
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; a second one ends the process at once, unless it
+comes together with the first: batch systems signal every process, and launchers pass theirs on.
 
 Before training they raise Stopped. During training they are only noted: all ranks agree on a step
 first. A main thread that waits inside a collective for a rank that is gone never gets there, so a
@@ -8,16 +9,19 @@ writes to, which works while the main thread is in native code.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from hvdtrain.errors import HvdtrainError, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TOGETHER_S = 2.0  # within which further signals are the same request
 NOTE_AFTER_S = 0.4  # mpirun follows its SIGTERM with a SIGKILL after 1 s
 STUCK_AFTER_S = 20.0  # without a step
 
@@ -69,22 +73,36 @@ class StopSignals:
         self._last_step_s = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        if self.requested is not None:
+            return  # the watching thread decides
         self.requested = number
         if not self._training:
+            for other in SIGNALS:
+                signal.signal(other, signal.SIG_DFL)
             raise Stopped(number)
 
     def _watch(self) -> None:
-        while received := self._hearing.recv(1):
-            if received[0] not in SIGNALS:
-                continue
-            error = Stopped(received[0])
-            self._last_step_s = time.monotonic()
-            if self._over.wait(NOTE_AFTER_S):
-                return
-            self.note(error)
-            while time.monotonic() - self._last_step_s < STUCK_AFTER_S:
-                if self._over.wait(NOTE_AFTER_S):
-                    return
-            self.give_up(error)
+        number = self._hear(None)
+        if number is None:
+            return
+        error, began_s, noted = Stopped(number), time.monotonic(), False
+        self._last_step_s = began_s
+        while not self._over.is_set():
+            again = self._hear(NOTE_AFTER_S)
+            now = time.monotonic()
+            if again is not None and now - began_s > TOGETHER_S:
+                os._exit(128 + again)
+            if not noted and now - began_s >= NOTE_AFTER_S and not self._over.is_set():
+                noted = True
+                self.note(error)
+            if now - self._last_step_s >= STUCK_AFTER_S:
+                self.give_up(error)
+
+    def _hear(self, limit_s: float | None) -> int | None:
+        """The next of our signals; None when none comes in time, or the context is over."""
+        self._hearing.settimeout(limit_s)
+        with suppress(TimeoutError):
+            while received := self._hearing.recv(1):
+                if received[0] in SIGNALS:
+                    return received[0]
+        return None

@@ -61,7 +61,8 @@ def _refuse_what_is_not_one_job(environment: Mapping[str, str]) -> None:
     if copies != "1":
         raise UsageError(
             f"SLURM_STEP_NUM_TASKS={shown(copies)}: srun has started that many copies of the "
-            "launcher; start one, in the batch script and without srun"
+            "launcher; start one, in the batch script and without srun, or let srun start the "
+            "workers themselves: srun hvdtrain train ..."
         )
     if environment.get("SLURM_HET_SIZE", "1") != "1":
         raise UsageError(

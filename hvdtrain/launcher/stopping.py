@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -44,3 +45,19 @@ class StopRequests:
         self.numbers.append(number)
         if not self._workers_run:
             raise Stopped(number)
+
+
+@contextmanager
+def spared_by_slurm() -> Iterator[None]:
+    """Block SIGTERM in what is started within, where this is a job of Slurm.
+
+    `scontrol requeue` and `scancel` send it to every process of the job's first host. It would end
+    horovodrun, mpirun and ssh, and with them the workers, before the launcher has had them save.
+    Slurm's SIGKILL comes later (KillWait).
+    """
+    blocked = {signal.SIGTERM} if "SLURM_JOB_ID" in os.environ else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

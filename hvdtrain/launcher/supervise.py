@@ -23,6 +23,7 @@ from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.protocol import Message
 from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
+from hvdtrain.launcher.stopping import spared_by_slurm
 from hvdtrain.launcher.verdict import Evidence, Outcome, judge
 
 TICK_S = 0.1
@@ -67,15 +68,16 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start it, watch it, and leave nothing of it behind."""
-        engine = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            cwd="/",  # a folder that every host has; agents go to the job's own
-            stdin=subprocess.DEVNULL,
-            stdout=self._logs.engine,
-            stderr=self._logs.engine,
-            start_new_session=True,
-        )
+        with spared_by_slurm():
+            engine = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd="/",  # a folder that every host has; agents go to the job's own
+                stdin=subprocess.DEVNULL,
+                stdout=self._logs.engine,
+                stderr=self._logs.engine,
+                start_new_session=True,
+            )
         try:
             while not self._is_over(engine):
                 self._turn()

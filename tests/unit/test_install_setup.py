@@ -56,11 +56,12 @@ def test_installed_services_stay_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise PreflightError("apt-get install failed")
 
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    packages.install(["iproute2", "openssh-server"], run, policy)
+    packages.install(["iproute2", "openssh-server", "munge"], run, policy)
     update, install, disable = seen
     assert update[0][:2] == ["apt-get", "update"]
-    assert install[0][-2:] == ["iproute2", "openssh-server"] and not install[1]
-    assert disable[0] == ["systemctl", "--quiet", "disable", "ssh.service", "ssh.socket"]
+    assert install[0][-3:] == ["iproute2", "openssh-server", "munge"] and not install[1]
+    services = ["ssh.service", "ssh.socket", "munge.service"]
+    assert disable[0] == ["systemctl", "--quiet", "disable", *services]
     with pytest.raises(PreflightError):
         packages.install(["broken"], run, policy)
     assert not policy.exists()
@@ -100,6 +101,18 @@ def test_packages_are_installed_where_asked(
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         assert program.main() == 2
         assert installed == expected
+
+
+def test_packages_that_bring_daemons_have_their_services_listed() -> None:
+    """Fails if a package that the tests need could start its daemon at the next boot: one of a
+    Slurm, say, whose services are not in the list of those that are disabled.
+    """
+    daemons = {
+        requirement.debian_package
+        for requirement in machine.TEST_REQUIREMENTS
+        if requirement.name.endswith(("d", "server"))
+    }
+    assert daemons == set(packages.SERVICES)
 
 
 def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:

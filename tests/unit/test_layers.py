@@ -24,6 +24,7 @@ LAYERS = {
             "hvdtrain.fields",
             "hvdtrain.config",
             "hvdtrain.topology",
+            "hvdtrain.slurm",
             "hvdtrain.log",
             "hvdtrain.memory",
             "hvdtrain.scheduling",

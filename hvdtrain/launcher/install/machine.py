@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 MINIMUM_PYTHON = (3, 10)
@@ -67,6 +68,15 @@ TEST_REQUIREMENTS = (
     Requirement("ip", "test hosts have networks", "iproute2", lambda: _find_tool("ip")),
     Requirement(
         "unshare", "test hosts are namespaces", "util-linux", lambda: _find_tool("unshare")
+    ),
+    *(
+        Requirement(tool, "test hosts have a Slurm", package, partial(_find_tool, tool))
+        for tool, package in (
+            ("munged", "munge"),
+            ("slurmctld", "slurmctld"),
+            ("slurmd", "slurmd"),
+            ("srun", "slurm-client"),
+        )
     ),
 )
 

@@ -9,7 +9,12 @@ from pathlib import Path
 
 POLICY = Path("/usr/sbin/policy-rc.d")  # asked by packages before they start a service
 REFUSE = "#!/bin/sh\n# Written by launch/setup while it installs packages.\nexit 101\n"
-SERVICES = {"openssh-server": ("ssh.service", "ssh.socket")}
+SERVICES = {
+    "openssh-server": ("ssh.service", "ssh.socket"),
+    "munge": ("munge.service",),
+    "slurmctld": ("slurmctld.service",),
+    "slurmd": ("slurmd.service",),
+}
 
 Run = Callable[[list[str], str], object]
 

@@ -1,0 +1,256 @@
+"""Workers that Slurm's srun has started: how they find one another, without SSH.
+
+Slurm gives each task of a step its number and its host. Horovod's Gloo needs besides a rendezvous
+(a small HTTP server) and the name of the network interface on each host. So task 0 listens on a
+port that every task computes from the step's identity; the others report to it, and once all have
+come, each gets as the answer the variables that horovodrun would have set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.errors import PreflightError, UsageError
+
+# By horovodrun, mpirun or torchrun, within a task.
+STARTED_WITHIN = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID")
+FIRST_PORT, PORTS = 20_000, 10_000  # below those that Linux gives to outgoing connections
+TRIED_PORTS = 8  # some may be in use
+MEETING_S = 300.0  # for all tasks to come: the first imports from a network disk take long
+GREETING_S = 5.0
+RETRY_S = 0.2
+LONGEST_LINE = 10_000
+Variables = dict[str, str]
+
+
+def is_step(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks that srun has started, not yet joined."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    numbered = "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit()
+    return numbered and tasks != "1" and not any(name in environment for name in STARTED_WITHIN)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of one worker: its rank, its host, and its number on that host."""
+
+    rank: int
+    host: str
+    node: int  # the number of the host
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of a Slurm job, as one of its tasks sees it."""
+
+    place: Place
+    size: int
+    first_host: str
+    identity: str  # the same in all tasks, and in no other step
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Step:
+        """Read Slurm's variables. Raises UsageError when they make no sense."""
+        if environment.get("SLURM_HET_SIZE", "1") != "1":
+            raise UsageError(
+                "SLURM_HET_SIZE: this is a heterogeneous job, whose tasks do not know of those of "
+                "its other parts; submit a job of one part"
+            )
+        rank, size, local_rank, node = (
+            _integer(environment, f"SLURM_{name}")
+            for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
+        )
+        host = environment.get("SLURMD_NODENAME") or f"node{node}"
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_LAUNCHER_PORT")
+        identity = "hvdtrain " + " ".join(environment.get(name, "-") for name in names)
+        first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        return cls(Place(rank, host, node, local_rank), size, first, identity)
+
+    @property
+    def ports(self) -> list[int]:
+        """The ports on which task 0 may listen, in the order in which they are tried."""
+        digest = hashlib.sha256(self.identity.encode()).digest()
+        pairs = (digest[2 * i : 2 * i + 2] for i in range(TRIED_PORTS))
+        return [FIRST_PORT + int.from_bytes(pair, "big") % PORTS for pair in pairs]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of a list of hosts: gpu008 of `gpu[008-010,12],login1`."""
+    first = re.match(r"(?:[^,\[\]]|\[[0-9][^\[\]]*\])+", nodes)
+    if first is None:
+        raise UsageError(f"SLURM_STEP_NODELIST={nodes[:60]!a}: not a list of hosts")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])
+
+
+def meet(
+    step: Step, start_rendezvous: Callable[[list[Variables]], int], limit_s: float = MEETING_S
+) -> tuple[Variables, str]:
+    """Collective: wait for all tasks of the step.
+
+    Returns the variables of Horovod for this task, and the address of this host that the others
+    reach. `start_rendezvous` is called in task 0, once, with the variables of all ranks; it
+    returns its port. Raises PreflightError when not all come in time, UsageError when Slurm has
+    placed them so that Horovod cannot number them.
+    """
+    deadline = time.monotonic() + limit_s
+    if step.place.rank == 0:
+        return _gather(step, start_rendezvous, deadline)
+    return _report(step, deadline)
+
+
+def placement(places: list[Place]) -> list[Variables]:
+    """Return Horovod's variables of each rank. Raises UsageError where hosts alternate."""
+    order = sorted(places, key=lambda place: (place.node, place.local_rank))
+    for place, wanted in zip(places, order, strict=True):
+        if place != wanted:
+            raise UsageError(
+                f"Slurm has placed rank {place.rank} on {place.host}, and ranks of one host must "
+                "follow one another: start with srun --distribution=block"
+            )
+    found = []
+    for place in places:
+        beside = [other.rank for other in places if other.node == place.node]
+        across = [other.rank for other in places if other.local_rank == place.local_rank]
+        numbers = {
+            "RANK": place.rank,
+            "SIZE": len(places),
+            "LOCAL_RANK": place.local_rank,
+            "LOCAL_SIZE": len(beside),
+            "CROSS_RANK": across.index(place.rank),
+            "CROSS_SIZE": len(across),
+        }
+        variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
+        found.append(variables | {"HOROVOD_HOSTNAME": place.host})
+    return found
+
+
+def _gather(
+    step: Step, start_rendezvous: Callable[[list[Variables]], int], deadline: float
+) -> tuple[Variables, str]:
+    """Task 0: take the reports of all others, then answer them."""
+    places, lines, address = {0: step.place}, {}, "127.0.0.1"
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listen(step))
+        while len(places) < step.size:
+            try:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                absent = sorted(set(range(step.size)) - set(places))
+                raise PreflightError(
+                    f"of the {step.size} tasks of this step, {len(absent)} did not report to "
+                    f"{step.first_host}:{listener.getsockname()[1]} in time: tasks "
+                    f"{', '.join(map(str, absent[:10]))}"
+                ) from None
+            place = _greet(connection, step)
+            if place is None:  # a stranger
+                connection.close()
+                continue
+            places[place.rank], lines[place.rank] = place, connection
+            if place.node != step.place.node:
+                address = connection.getsockname()[0]
+        try:
+            ranks = placement([places[rank] for rank in range(step.size)])
+        except UsageError as error:
+            for connection in lines.values():
+                _send(connection, {"error": str(error)})
+            raise
+        shared = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(start_rendezvous(ranks)),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+        for rank, connection in lines.items():
+            _send(connection, {"variables": ranks[rank] | shared, "address": address})
+    return ranks[0] | shared, address
+
+
+def _greet(connection: socket.socket, step: Step) -> Place | None:
+    """Return what a task reports; None where the other side is no task of this step."""
+    connection.settimeout(GREETING_S)
+    _send(connection, {"step": step.identity})
+    report = _receive(connection)
+    if report.pop("step", None) != step.identity:
+        return None
+    try:
+        place = Place(**report)
+    except TypeError:
+        return None
+    return place if place.rank in range(1, step.size) else None
+
+
+def _report(step: Step, deadline: float) -> tuple[Variables, str]:
+    """Any other task: report to task 0, and wait for the answer."""
+    with _reach(step, deadline) as connection:
+        _send(connection, {"step": step.identity, **asdict(step.place)})
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        answer = _receive(connection)
+        if "error" in answer:
+            raise UsageError(answer["error"])
+        if "variables" not in answer:
+            raise PreflightError(
+                f"task 0 on {step.first_host} has ended, or not all {step.size} tasks of this "
+                "step came in time"
+            )
+        elsewhere = answer["address"] != "127.0.0.1" and step.place.node != 0
+        address = connection.getsockname()[0] if elsewhere else answer["address"]
+        return answer["variables"], address
+
+
+def _listen(step: Step) -> socket.socket:
+    for port in step.ports:
+        with suppress(OSError):
+            return socket.create_server(("", port), backlog=step.size)
+    raise PreflightError(f"task 0 found none of the ports {step.ports} of this step free")
+
+
+def _reach(step: Step, deadline: float) -> socket.socket:
+    """Connect to task 0: to that of these ports behind which it is."""
+    problem: object = "no answer"
+    while time.monotonic() < deadline:
+        for port in step.ports:
+            try:
+                connection = socket.create_connection((step.first_host, port), GREETING_S)
+            except OSError as error:
+                problem = error
+                continue
+            if _receive(connection).get("step") == step.identity:
+                return connection
+            connection.close()
+        time.sleep(RETRY_S)
+    raise PreflightError(
+        f"task 0 was not reached on {step.first_host}, ports {step.ports}: {problem}. Hosts of a "
+        "job must reach one another over the network by the names that Slurm has for them"
+    )
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with suppress(OSError):  # who is gone does not read
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """Return one message; {} where none comes, or none of ours."""
+    try:
+        with connection.makefile("rb") as file:
+            message = json.loads(file.readline(LONGEST_LINE))
+    except (OSError, ValueError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise UsageError(f"environment variable {name}={text[:60]!a}: expected a whole number")
+    return int(text)

@@ -1,0 +1,232 @@
+"""launch/slurm.sbatch and srun under a real Slurm on three hosts, in peace and under faults.
+
+A job that is disturbed has a gate: its steps are slow until the test opens it, so that there is
+time for the fault. It keeps a checkpoint only when it is told to stop, so that a later start that
+goes on from a step proves that the stop has saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.gated import GATE
+from tests.hosts.namespaces import Cluster
+from tests.hosts.namespaces import why_not as why_no_hosts
+from tests.hosts.slurm import CORES, Slurm, why_not
+from tests.parallel.launching import CHECKOUT, hvdtrain
+
+RECIPE = CHECKOUT / "launch" / "slurm.sbatch"
+STEPS = 60
+EXPERIMENT = ["--model=tests.hosts.gated:lenet", "--data=synthetic:1x28x28,samples=256"]
+EXPERIMENT += ["--global-batch-size=30", f"--max-steps={STEPS}", "--eval-interval=4"]
+EXPERIMENT += ["--log-interval=1", "--audit-every=10", "--checkpoint-interval=1000"]
+START_S = 180.0  # for the first steps of a job, on a machine that is busy with other work
+END_S = 300.0
+GONE_S = 60.0
+LIMIT_TICK_S = 30.0  # how often Slurm looks at time limits
+REQUEUED = "stopped and saved; requeued, to go on from the last checkpoint"
+RESUMED, STEP = "resume: going on from", r"step \d+/"
+
+
+@dataclass
+class Job:
+    """A job of the recipe, with a gate of its own."""
+
+    slurm: Slurm
+    number: int
+    folder: Path
+
+    @property
+    def output(self) -> str:
+        """What all of its starts have printed."""
+        path = self.folder / "output"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, part: str, times: int = 1, limit_s: float = START_S) -> None:
+        """Wait until a pattern was printed so often. Raises AssertionError."""
+        deadline = time.monotonic() + limit_s
+        while self._count(part) < times:
+            state = self.slurm.job(self.number)["JobState"]
+            alive = state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+            assert alive and time.monotonic() < deadline, f"no {part!r}, {state}:\n{self.output}"
+            time.sleep(0.3)
+
+    def wait_for_steps(self) -> None:
+        """Wait until it has made some more steps. Raises AssertionError."""
+        self.wait_for(STEP, self._count(STEP) + 2)
+
+    def _count(self, part: str) -> int:
+        return len(re.findall(part, self.output))
+
+    def open_gate(self) -> None:
+        (self.folder / "gate").touch()
+
+    def finish(self) -> dict[str, object]:
+        """Let it run to its end; its summary."""
+        self.open_gate()
+        assert self.slurm.wait(self.number, timeout_s=END_S) == "COMPLETED", self.output
+        (run,) = (self.folder / "runs").iterdir()
+        assert run.name == f"slurm-{self.number}"
+        summary: dict[str, object] = json.loads((run / "summary.json").read_text())
+        return summary
+
+
+Submit = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Slurm on three hosts with two cores each."""
+    if reason := why_no_hosts() or why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("cluster")
+    visible = [tmp_path_factory.getbasetemp()]
+    with Cluster([1, 1, 1], folder, visible=visible) as cluster, Slurm(cluster) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
+    """A maker of jobs: submit("--nodes=3") with flags of sbatch."""
+
+    def submit(*flags: str, recipe: Path = RECIPE) -> Job:
+        folder = tmp_path_factory.mktemp("job")
+        slurm.environment |= {GATE: str(folder / "gate"), "OMP_NUM_THREADS": "1"}
+        arguments = [*flags, f"--output={folder / 'output'}", str(recipe), *EXPERIMENT]
+        return Job(slurm, slurm.submit(*arguments, f"--output={folder / 'runs'}"), folder)
+
+    return submit
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(slurm: Slurm) -> Iterator[None]:
+    """Fails a test whose jobs have left processes on any host."""
+    before = slurm.cluster.processes()
+    yield
+    slurm.run("scancel", "--user=root")
+    left = slurm.cluster.wait_until_gone(before, GONE_S)
+    slurm.cluster.kill_since(before)
+    assert not left, f"left behind: {[_command_of(process) for process in left]}"
+
+
+@pytest.fixture(scope="module")
+def peace(submit: Submit) -> dict[str, object]:
+    """The summary of an undisturbed job on three hosts."""
+    return submit("--nodes=3").finish()
+
+
+@pytest.mark.timeout(360)
+def test_sbatch_trains_on_three_hosts(peace: dict[str, object]) -> None:
+    """Fails if a job of the recipe does not train on all hosts that Slurm gives it."""
+    assert (peace["status"], peace["world_size"], peace["steps"]) == ("finished", 3, STEPS)
+    audit = peace["audit"]
+    assert isinstance(audit, dict)
+    assert (audit["checked"], audit["failed"]) == (STEPS // 10, 0)
+
+
+@pytest.mark.timeout(900)
+def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, object]) -> None:
+    """Fails if the signal before the time limit, or `scontrol requeue`, does not save, if the job
+    does not come back, or if it does not end with the parameters of the undisturbed one.
+    """
+    job = submit("--nodes=3", "--time=60")
+    job.wait_for_steps()
+    # The signal comes 120 s before the end; Slurm looks every LIMIT_TICK_S, and so far ahead.
+    slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
+    job.wait_for(REQUEUED, limit_s=LIMIT_TICK_S + START_S)
+    slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    job.wait_for(RESUMED)
+    job.wait_for_steps()
+    slurm.ask("scontrol", "requeue", str(job.number))
+    job.wait_for(RESUMED, times=2)
+    first, second = map(int, re.findall(r"checkpoints/step-(\d+)", job.output))
+    assert second > first, "it was requeued, but has not saved before"
+    summary = job.finish()
+    assert slurm.job(job.number)["Restarts"] == "2"
+    assert summary["params_sha256"] == peace["params_sha256"], job.output
+    assert summary["samples_seen"] == peace["samples_seen"]
+
+
+@pytest.mark.timeout(900)
+def test_srun_needs_no_ssh(
+    slurm: Slurm, submit: Submit, peace: dict[str, object], tmp_path: Path
+) -> None:
+    """Fails if `srun hvdtrain train`, or the recipe's lines for srun, need SSH, or if the latter do
+    not save before the time limit and end with the parameters of an undisturbed run.
+    """
+    text = RECIPE.read_text()
+    recipe = tmp_path / "srun.sbatch"
+    recipe.write_text(text.replace("\n#start=", "\nstart=").replace("\n#stop()", "\nstop()"))
+    assert len(recipe.read_text()) == len(text) - 2, "the recipe's two lines are not there"
+    hosts = range(len(slurm.cluster.hosts))
+    for host in hosts:
+        slurm.cluster.stop_sshd(host)
+    try:
+        job = submit("--nodes=3", recipe=recipe)
+        job.wait_for_steps()
+        slurm.ask("scancel", "--batch", "--signal=TERM", str(job.number))  # as --signal=B: does
+        job.wait_for(REQUEUED)
+        job.wait_for(RESUMED)
+        summary = job.finish()
+        command = ["srun", "--nodes=3", *hvdtrain("train", *EXPERIMENT)]
+        done = slurm.run(*command, f"--output={tmp_path}", "--experiment=alone", timeout_s=END_S)
+    finally:
+        for host in hosts:
+            slurm.cluster.start_sshd(host)
+    assert done.exit_code == 0, done.output
+    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
+    assert (alone["world_size"], alone["controller"]) == (3, "gloo")
+    assert alone["audit"]["failed"] == 0 < alone["audit"]["checked"]
+    assert summary["params_sha256"] == alone["params_sha256"], job.output
+    assert summary["samples_seen"] == alone["samples_seen"] == peace["samples_seen"]
+
+
+@pytest.mark.timeout(600)
+def test_a_host_that_goes_down_and_scancel(slurm: Slurm, submit: Submit) -> None:
+    """Fails if a job does not go on without a host that Slurm has given up, or if a cancelled one
+    comes back or leaves a process on any host.
+    """
+    before = slurm.cluster.processes()
+    job = submit("--nodes=2-3")
+    job.wait_for_steps()
+    slurm.ask("scontrol", "update", "NodeName=gamma", "State=DOWN", "Reason=test")
+    try:
+        job.wait_for("2 workers")
+        job.wait_for_steps()
+        slurm.ask("scancel", str(job.number))
+        assert slurm.wait(job.number, timeout_s=GONE_S) == "CANCELLED"
+        assert not slurm.cluster.wait_until_gone(before, GONE_S)
+        assert slurm.job(job.number)["JobState"] == "CANCELLED"
+    finally:
+        slurm.ask("scontrol", "update", "NodeName=gamma", "State=RESUME")
+
+
+@pytest.mark.parametrize(
+    ("partition", "flags"),
+    [("one", []), ("all", []), ("all", ["--nodes=3", f"--ntasks-per-node={CORES}"])],
+)
+def test_defaults_fit(slurm: Slurm, partition: str, flags: list[str]) -> None:
+    """Fails if a job of the recipe waits for ever where Slurm has one host, few cores or a short
+    time limit: nothing then says so.
+    """
+    name = "PartitionName=one"
+    slurm.run("scontrol", "create", name, "Nodes=alpha", "MaxTime=10", "State=UP")
+    asked = [*flags, f"--partition={partition}", "--test-only", str(RECIPE)]
+    done = slurm.run("sbatch", *asked)
+    assert done.exit_code == 0 and "to start at" in done.output, done.output
+
+
+def _command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(itertools.islice(process.cmdline(), 12))
+    except psutil.Error:
+        return str(process)
