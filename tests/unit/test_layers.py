@@ -26,6 +26,7 @@ LAYERS = {
             "hvdtrain.topology",
             "hvdtrain.log",
             "hvdtrain.memory",
+            "hvdtrain.own_address",
             "hvdtrain.scheduling",
             "hvdtrain.pulse",
             "hvdtrain.plugins",
