@@ -6,11 +6,9 @@ Every collective bears a name: unnamed ones are counted per rank and can deadloc
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,11 +26,12 @@ from horovod.runner.http.http_server import RendezvousServer
 from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
+from hvdtrain.own_address import interface_address, own_address
 from hvdtrain.parameters import check_equal_on_all_ranks
 from hvdtrain.reducing import carrier_of, is_reduced, load_exactly, reduce_before_step
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
-from hvdtrain.ring.transports.mpi import MpiTransport, library_version
+from hvdtrain.ring.transports.mpi import library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 from hvdtrain.scheduling import new_threads_do_not_push
 from hvdtrain.stalls import StallWatch, waits
@@ -40,7 +39,6 @@ from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
 POLL_S = 1e-4
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -243,12 +241,12 @@ class HorovodExchange:
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not go through Horovod's operations.
 
-        Under the mpi controller it shares Horovod's MPI, else it is of sockets: the addresses
-        and a secret made by rank 0 are told through Horovod.
+        It is made of sockets on both controllers: the addresses and a secret made by rank 0 are
+        exchanged through Horovod. It does not share Horovod's MPI, where two threads that wait in
+        Open MPI at the same time can both stand still for half a minute, and where one rank that
+        leaves ends MPI under the ring of all others. Raises PreflightError without an interface.
         """
-        if self.controller == "mpi":
-            return MpiTransport()
-        listener = listen(interface_address(os.environ["HOROVOD_GLOO_IFACE"]))
+        listener = listen(own_address())
         addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
         token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
@@ -290,14 +288,6 @@ def _rest_until_done(handle: int) -> None:
 def _finish(handles: Iterable[int]) -> Tensors:
     """Collective: await what has been begun; all of it is begun first."""
     return [hvd.synchronize(handle) for handle in list(handles)]
-
-
-def interface_address(interface: str) -> str:
-    """The IPv4 address of the interface that horovodrun has chosen."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _interface_of(address: str) -> str:

@@ -1,8 +1,8 @@
 """`hvdtrain bench ring`: our ring in Python, beside the reductions that libraries have in C++.
 
-Under mpi the peer is MPI's own all-reduce, called through mpi4py; under gloo it is that of
-torch.distributed over Gloo. Both, and ours, work in place. Horovod's is there for interest (it
-copies its input, and waits for its next cycle).
+Under mpi the peer is MPI's own all-reduce, called through mpi4py, and our ring runs over MPI too;
+under gloo the peer is that of torch.distributed over Gloo. All of these work in place. Horovod's is
+there for interest (it copies its input, and waits for its next cycle).
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import distributed
 from hvdtrain.bench.rounds import Measured, Options, ratio, run_rounds
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.ring import Transport, all_reduce
+from hvdtrain.own_address import interface_address
+from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports.mpi import MpiTransport
 
-OURS, MPI, GLOO, HOROVOD = "our ring", "mpi4py Allreduce", "torch.distributed", "Horovod"
+OURS, OURS_OVER_MPI = "our ring", "our ring over MPI"
+MPI, GLOO, HOROVOD = "mpi4py Allreduce", "torch.distributed", "Horovod"
 DTYPE = np.float32
 PEER_TIMEOUT = timedelta(seconds=60)
 
@@ -37,8 +39,12 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
         raise UsageError("bench ring: a ring has 2 ranks or more (horovodrun -np 2 ...)")
     ring = exchange.ring()
     sums: dict[str, Sum] = {OURS: lambda values: all_reduce(values, ring, out=values)}
-    peer = MPI if exchange.controller == "mpi" else GLOO
-    sums[peer] = _peer(ring, exchange)
+    over_mpi = MpiTransport() if exchange.controller == "mpi" else None
+    if over_mpi:
+        sums[OURS_OVER_MPI] = lambda values: all_reduce(values, over_mpi, out=values)
+        sums[MPI] = over_mpi.library_sum
+    else:
+        sums[GLOO] = _join_torch_distributed(exchange)
     sums[HOROVOD] = lambda values: exchange.sum_later(
         torch.from_numpy(values), "hvdtrain.bench.sum"
     )().numpy()
@@ -49,7 +55,9 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     contestants = {name: _repeated(sum_over_ranks, length) for name, sum_over_ranks in sums.items()}
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
     ring.close()
-    if peer == GLOO:
+    if over_mpi:
+        over_mpi.close()
+    else:
         distributed.destroy_process_group()
     return Measured(
         what=f"sum of {megabytes:g} MB of float32",
@@ -59,23 +67,8 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     )
 
 
-def _peer(ring: Transport, exchange: Exchange) -> Sum:
-    """Collective: the all-reduce that the ring is held against, of MPI or torch.distributed."""
-    if isinstance(ring, MpiTransport):
-        return ring.library_sum
-    _join_torch_distributed(exchange)
-
-    def torch_sum(values: Array) -> Array:
-        distributed.all_reduce(torch.from_numpy(values))
-        return values
-
-    return torch_sum
-
-
-def _join_torch_distributed(exchange: Exchange) -> None:
-    """Collective: a Gloo group of torch's own, over the interface that Horovod uses."""
-    from hvdtrain.comm import interface_address
-
+def _join_torch_distributed(exchange: Exchange) -> Sum:
+    """Collective: the sum by a Gloo group of torch's own, over the interface that Horovod uses."""
     interface = os.environ["HOROVOD_GLOO_IFACE"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
@@ -92,6 +85,12 @@ def _join_torch_distributed(exchange: Exchange) -> None:
         world_size=exchange.size,
         timeout=PEER_TIMEOUT,
     )
+
+    def torch_sum(values: Array) -> Array:
+        distributed.all_reduce(torch.from_numpy(values))
+        return values
+
+    return torch_sum
 
 
 def _check(name: str, sum_over_ranks: Sum, length: int, exchange: Exchange) -> None:

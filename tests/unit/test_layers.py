@@ -27,6 +27,7 @@ LAYERS = {
             "hvdtrain.slurm",
             "hvdtrain.log",
             "hvdtrain.memory",
+            "hvdtrain.own_address",
             "hvdtrain.scheduling",
             "hvdtrain.stalls",
             "hvdtrain.pulse",

@@ -1,8 +1,8 @@
 """How a rank talks to its two neighbours. The algorithm never knows which transport it has.
 
 in_process   threads of one process, for tests and for simulating many ranks
-mpi          mpi4py, sharing the MPI that Horovod has initialised
-tcp          sockets, authenticated, for the gloo controller, where mpi4py sees no peers
+tcp          sockets, authenticated: what training, scripts and verify use
+mpi          mpi4py, sharing the MPI that Horovod has initialised, for measuring beside it
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""A job with more workers than this machine has cores, on three hosts, audited at every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.hosts.namespaces import INTERFACE, Cluster
+from tests.parallel.launching import BIN, hvdtrain
+
+STARTS = ("launch", "horovodrun")
+STEPS, BATCH = 12, 32
+EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=384", "--audit-every=1"]
+EXPERIMENT += [f"--global-batch-size={BATCH}", f"--max-steps={STEPS}", "--experiment=run"]
+BURN = "while True: pass"
+
+
+def slots_of(workers: int) -> list[int]:
+    """On three hosts, as even as can be."""
+    return [(workers + 2 - host) // 3 for host in range(3)]
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep so many processes computing meanwhile."""
+    started = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def crowded_command(cluster: Cluster, controller: str, start: str, output: Path) -> list[str]:
+    """The command of the job, on all slots of the cluster: under `launch`, or plain horovodrun."""
+    train = ["train", *EXPERIMENT, f"--output={output}"]
+    if start == "launch":
+        flags = ["--hostfile", str(cluster.hostfile), f"--controller={controller}"]
+        return hvdtrain("launch", *flags, "--", *train)
+    return horovodrun(cluster, controller, hvdtrain(*train))
+
+
+def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> list[str]:
+    """horovodrun on all slots of a cluster."""
+    launcher = ["horovodrun", "-np", str(sum(host.slots for host in cluster.hosts))]
+    launcher += ["-H", cluster.host_list, "-p", str(cluster.ssh_port), f"--{controller}"]
+    launcher += ["--disable-cache", "--network-interface", INTERFACE]
+    if controller == "mpi":
+        # A login has no virtual environment on its PATH: this is where each host finds orted.
+        mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+        assert mpirun, "no mpirun"
+        launcher += [f"--mpi-args=--prefix {Path(mpirun).parents[1]}"]
+    return [*launcher, *command]
+
+
+def why_not_audited(output: Path, workers: int) -> str:
+    """What is wrong with what a job has left; empty when each step was right."""
+    summary = json.loads((output / "run" / "summary.json").read_text())
+    found = {name: summary[name] for name in ("status", "world_size", "steps", "samples_seen")}
+    expected = {"status": "finished", "world_size": workers}
+    expected |= {"steps": STEPS, "samples_seen": STEPS * BATCH}
+    audit = {name: summary["audit"][name] for name in ("checked", "failed")}
+    right = found == expected and audit == {"checked": STEPS, "failed": 0}
+    return "" if right else f"{found}, {audit}"
