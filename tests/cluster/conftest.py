@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.cluster_engine import Engine
 from hvdtrain.launcher.cluster_image import ensure_image
-from tests.cluster.containers import ROOT, Containers, docker, launch_cluster
+from tests.cluster.containers import ROOT, Containers, cluster_of_three
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,13 +34,6 @@ def image() -> str:
 
 @pytest.fixture(scope="session")
 def containers(image: str) -> Iterator[Containers]:
-    """Three hosts with a slot each, gone when the tests end. Fails when `down` leaves something."""
-    name = f"hvdtrain-test-{os.getpid()}"
-    try:
-        launch_cluster(name, "up", "--hosts", "3", "--slots", "1", "--image", image, timeout_s=90)
-        yield Containers(name, image)
-    finally:
-        launch_cluster(name, "down", "--discard", timeout_s=90)
-    for what in ("ps --all", "volume ls", "network ls"):
-        left = docker(*what.split(), "--quiet", "--filter", f"name={name}").stdout
-        assert not left, f"left behind: {what}: {left}"
+    """One cluster for all tests."""
+    with cluster_of_three(f"hvdtrain-test-{os.getpid()}", image) as containers:
+        yield containers

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,19 @@ class Containers:
     def summary(self, experiment: str) -> dict[str, object]:
         path = f"{RUNS}/{experiment}/summary.json"
         return json.loads(must(docker("exec", self.hosts[0], "cat", path)))
+
+
+@contextmanager
+def cluster_of_three(name: str, image: str) -> Iterator[Containers]:
+    """Three hosts with a slot each, gone when the context ends; fails if `down` leaves a trace."""
+    try:
+        launch_cluster(name, "up", "--hosts", "3", "--slots", "1", "--image", image)
+        yield Containers(name, image)
+    finally:
+        launch_cluster(name, "down", "--discard")
+    for what in ("ps --all", "volume ls", "network ls"):
+        left = docker(*what.split(), "--quiet", "--filter", f"name={name}").stdout
+        assert not left, f"left behind: {what}: {left}"
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:

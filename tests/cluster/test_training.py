@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import re
 import subprocess
 
 import pytest
 
 from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run, wait_for
+from tests.cluster.trials import STOP_HOST, STOP_LAUNCHER, disturb, site_of
 
 TRAIN = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64", "--seed", "3"]
 TRAIN += ["--global-batch-size", "64", "--max-steps", "8", "--audit-every", "2", "-j", "0"]
@@ -18,6 +21,16 @@ one, other = (load_file(glob.glob(f"{run}/checkpoints/step-*/model.safetensors")
 assert one.keys() == other.keys() and all(t.dtype == "float64" for t in one.values())
 print(max(abs(one[n] - other[n]).max() / abs(one[n]).max() for n in one))
 """
+EXCHANGE = """\
+from mpi4py import MPI
+import numpy as np
+rank = MPI.COMM_WORLD.rank
+found = np.empty(1 << 20)
+MPI.COMM_WORLD.Sendrecv(np.arange(1 << 20) + rank, 1 - rank, 0, found, 1 - rank, 0)
+print("right\\n" if (found == np.arange(1 << 20) + 1 - rank).all() else "wrong\\n", end="")
+"""
+RIGHTS = {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": 1 << 19, "CapAmb": 0, "NoNewPrivs": 1}
+STEPS = 80  # long enough for two faults
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +61,38 @@ def test_learns_what_one_container_learns(
     runs = [f"{RUNS}/{alone}", f"{RUNS}/launch-{controller}"]
     farthest = must(docker("exec", containers.hosts[0], "python", "-c", FARTHEST, *runs))
     assert float(farthest) < 1e-9
+
+
+def test_no_process_holds_a_capability(containers: Containers) -> None:
+    """Fails when sshd, or what starts beside the hosts, has a capability, may get one but
+    CAP_SYS_PTRACE (bit 19), or may gain rights from a setuid program.
+    """
+    show = ["sh", "-c", "cat /proc/[0-9]*/status"]
+    on_host = must(docker("exec", containers.hosts[0], *show))
+    for text in (on_host, must(run(containers.beside(*show)))):
+        found = re.findall(r"^(Cap\w+|NoNewPrivs):\t(\w+)$", text, re.MULTILINE)
+        assert {name: int(value, 16) for name, value in found} == RIGHTS
+        assert len(set(found)) == len(RIGHTS), "processes differ"
+
+
+def test_copies_between_processes_of_a_host(containers: Containers) -> None:
+    """Fails when the engine forbids the system call that Open MPI is configured to copy by: then it
+    prints "Read -1, expected ..., errno = 1" and takes a slower way.
+    """
+    mpirun = ["mpirun", "-np", "2", "--oversubscribe", "python", "-c", EXCHANGE]
+    assert must(run(containers.beside(*mpirun))).split() == ["right", "right"]
+
+
+def test_docker_stop_loses_nothing(containers: Containers) -> None:
+    """A host, which comes back, and then the launcher. Fails when the launcher does not save and
+    end with 143 within docker's 10 s, or when the job does not end, bit for bit, as in peace.
+    """
+    site, dice = site_of(containers), random.Random(0)
+    peace = disturb(site, [], "gloo", STEPS, "peace", dice)
+    ended = disturb(site, [STOP_HOST, STOP_LAUNCHER], "gloo", STEPS, "stopped", dice)
+    for name in ("status", "params_sha256", "samples_seen", "steps", "world_size"):
+        assert ended.summary[name] == peace.summary[name], ended.output
+    assert ended.left == 0, ended.output
 
 
 def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Containers) -> None:

@@ -121,8 +121,9 @@ def test_the_container_of_a_job_is_as_expected(monkeypatch: pytest.MonkeyPatch) 
     argv = cluster_engine.launcher_argv("c", "c-worker-1", "image", ["hvdtrain", "a b"], False, 2)
     assert shlex.join(argv) == (
         "docker run --rm --label hvdtrain.launcher=c --network c_cluster "
-        "--volumes-from c-worker-1 --shm-size 1g --no-healthcheck --cap-add SYS_PTRACE "
-        "--security-opt no-new-privileges --env OMPI_MCA_btl_vader_single_copy_mechanism=cma "
+        "--volumes-from c-worker-1 --shm-size 1g --no-healthcheck --cap-drop ALL "
+        "--cap-add SYS_PTRACE --security-opt no-new-privileges "
+        "--env OMPI_MCA_btl_vader_single_copy_mechanism=cma "
         "--env OMP_NUM_THREADS=2 image hvdtrain 'a b'"
     )
 

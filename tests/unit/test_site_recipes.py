@@ -184,9 +184,14 @@ ROLES = ("Launcher", "Worker")
 
 
 @pytest.fixture(scope="module")
-def mpijob() -> dict[str, Any]:
-    (job,) = yaml.safe_load_all(MPIJOB.read_text("utf-8"))
-    return job
+def objects() -> list[dict[str, Any]]:
+    """What kubectl creates, in its order."""
+    return list(yaml.safe_load_all(MPIJOB.read_text("utf-8")))
+
+
+@pytest.fixture(scope="module")
+def mpijob(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    return objects[-1]
 
 
 def container_of(job: dict[str, Any], role: str) -> dict[str, Any]:
@@ -214,16 +219,37 @@ def test_mpijob_has_the_operators_fields(mpijob: dict[str, Any]) -> None:
     assert spec["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1
 
 
+def test_mpijob_is_closed_to_other_pods(objects: list[dict[str, Any]]) -> None:
+    """Fails if another pod may reach the job's pods, if they may reach more than one another and
+    DNS, if the policy comes after pods that it is to protect, or selects those of another job.
+    """
+    assert [thing["kind"] for thing in objects] == ["NetworkPolicy", "MPIJob"]
+    policy, job = objects
+    assert policy["apiVersion"] == "networking.k8s.io/v1"
+    ours = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
+    dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    assert policy["spec"] == {
+        "podSelector": ours,
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [{"podSelector": ours}]}],
+        "egress": [{"to": [{"podSelector": ours}]}, {"ports": dns}],
+    }
+    assert policy["metadata"].get("namespace") == job["metadata"].get("namespace")
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_mpijob_pods(mpijob: dict[str, Any], role: str) -> None:
-    """Fails when a pod runs as root, lacks shared memory or resources, or mounts what is not
-    there; or when the image is bound to a registry, or a secret is written into the file.
+    """Fails when a pod runs as root, keeps a capability or a token for the cluster's API, lacks
+    shared memory or resources, or mounts what is not there; or when the image is bound to a
+    registry, or a secret is written into the file.
     """
     pod = mpijob["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
     container = container_of(mpijob, role)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["automountServiceAccountToken"] is False
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["image"] == "hvdtrain"
     assert {"cpu", "memory"} <= set(container["resources"]["requests"])
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
