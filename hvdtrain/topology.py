@@ -36,8 +36,8 @@ _JOINED = (
         _INSTEAD,
     ),
 )
-# Tasks of a step, which hvdtrain.slurm connects. A batch script of Slurm and an interactive shell of
-# it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
+# Tasks of a step, which hvdtrain.slurm connects. A batch script of Slurm and an interactive shell
+# of it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
 _SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", _INSTEAD)
 # Launchers whose processes Horovod does not connect.
 _FOREIGN = (

@@ -15,6 +15,7 @@ from tests.unit.test_cli import TINY, environment, run
 INSTEAD = "`horovodrun -np 3 ...` or `hvdtrain launch -np 3 -- ...`"
 TORCHRUN = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "1"}
+SRUN["SLURM_STEP_ID"] = "0"
 HYDRA = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "1"}
 HOROVODRUN = {"HOROVOD_SIZE": "3", "HOROVOD_RANK": "2", "HOROVOD_LOCAL_RANK": "1"}
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": HOROVODRUN[f"HOROVOD_{name}"] for name in ("SIZE", "RANK")}
@@ -29,8 +30,9 @@ SALLOC = {**SBATCH, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
     [
         (TORCHRUN, "torchrun", INSTEAD),
         ({"WORLD_SIZE": "3"}, "torchrun", INSTEAD),
-        (SRUN, "srun", "`hvdtrain launch -np 3 -- ...` without srun"),
-        ({**SBATCH, **SRUN, **HYDRA}, "srun", "without srun"),  # srun --mpi=pmi2
+        (SRUN, "srun", INSTEAD),
+        ({**SBATCH, **SRUN, **HYDRA}, "srun", INSTEAD),  # srun --mpi=pmi2
+        ({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "torchrun", INSTEAD),
         (HYDRA, "another MPI's launcher", INSTEAD),
         (MPIRUN, "an mpirun of another MPI than Horovod's", INSTEAD),
     ],
@@ -117,10 +119,10 @@ def test_scripts_are_refused(code: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=environment() | SRUN,
+        env=environment() | HYDRA,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode != 0
-    assert "UsageError: SLURM_STEP_NUM_TASKS=3: srun has started" in done.stderr, done.stderr
+    assert "UsageError: PMI_SIZE=3: another MPI's launcher has started" in done.stderr, done.stderr
