@@ -204,7 +204,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
         "takeaway": dict(takeaway),
-        "files": {name: _describe_or_nothing(partial / name) for name in (MODEL_FILE, STATE_FILE)},
+        "files": {name: _describe(partial / name) for name in (MODEL_FILE, STATE_FILE)},
     }
     manifest["manifest_sha256"] = _digest_of(manifest)
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -240,14 +240,19 @@ def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def _describe(path: Path) -> dict[str, int | str]:
+    """Size and SHA-256 of a file. Raises OSError."""
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
 def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
     """Size and SHA-256 of a file, or None where it cannot be read."""
     try:
-        with path.open("rb") as stream:
-            digest = hashlib.sha256()
-            while block := stream.read(1 << 20):
-                digest.update(block)
-        return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+        return _describe(path)
     except OSError:
         return None
 

@@ -316,7 +316,7 @@ def _refuse_gradients(
     raise TrainingError(
         f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
         f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
-        f"made, and nothing of it is saved. Lower --lr, add --clip-grad, or {advice}"
+        f"made, and nothing of it is saved. Lower --lr, or {advice}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,7 +98,7 @@ def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Sou
 def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
     user = ("--task", config.model.task) if config.model.task else ("--data", config.data.data)
     parts = {"train": data.train, "valid": data.valid}
-    return {part: plugins.call(*user, fingerprint, split) for part, split in parts.items()}
+    return {part: plugins.call(*user, partial(fingerprint, split)) for part, split in parts.items()}
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:

@@ -52,6 +52,24 @@ def is_killed(shape, classes) -> torch.nn.Module:
     return FailingLeNet(shape[0], classes, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+class RootLeNet(FailingLeNet):
+    """Adds sqrt(root^2) to the scores, and in one rank's fourth pass sqrt(0): no derivative."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__(channels, classes, lambda: None)
+        self.root = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(images)
+        faulty = self.training and self.calls == FAULTY_CALL
+        faulty = faulty and Topology.from_environment().rank == FAULTY_RANK
+        return scores + torch.sqrt((self.root * (0.0 if faulty else 1.0)).square())
+
+
+def has_no_derivative(shape, classes) -> torch.nn.Module:
+    return RootLeNet(shape[0], classes)
+
+
 def raises_when_built(shape, classes) -> torch.nn.Module:
     raise KeyError("no such layer")
 

@@ -92,6 +92,19 @@ def test_a_loss_that_is_not_finite(controller: str, tmp_path: Path) -> None:
     assert not (tmp_path / "x" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("controller", ["gloo"])
+def test_a_gradient_that_is_not_finite(controller: str, tmp_path: Path) -> None:
+    """Fails if the step, the parameter or the rank of a NaN gradient is not named, or the weights
+    are saved with it.
+    """
+    flags = [f"--model={PLUGINS}:has_no_derivative", "--checkpoint-interval=1"]
+    finished = train(controller, *flags, "--max-steps=8", output=tmp_path)
+    check_exit(finished, controller, 1)
+    text = "the gradient of root is not finite at step 4 on rank 1, while the loss is"
+    assert finished.output.count(text) == 1, finished.output
+    assert (tmp_path / "x" / "checkpoints" / "last").read_text() == "step-00000003\n"
+
+
 @pytest.mark.parametrize(
     ("controller", "model", "said", "cause"),
     [

@@ -39,7 +39,9 @@ def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
 def test_stopped_and_resumed_at_another_n(
     number: signal.Signals, before: int, after: int, controller: str, tmp_path: Path
 ) -> None:
-    """Fails if ranks stop at different steps, or a sample is repeated or lost over the cut."""
+    """Fails if ranks stop at different steps, a sample is repeated or lost over the cut, or it is
+    not said what of the random numbers is.
+    """
     variables = {"HVDTRAIN_TEST_LOG": str(tmp_path / "log")}
     stopping = variables | {"HVDTRAIN_TEST_SIGNAL": str(int(number))}
     stopped = train(SHORT, tmp_path / "x", before, controller, variables=stopping)
@@ -49,6 +51,9 @@ def test_stopped_and_resumed_at_another_n(
     assert summary["status"] == "stopped"
     resumed = train(SHORT, tmp_path / "x", after, controller, variables=variables)
     assert resumed.exit_code == 0, resumed.output
+    lost = {(3, 2): "rank 2 are dropped", (2, 3): "rank 2 start at the seed"}.get((before, after))
+    told = f"instead of {before}: the random numbers of {lost}"
+    assert resumed.output.count(told) == (1 if lost else 0), resumed.output
     summary, _ = summary_and_weights(tmp_path / "x")
     assert 4 <= summary["resumed_from"] <= 6  # asked in the fourth step, agreed one or two later
     assert (summary["world_size"], summary["samples_seen"]) == (after, 2 * TRAIN_SAMPLES)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import shutil
+import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from hvdtrain import checkpoint
+from hvdtrain import checkpoint, renaming
 from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
@@ -248,3 +254,136 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     save(tmp_path, small(1), small(1, again=True))
     assert load_checkpoint(tmp_path / "step-00000001")[1]["again"] is True
     assert names(tmp_path) == {"step-00000001", "last"}
+
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # audited
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a process of its own; its exit code, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def disturb(folder: Path, number: int, action: Callable[[], None]) -> None:
+    """Call `action` before the `number`-th change that this process makes below `folder`."""
+    left = [number]
+
+    def hook(event: str, given: tuple) -> None:
+        if event in CHANGES and str(folder) in str(given[0]):
+            left[0] -= 1
+            if left[0] == 0:
+                action()
+
+    sys.addaudithook(hook)
+
+
+def without_exchange() -> None:
+    """As on a file system that has none."""
+
+    def unsupported(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    renaming.exchange_names = unsupported
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("action", [kill, fill_disk], ids=["kill", "failure"])
+@pytest.mark.parametrize("has_exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_step_saved_again_is_never_lost(tmp_path: Path, has_exchange: bool, action) -> None:
+    """Fails if a kill, or a full disk, before any change of the disk that such a save makes leaves
+    neither the old nor the new checkpoint for a resume, or `best` pointing to nothing.
+    """
+    number, code = 0, 1
+    while code != 0:
+        number += 1
+        folder = tmp_path / str(number)
+        save(folder, small(1), small(2), keep=1, best=2)
+
+        def again(folder: Path = folder, number: int = number) -> None:
+            if not has_exchange:
+                without_exchange()
+            disturb(folder, number, action)
+            save(folder, small(2, again=True), keep=1, best=2)
+
+        code = in_child(again)
+        standing = (folder / "step-00000002").is_dir()
+        assert standing or (action is kill and not has_exchange), number
+        checkpoints = Checkpoints(folder, keep=1)
+        checkpoints.put_back()
+        (found,) = checkpoints.complete()
+        assert load_checkpoint(found)[1]["step"] == 2, number
+        checkpoints.repair(found.name, found.name)
+        for pointer in ("last", "best"):
+            assert (folder / pointer).read_text() == "step-00000002\n", number
+        save(folder, small(3), keep=1, best=3)
+        assert names(folder) == {"step-00000003", "last", "best"}, number
+        shutil.rmtree(folder)
+    assert number > 15  # the last one was not disturbed
+
+
+def test_a_checkpoint_that_cannot_be_put_back_is_named(tmp_path: Path, monkeypatch) -> None:
+    """Fails if both renames fail and the error says that all is as it was."""
+    save(tmp_path, small(1))
+    honest = Path.rename
+
+    def once(self: Path, target: Path) -> Path:
+        if str(target).endswith(renaming.REPLACED):
+            return honest(self, target)
+        return fill_disk()
+
+    monkeypatch.setattr(Path, "rename", once)
+    monkeypatch.setattr(renaming, "exchange_names", lambda *_: exec("raise OSError(22, 'x')"))
+    with pytest.raises(TrainingError, match=r"one is called \.step-00000001\.replaced: --resume"):
+        save(tmp_path, small(1, again=True))
+    monkeypatch.undo()
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.put_back()
+    assert load_checkpoint(tmp_path / "step-00000001")[1] == {"step": 1}
+
+
+def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
+    """Fails if the file system of this machine has the exchange and it is not used."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    renaming.exchange_names(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "content").read_text() == "other"
+    assert (tmp_path / "other" / "content").read_text() == "one"
+
+
+@pytest.mark.parametrize(
+    ("best", "resumed", "stored", "expected"),
+    [
+        (None, "step-00000002", "step-00000002", "step-00000002"),  # killed before it was written
+        ("step-00000009", "step-00000002", "step-00000001", "step-00000001"),  # it names nothing
+        ("step-00000009", "step-00000002", None, None),
+        ("step-00000001", "step-00000002", None, "step-00000001"),
+        ("step-00000001", "step-00000002", "step-00000009", "step-00000001"),
+    ],
+)
+def test_pointers_are_repaired(tmp_path: Path, best, resumed, stored, expected) -> None:
+    """Fails if `best` or `last` points to nothing, or to another than the state of the run has."""
+    save(tmp_path, small(1), small(2))
+    (tmp_path / "last").write_text("step-00000007\n")
+    if best:
+        (tmp_path / "best").write_text(f"{best}\n")
+    Checkpoints(tmp_path, 3).repair(resumed, stored)
+    assert (tmp_path / "last").read_text() == f"{resumed}\n"
+    assert checkpoint._pointed(tmp_path / "best") == expected

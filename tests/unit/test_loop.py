@@ -13,7 +13,7 @@ import torch
 from hvdtrain.checkpoint import Snapshot
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.loop_state import capture
+from hvdtrain.loop_state import capture, restore
 from hvdtrain.metering import Meter
 from hvdtrain.training import Job, Position
 from tests.unit.jobs import (
@@ -208,6 +208,38 @@ def test_another_number_of_ranks_gets_the_statistics_of_all() -> None:
     alone = make_job(data, 8, SINGLE, total_steps=4, build=with_batch_norm)
     run_job(alone, SINGLE, stored(ran.snapshot))
     torch.testing.assert_close(alone.model[1].running_var, (own[0] + own[1]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "kept", "expected"),
+    [
+        (1, 0, 0, "1 worker instead of 2: the random numbers of rank 1 are dropped"),
+        (4, 1, 1, "4 workers instead of 2: the random numbers of ranks 2, 3 start at the seed"),
+        (3, 2, None, "3 workers instead of 2: the random numbers of rank 2 start at the seed"),
+        (2, 1, 1, None),
+    ],
+)
+def test_random_numbers_go_on_at_another_number_of_ranks(
+    size: int, rank: int, kept: int | None, expected: str | None
+) -> None:
+    """Fails if a rank that was there before starts its random numbers again, gets those of another
+    rank, or what is lost is not told.
+    """
+    data = made_up_data(20)
+    exchanges = connect(2)
+    jobs = [make_job(data, 8, ex, total_steps=2) for ex in exchanges]
+    ran = run_ranks(exchanges, lambda ex: run_job(jobs[ex.rank], ex))[0]
+    state = stored(ran.snapshot)
+    for number, own in enumerate(state["ranks"]):
+        own["rng"]["torch"] = torch.Generator().manual_seed(1000 + number).get_state()
+    exchange = connect(size)[rank]
+    job = make_job(data, 8, exchange, total_steps=2)
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    told = restore(state, job, Position(), Meter(exchange, 20), exchange)
+    assert told == expected
+    now = before if kept is None else state["ranks"][kept]["rng"]["torch"]
+    assert torch.equal(torch.get_rng_state(), now)
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -7,15 +7,20 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from hvdtrain.checkpoint import load_checkpoint
+from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.resume import Resumable, find_resumable
+from hvdtrain.cli.resume import Resumable, find_resumable, refuse_changed_data
+from hvdtrain.cli.tasks import find_source
+from hvdtrain.data import TensorSplit
+from hvdtrain.data.fingerprint import fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.run_directory import RunDirectory
@@ -162,6 +167,8 @@ def find(run: Path, **changes: Any) -> Resumable:
     options = OPTIONS | {"output": str(run.parent)} | changes
     found = find_resumable(build_config(options, []), SingleProcess())
     assert found is not None
+    if found.resumed.finished is None:
+        found.make_ready()
     found.directory.close()
     return found
 
@@ -199,6 +206,87 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, name: str, capsys
     out = capsys.readouterr().out
     assert "passing over a damaged checkpoint" in out and str(place) in out
     assert max(steps(unfinished)) == 50
+
+
+PLACES = {
+    "parameter": (("model", "hidden.weight"), "the parameter hidden.weight is not finite"),
+    "optimizer": (("optimizer", "state", 3, "momentum_buffer"), "momentum_buffer of conv2.bias"),
+    "average": (("update", "average", "module.conv1.bias"), "moving average of conv1.bias"),
+}
+
+
+def poison(path: Path, keys: tuple[Any, ...]) -> None:
+    """Save a checkpoint again with NaN in one element of its state, as an older version could."""
+    weights, state = load_checkpoint(path)
+    place = state
+    for key in keys:
+        place = place[key]
+    place.reshape(-1)[-1] = torch.nan
+    checkpoints = Checkpoints(path.parent, keep=9)
+    checkpoints.save(Snapshot(state["step"], "", weights, state), is_best=True)
+    checkpoints.wait()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_that_is_not_finite_is_passed_over(unfinished: Path, place: str, capsys) -> None:
+    """Fails if a run goes on from NaN, the reason is not said, or `last` still names it."""
+    keys, reason = PLACES[place]
+    newest, before = (unfinished / "checkpoints" / f"step-000000{step}" for step in (60, 50))
+    poison(newest, keys)
+    told = refused(unfinished, resume=str(newest))
+    assert told.startswith(f"--resume={newest}: {newest}: ") and reason in told
+    found = find(unfinished)
+    assert found.resumed.state is not None and found.resumed.state["step"] == 50
+    out = capsys.readouterr().out
+    assert f"passing over a damaged checkpoint: {newest}" in out and reason in out
+    assert (unfinished / "checkpoints" / "last").read_text() == f"{before.name}\n"
+
+
+def test_a_checkpoint_set_aside_by_a_kill_is_found(unfinished: Path) -> None:
+    """Fails if a run goes on from an older checkpoint than the one whose replacing was killed."""
+    newest = unfinished / "checkpoints" / "step-00000060"
+    newest.rename(newest.with_name(f".{newest.name}.replaced"))
+    (newest.parent / "best").unlink()
+    found = find(unfinished)
+    assert found.resumed.state is not None and found.resumed.state["step"] == 60
+    best = found.resumed.state["progress"]["summary"]["best"]["step"]
+    kept = newest.with_name(f"step-{best:08d}").is_dir()
+    assert (newest.parent / "best").exists() == kept
+
+
+def test_other_data_are_refused(unfinished: Path, capsys) -> None:
+    """Fails if a run goes on with a sample more, or with other labels, or an older checkpoint is
+    refused; or it is not said what has changed; or a byte of the folder is.
+    """
+    config = build_config(OPTIONS | {"output": str(unfinished.parent)}, [])
+    source = find_source(config, SingleProcess(), 0)
+    found = find(unfinished)
+    before = read_tree(unfinished)
+    refuse_changed_data(config, found, source)
+    train = source.data.train
+    labels = train.labels.clone()
+    labels[1000] += 1
+    more = TensorSplit(torch.cat([train.inputs, train.inputs[:1]]), torch.cat([labels, labels[:1]]))
+    for split, expected in (
+        (
+            TensorSplit(train.inputs, labels),
+            "1433 samples as before, but with other names or label",
+        ),
+        (more, "1433 samples then and 1434 now"),
+    ):
+        changed = replace(
+            source, fingerprints=[source.fingerprints[0] | {"train": fingerprint(split)}]
+        )
+        with pytest.raises(UsageError) as caught:
+            refuse_changed_data(config, found, changed)
+        told = str(caught.value)
+        assert told.startswith("--data=digits: the data have changed since the checkpoint: train s")
+        assert expected in told and "one of the numbers 1000 to 1003, now label" in told
+        assert "start another --experiment" in told
+    assert read_tree(unfinished) == before
+    found.resumed.state.pop("data")
+    refuse_changed_data(config, found, source)
+    assert "of an older version" in capsys.readouterr().out
 
 
 def test_without_a_good_checkpoint_it_starts_afresh(unfinished: Path, capsys) -> None:

@@ -1,0 +1,202 @@
+"""Gradients, parameters and state that are not finite: found at once, named, and never saved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.audit import NoAudit
+from hvdtrain.errors import TrainingError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.finite import find_not_finite, not_finite
+from hvdtrain.loop_state import capture
+from hvdtrain.metering import Meter
+from hvdtrain.training import Job, Position
+from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
+from tests.unit.threads import ThreadExchange, connect, run_ranks
+
+SINGLE = SingleProcess()
+MARK = 77.0  # the first pixel of a sample at which a root has no derivative
+BIG = 1e38  # of float32's 3.4e38
+
+
+class Root(nn.Module):
+    """Adds sqrt(root^2) to all scores of a sample, and sqrt(0) to those of a marked one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        marked = images.flatten(1)[:, 0] == MARK
+        return torch.sqrt(self.root.square() * (~marked).to(images.dtype))[:, None]
+
+
+class Rooted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = plain(), Root()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.body(images) + self.head(images)
+
+
+class Overflowing(nn.Module):
+    """The gradient of `root` is finite on each of two ranks, and their sum is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.root = plain(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = torch.zeros_like(self.body(images))
+        scores[:, 0] = 35 * (BIG * self.root)  # all scores are 0: each class has probability 1/7
+        return scores + 0 * self.body(images)
+
+
+def state_of(job: Job) -> Any:
+    return copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()["state"]))
+
+
+def refused_step(job: Job, exchange: Any, samples: int) -> str:
+    """The error of the second step, once it is sure that it was not made."""
+    job = job.distributed(exchange)
+    one_step(job, exchange, NoAudit(), 1, np.arange(samples, 2 * samples))
+    before = state_of(job)
+    with pytest.raises(TrainingError) as caught:
+        one_step(job, exchange, NoAudit(), 2, np.arange(samples))
+    torch.testing.assert_close(state_of(job), before, rtol=0, atol=0)
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step() -> None:
+    """Fails if it reaches the parameters or momentum, or parameter, step or rank are not named."""
+    data = made_up_data(24)
+    data.train.inputs[5, 0, 0, 0] = MARK
+    told = refused_step(make_job(data, 12, SINGLE, build=Rooted), SINGLE, 12)
+    assert told.startswith("the gradient of head.root is not finite at step 2 on rank 0, while the")
+    assert "(1 of 5 parameters; the last is head.root)" in told
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_rank_is_named_on_all_ranks(rank: int) -> None:
+    """Fails if ranks end differently, or another rank is named than the one it came from."""
+    data = made_up_data(24)
+    data.train.inputs[2 * rank + 1, 0, 0, 0] = MARK  # in the first of two micro-batches
+    exchanges = connect(3)
+    jobs = [make_job(data, 12, ex, build=Rooted, accum=2) for ex in exchanges]
+    told = set(run_ranks(exchanges, lambda ex: refused_step(jobs[ex.rank], ex, 12)))
+    assert len(told) == 1 and f"is not finite at step 2 on rank {rank}, while" in told.pop()
+
+
+def test_a_loss_that_is_not_finite_is_the_cause() -> None:
+    """Fails if the gradient is blamed for what the loss has begun."""
+    data = made_up_data(24)
+    data.train.inputs[7] = torch.inf
+    exchanges = connect(2)
+    jobs = [make_job(data, 12, ex) for ex in exchanges]
+    for text in run_ranks(exchanges, lambda ex: refused_step(jobs[ex.rank], ex, 12)):
+        assert text.startswith("the loss is not finite at step 2 on rank 1 (loss nan)")
+
+
+def test_a_sum_that_overflows_is_no_ranks_fault() -> None:
+    """Fails if a rank is named whose own gradient was finite."""
+    data = made_up_data(24, torch.float32)
+    data.train.labels[:] = 1 + data.train.labels % 6  # none is of class 0
+    exchanges = connect(2)
+    settings = {"build": Overflowing, "dtype": torch.float32, "lr": 0.0}
+    jobs = [make_job(data, 12, ex, **settings) for ex in exchanges]
+
+    def step(exchange: ThreadExchange) -> str:
+        with pytest.raises(TrainingError) as caught:
+            job = jobs[exchange.rank].distributed(exchange)
+            one_step(job, exchange, NoAudit(), 1, np.arange(12))
+        return str(caught.value)
+
+    for text in run_ranks(exchanges, step):
+        assert "gradient of root is not finite at step 1 once the ranks' own, all finite" in text
+
+
+def test_finite_values_whose_sum_overflows_are_finite() -> None:
+    """Fails if the sum alone is believed, or an infinity or NaN is missed, or sparse ones are."""
+    large = torch.full((9,), 3e38)
+    sparse = torch.sparse_coo_tensor(
+        [[1, 3]], torch.tensor([1.0, torch.nan]), (5,), check_invariants=True
+    )
+    wide = torch.zeros(2, 3, dtype=torch.float64)
+    tensors = {"large": large, "wide": wide}
+    assert not_finite(tensors) == [] == not_finite({})
+    spoiled = {"inf": -torch.inf * torch.ones(1), "both": torch.tensor([torch.inf, -torch.inf])}
+    assert not_finite(tensors | spoiled | {"sparse": sparse}) == ["inf", "both", "sparse"]
+
+
+def masked() -> nn.Module:
+    """With batch norm, and one mask of infinities that two layers share."""
+    model = with_batch_norm()
+    mask = torch.full((3, 3), -torch.inf)
+    model[0].register_buffer("mask", mask)
+    model[4].register_buffer("mask", mask)
+    return model
+
+
+def trained(exchange: Any) -> Job:
+    return make_job(made_up_data(20), 8, exchange, build=masked, total_steps=3, ema_decay=0.5)
+
+
+def spoil_average(job: Job) -> None:
+    assert job.update.average is not None
+    job.update.average.module[4].bias.data[2] = torch.inf
+
+
+SPOILED = {
+    "the parameter 6.bias is not finite": lambda job: job.model[6].bias.data[3:4].fill_(torch.nan),
+    "the optimizer's momentum_buffer of 4.weight is not finite": lambda job: job.optimizer.state[
+        job.model[4].weight
+    ]["momentum_buffer"].fill_(torch.inf),
+    "the moving average of 4.bias is not finite": spoil_average,
+    "1.running_var of rank 0 is not finite": lambda job: job.model[1].running_var.fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("expected", SPOILED)
+def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
+    """Fails if it is captured, a rank goes on, or it is not said what it is."""
+    exchanges = connect(2)
+    jobs = [trained(ex) for ex in exchanges]
+
+    def work(exchange: ThreadExchange) -> str:
+        job = jobs[exchange.rank]
+        run_job(job, exchange)
+        SPOILED[expected](job)
+        with pytest.raises(TrainingError) as caught:
+            capture(job, Position(3, 20), Meter(exchange, 20), exchange, {})
+        return str(caught.value)
+
+    for text in run_ranks(exchanges, work):
+        assert text.startswith(f"after step 3 {expected}") and "it is not saved" in text
+
+
+def test_masks_of_infinities_are_saved() -> None:
+    """Fails if a constant buffer is taken for a parameter, also in a checkpoint without names."""
+    snapshot = run_job(trained(SINGLE), SINGLE).snapshot
+    assert snapshot is not None and snapshot.state["model"]["4.mask"].isinf().all()
+    older = {name: value for name, value in snapshot.state.items() if name != "parameters"}
+    assert find_not_finite(older) is None
+
+
+def test_a_skipped_fp16_step_is_saved() -> None:
+    """Fails if infinite gradients that the loss scale takes care of end a run or a checkpoint."""
+    data = made_up_data(12, torch.float32)
+    job = make_job(data, 12, SINGLE, dtype=torch.float32, amp="fp16")
+    state = job.update.state_dict()
+    state["scaler"]["scale"] = 2.0**40
+    job.update.load_state_dict(state)
+    job.update.watch_own_gradients()
+    one_step(job, SINGLE, NoAudit(), 1, np.arange(12))
+    assert job.update.state_dict()["scaler"]["scale"] == 2.0**39  # it was skipped
+    assert capture(job, Position(1, 12), Meter(SINGLE, 12), SINGLE, {}) is not None
