@@ -51,9 +51,7 @@ class Update:
             for gradient in self._gradients():
                 gradient.mul_(factor)
 
-    def apply(
-        self, optimizer: torch.optim.Optimizer, measure: bool = False
-    ) -> torch.Tensor | None:
+    def apply(self, optimizer: torch.optim.Optimizer, measure: bool = False) -> torch.Tensor | None:
         """One step of the optimizer with the gradients as they stand.
 
         Returns their norm (before clipping) if it was needed, or is to be measured.

@@ -31,9 +31,7 @@ def as_horovod(op: str, terms: np.ndarray, order: np.ndarray) -> np.ndarray:
     return total * terms.dtype.type(1 / len(terms)) if op == "average" else total
 
 
-def ratios(
-    op: str, terms: np.ndarray, reduced: np.ndarray, compressed: bool = False
-) -> np.ndarray:
+def ratios(op: str, terms: np.ndarray, reduced: np.ndarray, compressed: bool = False) -> np.ndarray:
     wide, dtype = terms.astype(np.float64), np.dtype(np.float16) if compressed else terms.dtype
     with np.errstate(over="ignore", invalid="ignore"):
         magnitudes = finite_magnitudes(wide).sum(axis=0)
