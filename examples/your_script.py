@@ -24,6 +24,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
         loss = cross_entropy(model(x[batch]), y[batch])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 print(f"final loss {cross_entropy(model(x), y):.12f}")

@@ -21,14 +21,14 @@ model.double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = hvdtrain.distribute(model, optimizer)
 audit = hvdtrain.GradientAudit(model, optimizer, every=10)
-sampler, shares = hvdtrain.GlobalBatchSampler(len(y), BATCH_SIZE, 0), hvdtrain.Shares(workers.size)
 
 for epoch in range(EPOCHS):
-    for batch in sampler.global_batches(epoch * len(y)):
-        own = shares.of(batch, workers.rank)
+    for batch in hvdtrain.GlobalBatchSampler(len(y), BATCH_SIZE, 0).global_batches(epoch * len(y)):
+        own = hvdtrain.Shares(workers.size).of(batch, workers.rank)
         optimizer.zero_grad()
         loss = cross_entropy(model(x[own]), y[own], reduction="sum") * workers.size / len(batch)
         loss.backward()
+        hvdtrain.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
 
 if workers.rank == 0:

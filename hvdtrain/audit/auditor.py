@@ -25,6 +25,7 @@ from hvdtrain.audit.findings import (
 from hvdtrain.audit.parts import BLOCK_ELEMENTS, Parts
 from hvdtrain.audit.verdict import (
     conclusion,
+    describe_changed,
     describe_difference,
     describe_finding,
     first_differences,
@@ -95,11 +96,13 @@ class Auditor:
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
         self._blocks: list[Block] = []
+        self._changed: int | None = None  # the first parameter whose gradient code has changed
 
     def begin(self, step: int) -> None:
         """Before the backward pass: at an audited step, copy gradients as they come."""
         if not self.is_due(step):
             return
+        self._changed = None
         pieces = self._parts.of_audit(step // self._every - 1)
         self._blocks = make_blocks(pieces, self._parameters, self._block_elements)
         self._local.begin(pieces)
@@ -134,6 +137,12 @@ class Auditor:
         focus = self._blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
         self._explain(step, focus, list(table[:, focus.number]))
 
+    def look(self) -> None:
+        """Before the reduction is waited for: look whether code has changed a gradient since the
+        backward pass. A mismatch at this step is then put down to that.
+        """
+        self._changed = self._local.first_changed()
+
     def is_due(self, step: int) -> bool:
         """Whether a step (counted from 1) is audited."""
         return self._every > 0 and step % self._every == 0
@@ -147,11 +156,13 @@ class Auditor:
         """Collective: look at one block as a whole, on every rank, and raise AuditMismatch."""
         reduced = reduced_values(block, self._parameters)
         own = self._check.worst(block, local_values(block, self._local), reduced, whole=True)
-        findings, _ = tell_all(own, [], self._transport)
+        changed = -1 if self._changed is None else self._changed
+        findings, table = tell_all(own, [changed], self._transport)
         groups = group(digests, findings)
         differences = first_differences(reduced, groups, self._transport)
         worst = max(findings, key=lambda finding: finding.ratio)
-        lines = [headline(step, findings)]
+        touched = describe_changed([int(number) for number in table[:, 0]], self._named)
+        lines = [headline(step, findings), *touched]
         for rank, (finding, difference) in enumerate(zip(findings, differences, strict=True)):
             if finding.ratio > 1:
                 lines.append(describe_finding(rank, finding, self._named))
@@ -163,7 +174,8 @@ class Auditor:
                 lines.append(
                     describe_difference(rank, where, own_value, theirs, groups, self._named)
                 )
-        lines.append(conclusion(groups, findings[groups.trusted[0]].ratio > 1))
+        if not touched:
+            lines.append(conclusion(groups, findings[groups.trusted[0]].ratio > 1))
         lines += self._leave_evidence(step, worst.parameter)
         lines.append("The optimizer has not used these gradients. Rounding cannot explain this")
         self._on_record(self._record(step, False, worst))

@@ -16,6 +16,7 @@ class LocalGradients:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._copies: dict[Piece, torch.Tensor] = {}
+        self._copied_from: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._hooks: list[Any] = []
 
     def begin(self, pieces: Sequence[Piece]) -> None:
@@ -25,6 +26,7 @@ class LocalGradients:
         """
         self.end()
         self._copies.clear()
+        self._copied_from.clear()
         wanted: dict[int, list[Piece]] = {}
         for piece in pieces:
             wanted.setdefault(piece.parameter, []).append(piece)
@@ -43,6 +45,20 @@ class LocalGradients:
         """Whether there was a gradient since `begin`."""
         return bool(self._copies)
 
+    def first_changed(self) -> int | None:
+        """Return the number of a parameter whose .grad is not what was copied, or None.
+
+        Either it is another tensor, or an operation of torch has written into it. (Writes by way
+        of `.data` leave no trace, and none of Horovod's until it has been waited for.)
+        """
+        for number, parameter in enumerate(self._parameters):
+            gradient, version = self._copied_from.get(parameter, (parameter.grad, None))
+            if parameter.grad is not gradient:
+                return number
+            if gradient is not None and version not in (None, gradient._version):
+                return number
+        return None
+
     def get(self, piece: Piece) -> torch.Tensor | None:
         """The copy, of shape (stop - start,); None where this rank had no gradient."""
         return self._copies.get(piece)
@@ -50,6 +66,7 @@ class LocalGradients:
     def _copier(self, pieces: list[Piece]) -> Callable[[torch.Tensor], None]:
         def copy(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
+            self._copied_from[parameter] = parameter.grad, parameter.grad._version
             flat = flattened(parameter.grad)
             for piece in pieces:
                 self._copies[piece] = flat[piece.start : piece.stop].clone()

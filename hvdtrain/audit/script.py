@@ -8,12 +8,17 @@ before they are clipped or used. In any other loop, DDP's for one, there is one 
 `loss.backward()` and whatever comes next:
 
     audit.check()
+
+`audit.summary()` is a line about all audits so far. A loop that was never checked is reported when
+the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,54 @@ from hvdtrain.audit.auditor import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Reduction, SingleProcess, joined
+from hvdtrain.log import complain, counted
 from hvdtrain.ring import Transport
 from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.topology import Topology
 
 DEFAULT_EVERY = 100
+
+
+@dataclass
+class Progress:
+    """What a script's audits have come to, without its model, which may be gone by then."""
+
+    rank: int
+    ranks: int
+    every: int
+    follows: bool = False  # whether an optimizer calls check()
+    trains: bool = False  # whether a backward pass has reached the model
+    calls: int = 0  # of check()
+    checked: int = 0
+    failed: int = 0
+    worst: float = 0.0
+
+    def summary(self) -> str:
+        """Return a line about all audits so far."""
+        if self.checked:
+            return (
+                f"audit: {counted(self.checked, 'step')} compared with the ring reference, "
+                f"{self.failed} failed; worst error {self.worst:.2f} of the rounding bound"
+            )
+        if self.ranks == 1:
+            return "audit: nothing compared: a single worker exchanges nothing"
+        return f"audit: nothing compared in {counted(self.calls, 'step')}{self._reason()}"
+
+    def warn_if_idle(self) -> None:
+        """Write a warning if nothing was checked though something should have been."""
+        due = self.trains if self.calls == 0 else self.calls >= self.every
+        crashed = hasattr(sys, "last_value")  # then the error says what counts
+        if due and not self.checked and self.ranks > 1 and self.rank == 0 and not crashed:
+            complain(f"hvdtrain: warning: {self.summary()}")
+
+    def _reason(self) -> str:
+        if 0 < self.calls < self.every:
+            return f": the first audit is due at step {self.every}"
+        if self.calls > 0:
+            return ": no backward pass has reached the model that GradientAudit was given"
+        if self.follows:
+            return ": the optimizer that GradientAudit was given has reduced no gradients"
+        return ": check() was never called"
 
 
 class GradientAudit:
@@ -62,11 +110,12 @@ class GradientAudit:
         if op not in ERROR_BOUNDS:
             raise UsageError(f"GradientAudit: op={op!r}: {' or '.join(ERROR_BOUNDS)}")
         _refuse_sparse(model, optimizer)
-        self.checked = 0  # audited steps so far
-        self.worst_error_over_bound = 0.0
         self._on_record = on_record
         self._step = 1
         ring = transport or _ring_of_this_job()
+        self._progress = Progress(ring.rank, ring.size, every)
+        atexit.register(self._progress.warn_if_idle)
+        _notice_first_backward(model, self._progress)
         self._auditor = Auditor(
             model,
             ring,
@@ -86,19 +135,38 @@ class GradientAudit:
         Compares at every `every`-th call. Raises AuditMismatch on all ranks when a gradient is
         further from the reference than rounding explains.
         """
+        self._progress.calls += 1
         self._auditor.end(self._step)
         self._step += 1
         self._auditor.begin(self._step)
+
+    @property
+    def checked(self) -> int:
+        """Audited steps so far."""
+        return self._progress.checked
+
+    @property
+    def failed(self) -> int:
+        """Those of them with a mismatch."""
+        return self._progress.failed
+
+    @property
+    def worst_error_over_bound(self) -> float:
+        """The largest error of all audited steps, measured in its bound."""
+        return self._progress.worst
+
+    def summary(self) -> str:
+        """Return a line about all audits so far: how many, how many failed, and the worst error."""
+        return self._progress.summary()
 
     def close(self) -> None:
         """Collective: let go of the connections. The end of the process does it too."""
         self._auditor.close()
 
     def _note(self, record: AuditRecord) -> None:
-        self.checked += 1
-        self.worst_error_over_bound = max(
-            self.worst_error_over_bound, record.worst_error_over_bound
-        )
+        self._progress.checked += 1
+        self._progress.failed += not record.ok
+        self._progress.worst = max(self._progress.worst, record.worst_error_over_bound)
         self._on_record(record)
 
     def _follow(self, optimizer: Any) -> None:
@@ -111,9 +179,11 @@ class GradientAudit:
             )
 
         def synchronize_and_check() -> None:
+            self._auditor.look()
             synchronize()
             self.check()
 
+        self._progress.follows = True
         optimizer.synchronize = synchronize_and_check
 
 
@@ -129,6 +199,19 @@ def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:
             f"GradientAudit: layer {layers[0]} makes sparse gradients, whose sums have no known "
             "bound. Give hvd.DistributedOptimizer sparse_as_dense=True, or the layer sparse=False"
         )
+
+
+def _notice_first_backward(model: torch.nn.Module, progress: Progress) -> None:
+    hooks: list[Any] = []
+
+    def notice(_: torch.Tensor) -> None:
+        progress.trains = True
+        for hook in hooks:
+            hook.remove()
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(notice))
 
 
 def _ring_of_this_job() -> Transport:

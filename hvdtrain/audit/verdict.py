@@ -62,6 +62,21 @@ def headline(step: int, findings: Sequence[Finding]) -> str:
     return f"audit: ranks hold different reduced gradients at step {step}"
 
 
+def describe_changed(changed: Sequence[int], named: Named) -> list[str]:
+    """Return what to suspect first, if code has changed gradients: by rank the number of the first
+    such parameter, or -1.
+    """
+    ranks = [rank for rank, number in enumerate(changed) if number >= 0]
+    if not ranks:
+        return []
+    return [
+        f"{_capital(name_ranks(ranks))}: code changed parameter {named[changed[ranks[0]]][0]}'s "
+        ".grad between the backward pass and optimizer.step(), while it was being reduced. Wait "
+        "for the reduction before clipping or unscaling: optimizer.synchronize(), then "
+        "`with optimizer.skip_synchronize(): optimizer.step()`"
+    ]
+
+
 def describe_finding(rank: int, finding: Finding, named: Named) -> str:
     """One line: rank, parameter, index, values, error and bound."""
     error = abs(finding.reduced - finding.reference)
@@ -87,7 +102,8 @@ def conclusion(groups: Groups, trusted_is_wrong: bool) -> str:
     if not groups.others:
         return (
             "All ranks hold the same wrong values: the reduction is at fault (a rank's term lost "
-            "or counted twice, wrong scaling, data damaged before it was added)"
+            "or counted twice, wrong scaling, data damaged before it was added), or code that "
+            "changes gradients before they are checked"
         )
     if trusted_is_wrong:
         return (

@@ -42,6 +42,17 @@ def test_a_fault_in_a_loop_of_horovod(tmp_path: Path) -> None:
     assert "Rank 1: the copy there differs from that of rank 0" in finished.output
 
 
+def test_a_loop_that_clips_too_early(tmp_path: Path) -> None:
+    """Fails if gradients that code has changed on their way are put down to the reduction."""
+    command = [PYTHON, "-m", "tests.parallel.scripts.horovod_loop", "--clip-too-early"]
+    finished = horovodrun(2, "gloo", command, cwd=tmp_path)
+    assert finished.exit_code != 0
+    suspicion = "wrong at step 2\n{}Ranks 0, 1: code changed parameter 0.weight's .grad between"
+    for rank in (0, 1):  # right below the headline
+        assert suspicion.format(f"[{rank}]<stderr>:") in finished.output, finished.output
+    assert "the reduction is at fault" not in finished.output
+
+
 def test_a_loop_in_the_style_of_ddp(tmp_path: Path) -> None:
     """Fails on a false alarm in torch's own data parallelism (which divides before it adds)."""
     finished = torchrun(3, tmp_path, ["--accumulate"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -456,3 +458,71 @@ def test_a_script_with_another_reduction_is_refused() -> None:
     """Fails if a reduction that no bound is known for is taken for one that is."""
     with pytest.raises(UsageError, match=r"op='min': sum or average"):
         GradientAudit(torch.nn.Linear(3, 1), op="min")
+
+
+NEVER_CALLED = "audit: nothing compared in 0 steps: check() was never called"
+NEVER_REACHED = (
+    "audit: nothing compared in 2 steps: no backward pass has reached the model that "
+    "GradientAudit was given"
+)
+TOO_SHORT = "audit: nothing compared in 1 step: the first audit is due at step 2"
+CHECKED = "audit: 1 step compared with the ring reference, 0 failed; worst error 0.00 of the "
+ALONE = "audit: nothing compared: a single worker exchanges nothing"
+
+
+@pytest.mark.parametrize(
+    ("size", "does", "summary", "warns"),
+    [
+        (2, ["train"], NEVER_CALLED, True),
+        (2, [], NEVER_CALLED, False),  # no training: an evaluation, say
+        (2, ["other", "check", "check"], NEVER_REACHED, True),
+        (2, ["train", "check"], TOO_SHORT, False),
+        (2, ["check", "train", "check"], CHECKED, False),
+        (1, ["train"], ALONE, False),
+    ],
+)
+def test_an_audit_that_never_checked_says_so(
+    size: int, does: list[str], summary: str, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if a loop that was never checked ends in silence, or a short one is blamed.
+
+    (Both ranks have the same gradients, which are their average.)
+    """
+
+    def work(transport: Transport) -> str:
+        model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        audit = GradientAudit(model, every=2, transport=transport, evidence=None)
+        actions = {
+            "train": lambda: model(torch.ones(1, 3)).sum().backward(),
+            "other": lambda: other(torch.ones(1, 3)).sum().backward(),
+            "check": audit.check,
+        }
+        for name in does:
+            actions[name]()
+        audit._progress.warn_if_idle()  # as at the end of the process
+        return audit.summary()
+
+    lines = run_in_process(size, work)
+    assert all(line.startswith(summary) for line in lines), lines
+    warnings = capsys.readouterr().err
+    assert warnings == (f"hvdtrain: warning: {summary}\n" if warns else "")
+
+
+IDLE = """
+import torch
+from hvdtrain import GradientAudit
+from hvdtrain.ring.transports.in_process import in_process_ring
+
+model = torch.nn.Linear(3, 1)
+audit = GradientAudit(model, transport=in_process_ring(2)[0])
+model(torch.ones(1, 3)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("end", "warns"), [("", True), ("raise SystemError", False)])
+def test_the_warning_comes_at_exit(end: str, warns: bool) -> None:
+    """Fails if the end of a process says nothing, or says it below the error that broke it off."""
+    command = [sys.executable, "-c", IDLE + end]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (f"hvdtrain: warning: {NEVER_CALLED}\n" in ended.stderr) == warns, ended.stderr
+    assert ended.returncode == (0 if warns else 1)

@@ -1,6 +1,6 @@
 """A training loop in the style of Horovod's own MNIST example; what the audit adds is marked.
 
-horovodrun -np 2 python -m tests.parallel.scripts.horovod_loop [--clip] [--fault]
+horovodrun -np 2 python -m tests.parallel.scripts.horovod_loop [--clip | --clip-too-early] [--fault]
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ for epoch in range(2):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        if "--clip" in sys.argv:
+        if "--clip-too-early" in sys.argv:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        elif "--clip" in sys.argv:
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             with optimizer.skip_synchronize():
