@@ -134,14 +134,14 @@ def test_a_worker_that_raises(
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_worker_that_is_stopped(controller: str, tmp_path: Path) -> None:
     """Fails if a job waits for ever for a worker that stands still, or rank 0 does not say why."""
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}
     flags = [f"--model={PLUGINS}:is_stopped"]
     finished = train(controller, *flags, output=tmp_path, variables=limits)
     check_exit(finished, controller, 1)
-    assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=3" in finished.output
+    assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=7" in finished.output
     summary = summary_of(tmp_path)
     assert summary["status"] == "failed"
-    assert summary["error"].startswith("PeerFailure: nothing has come from the other ranks for 6 s")
+    assert summary["error"].startswith("PeerFailure: nothing has come from the other ranks for 10")
 
 
 @pytest.mark.parametrize("controller", ["gloo"])

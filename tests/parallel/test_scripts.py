@@ -72,11 +72,12 @@ def test_a_fault_in_a_loop_of_ddp(tmp_path: Path) -> None:
 
 
 def test_an_mpi_that_is_not_horovods(tmp_path: Path) -> None:
-    """Fails if a process that an mpirun has started as one of two trains by itself, because the
-    MPI that Horovod was built with finds no other process.
+    """Fails if a process that an mpirun has started as one of two trains by itself, because
+    Horovod, here one that does not use MPI, finds no other process.
     """
     names = {"SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    variables |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     finished = run(hvdtrain("train", "--max-steps=1"), cwd=tmp_path, variables=variables)
     assert finished.exit_code == 2, finished.output
     assert "OMPI_COMM_WORLD_SIZE=2: an mpirun of another MPI" in finished.output

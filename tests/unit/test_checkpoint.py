@@ -20,12 +20,15 @@ from safetensors.torch import load_file, load_model
 
 from hvdtrain import checkpoint, renaming
 from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain.cli.options import build_config
+from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.loop_state import capture
 from hvdtrain.metering import Meter
 from hvdtrain.models import build_model
 from hvdtrain.parameters import params_sha256
+from hvdtrain.topology import Topology
 from hvdtrain.training import Position
 from tests.unit.jobs import equal, made_up_data, make_job
 
@@ -229,6 +232,19 @@ def test_a_failed_save_is_told_before_the_next(tmp_path: Path) -> None:
             checkpoints.check()
             time.sleep(0.01)
     checkpoints.check()  # told once
+
+
+def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None:
+    """Fails when a run goes on to the next save, hours later, though the last one has failed."""
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
+    flags = {"model": "lenet", "data": "synthetic:1x28x28,samples=4096", "global_batch_size": 1}
+    flags |= {"max_steps": 600, "checkpoint_interval": 300, "log_interval": 10}
+    config = build_config({**flags, "output": str(tmp_path), "experiment": "x"}, [])
+    assert run(config, Topology()) == 1
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert "No space left on device" in summary["error"]
+    assert 300 <= summary["steps"] < 600
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MemoryError("x")], ids=repr)
