@@ -201,6 +201,9 @@ def main() -> int:
         except HvdtrainError as error:
             print(f"recovery: {error}", file=sys.stderr)
             return error.exit_code
+        except KeyboardInterrupt:
+            print("recovery: cut short", file=sys.stderr)
+            return 130
         finally:
             print_table(found)
     return 1 if any(row.problem for row in found) else 0

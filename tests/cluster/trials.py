@@ -26,6 +26,7 @@ from tests.hosts.trials import (
     Lines,
     Recovery,
 )
+from tests.parallel.launching import VANISH_S
 
 STOP_CONTAINER = "docker stop the container"  # the only one: two workers
 STOP_LAUNCHER = "docker stop the launcher"  # beside three hosts with a worker each
@@ -33,7 +34,7 @@ STOP_HOST = "docker stop a host"  # one of the three, which is started again
 FAULTS = (STOP_CONTAINER, STOP_LAUNCHER, STOP_HOST)
 STOPPED = 143  # 137 if docker had to send SIGKILL after its 10 s
 LONGEST_AWAY_S = 8.0
-ALWAYS_THERE = ("tini", "sshd")  # on a host
+PROGRAMS = "/opt/hvdtrain/"  # of jobs; a host's own, sshd and its health check, lie elsewhere
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,14 @@ class Site:
         return found
 
     def left(self) -> list[str]:
-        """What runs on the hosts besides what always does."""
-        rows = [must(docker("top", host, "-eo", "comm")).split()[1:] for host in self.hosts]
-        return [name for row in rows for name in row if name not in ALWAYS_THERE]
+        """What runs on the hosts that a job has started, once it had time to go."""
+        deadline = time.monotonic() + VANISH_S
+        while True:
+            tops = [must(docker("top", host, "-eo", "pid,args")) for host in self.hosts]
+            found = [line for top in tops for line in top.splitlines() if PROGRAMS in line]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.3)
 
 
 def site_of(containers: Containers) -> Site:
