@@ -9,7 +9,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -27,10 +26,9 @@ from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
-from hvdtrain.scheduling import new_threads_do_not_push
+from hvdtrain.scheduling import coarse_timer, new_threads_do_not_push, rest_until
 
 ABANDON_TIMEOUT_S = 2.0
-POLL_S = 1e-4
 
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -91,9 +89,9 @@ class HorovodExchange:
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
-        state = hvd.broadcast_object(wrapped.state_dict(), 0, name="hvdtrain.optimizer")
-        wrapped.load_state_dict(state)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        wrapped.load_state_dict(self.broadcast_object(wrapped.state_dict(), "hvdtrain.optimizer"))
+        with coarse_timer():
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
         for parameter in self._named.values():
             if parameter.requires_grad:
@@ -110,9 +108,10 @@ class HorovodExchange:
         """
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
-        for handle, _ in [*optimizer._handles.values()]:  # type: ignore[attr-defined]
-            if isinstance(handle, int):  # else not begun yet, or a sparse gradient's
-                _rest_until_done(handle)
+        # hvd.synchronize() wakes up every 0.05 ms while it waits (horovod/torch/mpi_ops_v2.cc,
+        # WaitAndClear). A handle that is no number is not begun yet, or a sparse gradient's.
+        handles = [handle for handle, _ in optimizer._handles.values()]  # type: ignore[attr-defined]
+        rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def already_reduced(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -121,7 +120,7 @@ class HorovodExchange:
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
-        return lambda: hvd.synchronize(handle)
+        return lambda: _result(handle)
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         """Collective: each tensor's sum, average, min or max over ranks.
@@ -166,10 +165,12 @@ class HorovodExchange:
         )
 
     def broadcast_object(self, value: Any, name: str) -> Any:
-        return hvd.broadcast_object(value, 0, name=name)
+        with coarse_timer():
+            return hvd.broadcast_object(value, 0, name=name)
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        return list(hvd.allgather_object(value, name=name))
+        with coarse_timer():
+            return list(hvd.allgather_object(value, name=name))
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
@@ -192,7 +193,7 @@ class HorovodExchange:
     def close(self) -> None:
         # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none
         # may while another still uses it (to free the ring's communicator, say).
-        hvd.allreduce(torch.zeros(1), name="hvdtrain.close")
+        self.sum_later(torch.zeros(1), "hvdtrain.close")()
         hvd.shutdown()
 
     def abandon(self) -> None:
@@ -218,7 +219,7 @@ class HorovodExchange:
         """
         listener = listen(own_address())
         addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
-        token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
+        token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
     def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
@@ -255,17 +256,16 @@ def _coalesce(parameter: torch.Tensor) -> None:
         parameter.grad = parameter.grad.coalesce()
 
 
-def _rest_until_done(handle: int) -> None:
-    """Collective: hvd.synchronize() spins while it waits, which takes time from Horovod's own
-    thread where workers fill the cores (horovod/torch/mpi_ops_v2.cc, WaitAndClear).
-    """
-    while not hvd.poll(handle):
-        time.sleep(POLL_S)
-
-
 def _finish(handles: Iterable[int]) -> Tensors:
     """Collective: await what has been begun; all of it is begun first."""
-    return [hvd.synchronize(handle) for handle in list(handles)]
+    return [_result(handle) for handle in list(handles)]
+
+
+def _result(handle: int) -> torch.Tensor:
+    """Collective: await one that has been begun."""
+    rest_until(lambda: bool(hvd.poll(handle)))
+    reduced: torch.Tensor = hvd.synchronize(handle)
+    return reduced
 
 
 def ring_of_horovod() -> Transport:
