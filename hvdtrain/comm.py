@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,12 +32,11 @@ from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
-from hvdtrain.scheduling import new_threads_do_not_push
+from hvdtrain.scheduling import coarse_timer, new_threads_do_not_push, rest_until
 from hvdtrain.stalls import StallWatch, waits
 from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
-POLL_S = 1e-4
 
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -112,9 +110,10 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         reduce_before_step(optimizer, carrier, self.reduce_gradients)
-        state = hvd.broadcast_object(optimizer.state_dict(), 0, name="hvdtrain.optimizer")
+        state = self.broadcast_object(optimizer.state_dict(), "hvdtrain.optimizer")
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        with coarse_timer():
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._named = dict(model.named_parameters())
         self._watched = self._trainable(optimizer)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
@@ -133,18 +132,19 @@ class HorovodExchange:
             return
         if self._trainable(optimizer) != self._watched:
             raise TrainingError(self._explain_unwatched(optimizer))
-        for handle, _ in [*carrier._handles.values()]:
-            if isinstance(handle, int):  # else not begun yet
-                _rest_until_done(handle)
+        # hvd.synchronize() wakes up every 0.05 ms while it waits (horovod/torch/mpi_ops_v2.cc,
+        # WaitAndClear). A handle that is no number is not begun yet.
+        handles = [handle for handle, _ in carrier._handles.values()]
+        rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
-        return lambda: self._finish_one(handle)
+        return lambda: self._await(handle)
 
     @waits
-    def _finish_one(self, handle: int) -> torch.Tensor:
-        return _finish([handle])[0]
+    def _await(self, handle: int) -> torch.Tensor:
+        return _result(handle)
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         """Collective: each tensor's sum, average, min or max over ranks.
@@ -190,11 +190,13 @@ class HorovodExchange:
 
     @waits
     def broadcast_object(self, value: Any, name: str) -> Any:
-        return hvd.broadcast_object(value, 0, name=name)
+        with coarse_timer():
+            return hvd.broadcast_object(value, 0, name=name)
 
     @waits
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        return list(hvd.allgather_object(value, name=name))
+        with coarse_timer():
+            return list(hvd.allgather_object(value, name=name))
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
@@ -222,7 +224,7 @@ class HorovodExchange:
     def close(self) -> None:
         # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none
         # may while another still uses it (to free the ring's communicator, say).
-        hvd.allreduce(torch.zeros(1), name="hvdtrain.close")
+        self.sum_later(torch.zeros(1), "hvdtrain.close")()
         hvd.shutdown()
 
     def abandon(self) -> None:
@@ -248,7 +250,7 @@ class HorovodExchange:
         """
         listener = listen(own_address())
         addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
-        token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
+        token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
     def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
@@ -277,17 +279,18 @@ class HorovodExchange:
         )
 
 
-def _rest_until_done(handle: int) -> None:
-    """Collective: hvd.synchronize() spins while it waits, which takes time from Horovod's own
-    thread where workers fill the cores (horovod/torch/mpi_ops_v2.cc, WaitAndClear).
-    """
-    while not hvd.poll(handle):
-        time.sleep(POLL_S)
 
 
 def _finish(handles: Iterable[int]) -> Tensors:
     """Collective: await what has been begun; all of it is begun first."""
-    return [hvd.synchronize(handle) for handle in list(handles)]
+    return [_result(handle) for handle in list(handles)]
+
+
+def _result(handle: int) -> torch.Tensor:
+    """Collective: await one that has been begun."""
+    rest_until(lambda: bool(hvd.poll(handle)))
+    reduced: torch.Tensor = hvd.synchronize(handle)
+    return reduced
 
 
 def _interface_of(address: str) -> str:

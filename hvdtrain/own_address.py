@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -31,7 +32,8 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
             continue
     _, found, addresses = environment.get(_MPIRUN, "").partition("tcp://")
     if found:
-        return route_to(addresses.split(":")[0].split(",")[0])
+        with contextlib.suppress(OSError):  # no route
+            return route_to(addresses.split(":")[0].split(",")[0])
     raise PreflightError(
         "ring: it is not known by which network interface the other workers reach this host; "
         f"none of {', '.join(_CHOSEN)} names one: set NCCL_SOCKET_IFNAME to its name, such as eth0"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.scheduling import new_threads_do_not_push
+from hvdtrain.scheduling import (
+    COARSE_S,
+    LONGEST_REST_S,
+    PR_GET_TIMERSLACK,
+    coarse_timer,
+    new_threads_do_not_push,
+    rest_until,
+)
 
 
 def policy_of_a_thread(choose: Callable[[], None]) -> int:
@@ -49,3 +58,36 @@ def test_threads_that_were_there_stay() -> None:
     with new_threads_do_not_push():
         pass
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_long_wait_is_looked_at_seldom() -> None:
+    """Fails if a rank that waits wakes up so often that it takes the cores from the others, beside
+    a thread that spins in sched_yield(); or if it sleeps on when what it waits for has come.
+    """
+    looked: list[float] = []
+
+    def done() -> bool:
+        looked.append(time.monotonic())
+        return looked[-1] - looked[0] > 0.5
+
+    rest_until(done)
+    late = [moment for moment in looked if moment - looked[0] > 0.1]
+    assert len(late) <= 0.4 / LONGEST_REST_S + 2
+    assert len(looked) < 400
+
+
+def test_a_short_wait_is_looked_at_often() -> None:
+    """Fails if what has come already is waited for."""
+    rest_until(lambda: True)
+    looks = iter([False, True])
+    rest_until(lambda: next(looks))
+
+
+def test_the_timer_is_coarse_for_a_while() -> None:
+    """Fails if another library's poll loop wakes up as often as ever, or the timer stays coarse."""
+    library = ctypes.CDLL(None)
+    before = library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
+    with pytest.raises(KeyError), coarse_timer():
+        assert library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0) == COARSE_S * 1e9
+        raise KeyError
+    assert library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0) == before
