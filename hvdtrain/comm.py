@@ -25,10 +25,11 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import MpiTransport, library_version
-from hvdtrain.ring.transports.tcp import TcpTransport, listen
+from hvdtrain.ring.transports.tcp import TcpTransport, listen, token_of_launcher
 from hvdtrain.scheduling import new_threads_do_not_push
 
 ABANDON_TIMEOUT_S = 2.0
@@ -214,14 +215,18 @@ class HorovodExchange:
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not go through Horovod's operations.
 
-        Under the mpi controller it shares Horovod's MPI, else it is of sockets: the addresses
-        and a secret made by rank 0 are told through Horovod.
+        Under the mpi controller it shares Horovod's MPI, else it is of sockets: their addresses
+        are told through Horovod, and so is a secret, where the launcher has given none.
         """
         if self.controller == "mpi":
             return MpiTransport()
         listener = listen(interface_address(os.environ["HOROVOD_GLOO_IFACE"]))
-        addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
-        token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
+        own = (listener.getsockname()[:2], RING_TOKEN in os.environ)
+        told = self.all_gather_object(own, "hvdtrain.ring.addresses")
+        addresses, given = zip(*told, strict=True)
+        token = token_of_launcher(given)
+        if token is None:
+            token = hvd.broadcast_object(secrets.token_bytes(32), 0, name="hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
     def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
