@@ -17,7 +17,8 @@ import pathlib
 import torch
 import hvdtrain
 
-pathlib.Path({trace!r}).open("a").write("run ")
+with pathlib.Path({trace!r}).open("a") as trace:
+    trace.write("run ")
 Net = lambda shape, classes: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, classes))
 
 def pictures():
