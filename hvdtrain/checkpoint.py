@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
+from hvdtrain.files import write_new
 from hvdtrain.renaming import replace_folder, set_aside, undo_replacing
 
 MODEL_FILE = "model.safetensors"
@@ -136,7 +137,10 @@ class Checkpoints:
     def _remove_leftovers(self) -> None:
         undo_replacing(self.folder)
         for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
+            if leftover.is_symlink():  # planted: what it leads to is not ours
+                leftover.unlink()
+            else:
+                shutil.rmtree(leftover)
 
     def _prune(self) -> None:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
@@ -260,7 +264,7 @@ def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
 def _point(pointer: Path, name: str) -> None:
     """Make `pointer` (`last`, `best`) hold a checkpoint's name, in one move."""
     partial = pointer.with_name(f".{pointer.name}.partial")
-    partial.write_text(name + "\n", encoding="utf-8")
+    write_new(partial, name + "\n")
     _sync(partial)
     partial.replace(pointer)
     _sync(pointer.parent)

@@ -27,11 +27,12 @@ from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageErr
 from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
 from hvdtrain.own_address import interface_address, own_address
 from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.reducing import carrier_of, is_reduced, load_exactly, reduce_before_step
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
-from hvdtrain.ring.transports.tcp import TcpTransport, listen
+from hvdtrain.ring.transports.tcp import TcpTransport, listen, token_of_launcher
 from hvdtrain.scheduling import coarse_timer, new_threads_do_not_push, rest_until
 from hvdtrain.stalls import StallWatch, waits
 from hvdtrain.topology import Topology
@@ -243,14 +244,18 @@ class HorovodExchange:
     def ring(self) -> Transport:
         """Collective: a ring over all ranks that does not go through Horovod's operations.
 
-        It is made of sockets on both controllers: the addresses and a secret made by rank 0 are
-        exchanged through Horovod. It does not share Horovod's MPI, where two threads that wait in
-        Open MPI at the same time can both stand still for half a minute, and where one rank that
-        leaves ends MPI under the ring of all others. Raises PreflightError without an interface.
+        It is made of sockets on both controllers: the addresses are exchanged through Horovod, and
+        so is a secret, where the launcher has given none. It does not share Horovod's MPI, where
+        two threads that wait in Open MPI at the same time can both stand still for half a minute,
+        and where one rank that leaves ends MPI under the ring of all others. Raises PreflightError
+        without an interface.
         """
         listener = listen(own_address())
-        addresses = self.all_gather_object(listener.getsockname()[:2], "hvdtrain.ring.addresses")
-        token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
+        own = (listener.getsockname()[:2], RING_TOKEN in os.environ)
+        addresses, given = zip(*self.all_gather_object(own, "hvdtrain.ring.addresses"), strict=True)
+        token = token_of_launcher(given)
+        if token is None:
+            token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
     def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
@@ -277,8 +282,6 @@ class HorovodExchange:
             f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
             "freeze and unfreeze before distribute(), or distribute a new optimizer"
         )
-
-
 
 
 def _finish(handles: Iterable[int]) -> Tensors:

@@ -85,15 +85,16 @@ class DataConfig:
     crop_scale: float | None = flag(
         None, "smallest part of a folder's training image that is cut out at random (default: .08)"
     )
+    max_image_pixels: int | None = flag(
+        None, "pixels of the largest image that is read (default: 89478485)", learns=False
+    )
     workers: int | None = flag(
         None,
         "processes that read ahead for each worker (default: its cores, at most 8; 0: none)",
         learns=False,
         short="-j",
     )
-    skip_bad_samples: bool = flag(
-        False, "leave out images that cannot be read, and count how often"
-    )
+    skip_bad_samples: bool = flag(False, "leave out images that cannot be read, and count them")
 
     def __post_init__(self) -> None:
         require(
@@ -113,6 +114,7 @@ class DataConfig:
                 self.crop_scale is None or 0 < self.crop_scale <= 1,
                 f"--crop-scale={self.crop_scale}: must be above 0, and at most 1",
             ),
+            positive("max_image_pixels", self.max_image_pixels),
             positive("workers", self.workers, zero=True),
         )
 

@@ -10,7 +10,7 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,20 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
         kind = type(found).__name__
         raise UsageError(f"{flag}={name}: is of type {kind}, and cannot be called")
     return found  # type: ignore[no-any-return]
+
+
+def refuse_code_of(source: Path, named: Mapping[str, Any]) -> None:
+    """Raise UsageError where a file of `source`, which anybody may have written, names code to run.
+
+    `named`: what it gives for each flag: {"--model": "mine:network"}. A built-in name is no code.
+    """
+    code = {flag: str(name) for flag, name in named.items() if is_plugin(str(name))}
+    if code:
+        raise UsageError(
+            f"{source}: its checkpoint names code to run, {', '.join(code.values())}, found in the "
+            "working directory or in what is installed. Nothing was run. If you know that code, "
+            f"give {' '.join(f'{flag} {name}' for flag, name in code.items())}, or --trust-code"
+        )
 
 
 def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:

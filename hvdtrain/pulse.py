@@ -26,6 +26,7 @@ from hvdtrain.errors import PeerFailure
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
+RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL = signal.SIGUSR2
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.files import open_kept, write_new
 from hvdtrain.log import say
 
 LOCK = ".lock"
@@ -43,7 +44,7 @@ class RunDirectory:
         with ExitStack() as undo:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = undo.enter_context((self.path / LOCK).open("w"))
+                self._lock = undo.enter_context(open_kept(self.path / LOCK))
                 _take(self._lock, wait_s)
             except BlockingIOError:
                 raise UsageError(f"--experiment={path.name}: a live job is using {path}") from None
@@ -79,7 +80,7 @@ class RunDirectory:
         with self._telling_failures():
             stream = self._streams.get(name)
             if stream is None:
-                stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+                stream = self._streams[name] = open_kept(self.path / name)
             stream.write(json.dumps(json_ready(record)) + "\n")
             stream.flush()
 
@@ -121,7 +122,7 @@ class RunDirectory:
         """Complete or absent: written beside, then renamed."""
         with self._telling_failures():
             partial = self.path / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
+            write_new(partial, text)
             partial.replace(self.path / name)
 
     @contextmanager

@@ -214,6 +214,7 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
         hflip=chosen.hflip,
         crop_padding=chosen.crop_padding,
         crop_scale=chosen.crop_scale,
+        max_pixels=chosen.max_image_pixels,
         readers=readers,
         skip_bad=chosen.skip_bad_samples,
     )

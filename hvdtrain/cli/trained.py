@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from hvdtrain.cli.json_file import write_json
 from hvdtrain.cli.options import build_config, train_options
 from hvdtrain.cli.prepare import choose_device
 from hvdtrain.cli.tasks import DTYPES, build_data, build_model, build_task
-from hvdtrain.cli.trained_options import OVERRIDES
+from hvdtrain.cli.trained_options import CODE, OVERRIDES
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
-from hvdtrain.data.image_folder import centred, normalised, read_image
+from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image
 from hvdtrain.data.resize import resize
 from hvdtrain.data.splits import ImageFormat
 from hvdtrain.data.streaming import BadSample
@@ -24,9 +25,10 @@ from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.evaluate import Evaluation, class_accuracy
 from hvdtrain.evaluate import evaluate as evaluate_split
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.fields import positive, require
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
-from hvdtrain.plugins import is_plugin
+from hvdtrain.plugins import is_plugin, refuse_code_of
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.weights import find_weights
@@ -44,9 +46,8 @@ def evaluate(arguments: dict[str, Any]) -> int:
         raise UsageError(f"{source}: its checkpoint does not say how it was trained")
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
-    chosen = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
-    fixed = {"device": "auto", "resume": None, "data_placement": "shared"}
-    config = build_config(stored | fixed | chosen, [])
+    stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
+    config = build_config(_chosen(source, stored, OVERRIDES, arguments), [])
     task = build_task(config)
     _refuse_other_classes(task, takeaway, config.data.data)
     data = build_data(task, config)
@@ -71,6 +72,9 @@ def predict(arguments: dict[str, Any]) -> int:
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
     form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
+    takeaway = _chosen(source, takeaway, ("model",), arguments)
+    most = arguments["max_image_pixels"]
+    require(positive("max_image_pixels", most))
     paths = _images(arguments["images"])
     outputs = len(takeaway["classes"])
     model = build_network(takeaway["model"], tuple(takeaway["shape"]), outputs, dtype)
@@ -79,7 +83,8 @@ def predict(arguments: dict[str, Any]) -> int:
     size = (takeaway["shape"][1], takeaway["shape"][2])
     told: list[dict[str, Any]] = []
     for start in range(0, len(paths), PREDICTED_AT_A_TIME):
-        read, pixels = _read(paths[start : start + PREDICTED_AT_A_TIME], form)
+        part = paths[start : start + PREDICTED_AT_A_TIME]
+        read, pixels = _read(part, form, most or MAX_PIXELS)
         if not read:
             continue
         inputs = resize(normalised(torch.stack(pixels), form, dtype), size)
@@ -102,6 +107,20 @@ def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
         return load_weights(place)
     except DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
+
+
+def _chosen(
+    source: Path, stored: dict[str, Any], names: Sequence[str], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """What is `stored`, with those of `names` that the command line gives.
+
+    Raises UsageError for code that the checkpoint alone names, unless it is to be trusted.
+    """
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    left = {f"--{name}": stored.get(name) for name in CODE if name in names and name not in given}
+    if not arguments["trust_code"]:
+        refuse_code_of(source, left)
+    return stored | given
 
 
 def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> torch.nn.Module:
@@ -162,12 +181,14 @@ def _images(given: list[str]) -> list[Path]:
     return paths
 
 
-def _read(paths: list[Path], form: ImageFormat) -> tuple[list[Path], list[torch.Tensor]]:
+def _read(
+    paths: list[Path], form: ImageFormat, max_pixels: int
+) -> tuple[list[Path], list[torch.Tensor]]:
     """Those that can be read, and their pixels; of the others it is said why they cannot."""
     read, pixels = [], []
     for path in paths:
         try:
-            pixels.append(centred(read_image(path, form.channels), form))
+            pixels.append(centred(read_image(path, form.channels, max_pixels), form))
             read.append(path)
         except BadSample as error:
             complain(f"skipped: {error}")

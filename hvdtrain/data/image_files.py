@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +34,31 @@ def images_under(folder: Path) -> tuple[list[str], list[str]]:
 
     Hidden files that are no images do not count.
     """
-    files = sorted(
-        str(Path(root, file))
-        for root, _, names in os.walk(folder, followlinks=True)
-        for file in names
-    )
+    files = sorted(_files_under(folder))
     images = [file for file in files if file.lower().endswith(EXTENSIONS)]
     known = set(images)
     return images, [f for f in files if f not in known and not Path(f).name.startswith(".")]
+
+
+def _files_under(folder: Path) -> Iterator[str]:
+    """Links to folders are followed, but for those to a folder around them: they have no end."""
+    real = folder.resolve()
+    named = real if ".." in folder.parts else folder.absolute()
+    around = frozenset(map(_identity, [*real.parents, *named.parents]))
+    if _identity(folder) in around:
+        return
+    within = {folder: around}
+    for root, folders, names in os.walk(folder, followlinks=True):
+        place = Path(root)
+        own = within.pop(place) | {_identity(place)}
+        folders[:] = [name for name in folders if _identity(place / name) not in own]
+        within |= {place / name: own for name in folders}
+        yield from (str(place / name) for name in names)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def left_out(others: Sequence[str]) -> str:

@@ -7,8 +7,10 @@ the rank that reads a sample nor the process matters.
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,27 +35,48 @@ HFLIP = 0.5
 CENTRE = 0.875  # of the shorter side, in validation: 224 of 256
 # Of ImageNet's training images, by channel, as all of torchvision's weights are made for.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Pillow's own. While an image is turned and converted, it may take 7 bytes a pixel.
+MAX_PIXELS = 89_478_485
 SKIPPING = "Mend or remove it, or give --skip-bad-samples to leave out what cannot be read"
 
 
-def read_image(path: str | Path, channels: int) -> Image.Image:
+def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture as a person sees it: turned as its EXIF data says, as grey or RGB.
 
-    Raises BadSample, naming the file, where there is none to see.
+    Raises BadSample, naming the file, where there is none to see, or one of more than `max_pixels`:
+    a small file may unpack to gigabytes.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _pillow_limit(max_pixels):
             warnings.simplefilter("ignore")  # of the file's oddities; what matters raises
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
                 picture = _with_8_bits(ImageOps.exif_transpose(file))
                 if "transparency" in picture.info:
                     picture = picture.convert("RGBA")
                 return picture.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # decoders raise whatever their parsing stumbles over
-        raise BadSample(f"{path} cannot be read as an image: {_reason(error)}") from error
+        reason = _reason(error, max_pixels)
+        raise BadSample(f"{path} cannot be read as an image: {reason}") from error
 
 
-def _reason(error: Exception) -> str:
+@contextmanager
+def _pillow_limit(max_pixels: int) -> Iterator[None]:
+    """Pillow looks at the size that a file states, before it unpacks anything: above its limit it
+    warns, above twice its limit it raises.
+    """
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = usual
+
+
+def _reason(error: Exception, max_pixels: int) -> str:
+    if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+        size = re.search(r"\d+", str(error))
+        pixels = f"{int(size[0]):,} pixels" if size else "too many pixels"
+        return f"it has {pixels}, and --max-image-pixels={max_pixels} is the limit"
     if isinstance(error, UnidentifiedImageError):
         return "it is damaged, or of a type that Pillow does not know"
     return getattr(error, "strerror", None) or str(error)
@@ -97,6 +120,7 @@ class ImageSamples:
     seed: int
     hflip: float = 0.0
     crop_scale: float = 1.0  # 1: the centre, as in validation
+    max_pixels: int = MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.files)
@@ -109,7 +133,7 @@ class ImageSamples:
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
         path, label = self.files[index]
-        picture = read_image(path, self.form.channels)
+        picture = read_image(path, self.form.channels, self.max_pixels)
         with torch.random.fork_rng(devices=[]):
             (own,) = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)
             torch.manual_seed(int(own >> np.uint64(1)))
@@ -157,11 +181,12 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
     form = ImageFormat(3, size, size, crop=True, mean=MEAN, std=STD)
     hflip = HFLIP if options.hflip is None else options.hflip
     crop_scale = CROP_SCALE if options.crop_scale is None else options.crop_scale
+    largest = options.max_pixels or MAX_PIXELS
     train, valid = (
         StreamedSplit(samples, options.readers, options.skip_bad, stay, SKIPPING)
         for samples, stay in (
-            (ImageSamples(found.train, form, dtype, seed, hflip, crop_scale), True),
-            (ImageSamples(found.valid, form, dtype, seed), False),
+            (ImageSamples(found.train, form, dtype, seed, hflip, crop_scale, largest), True),
+            (ImageSamples(found.valid, form, dtype, seed, max_pixels=largest), False),
         )
     )
     note = f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "

@@ -16,6 +16,7 @@ class ReadOptions:
     hflip: float | None = None
     crop_padding: int | None = None
     crop_scale: float | None = None
+    max_pixels: int | None = None
     readers: int = 0
     skip_bad: bool = False
 
@@ -23,6 +24,7 @@ class ReadOptions:
         """Raises UsageError for what has no meaning for a data set that lies in memory."""
         chosen = {
             "--crop-scale": self.crop_scale,
+            "--max-image-pixels": self.max_pixels,
             "--valid-split": self.valid_split,
             "--skip-bad-samples": self.skip_bad or None,
         }

@@ -9,6 +9,7 @@ import re
 import socket
 import struct
 
+ANYWHERE = "0.0.0.0"  # to listen on: all interfaces
 _SIOCGIFCONF = 0x8912  # Linux: all interfaces that have an IPv4 address
 _RECORD = struct.calcsize("16s24x")  # struct ifreq: the name, then a sockaddr in a union
 _MOST_BYTES = 1024 * _RECORD

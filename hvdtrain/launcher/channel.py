@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from hvdtrain.door import Door
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     HANDSHAKE_TIMEOUT_S,
@@ -23,19 +24,22 @@ from hvdtrain.launcher.protocol import (
 
 BACKLOG = 1024
 AWAY_S = 3.0  # between two polls
+MOST_STRANGERS = 128  # besides all agents of the job
+PATIENCE_S = 0.5  # with those who have not answered, once there are more
 
 
 class Channel:
     """Listens for the agents of one job."""
 
     def __init__(self, address: str, token: str) -> None:
-        """`address`: on which to listen; 0.0.0.0 where agents come from other hosts."""
+        """`address`: on which to listen; 0.0.0.0: on all that this machine has."""
         self._token = token
         self.workers = 0  # how many may come
         self._listener = socket.create_server((address, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._door = Door(self._listener, self._drop, PATIENCE_S)
+        self._watched = False  # whether the selector looks at the listener
         self._strangers: dict[Connection, tuple[str, float]] = {}  # challenge, since when
         self._agents: dict[int, Connection] = {}
         self._polled_s = time.monotonic()
@@ -58,6 +62,7 @@ class Channel:
         lose: Callable[[int], None],
     ) -> None:
         """Take what comes: `hear` gets rank and message, `lose` the rank whose agent is gone."""
+        self._watch_door()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._accept()
@@ -97,10 +102,19 @@ class Channel:
         self._listener.close()
         self._selector.close()
 
+    def _watch_door(self) -> None:
+        """Look at the listener, but not while nobody is let in: it would wake us all the time."""
+        if self._watched == (self._door.rest_s == 0):
+            return
+        self._watched = not self._watched
+        if self._watched:
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        else:
+            self._selector.unregister(self._listener)
+
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
+        sock = self._door.accept(MOST_STRANGERS + self.workers)
+        if sock is None:
             return
         try:
             connection = Connection(sock)
@@ -110,6 +124,7 @@ class Channel:
             sock.close()
             return
         self._strangers[connection] = (challenge, time.monotonic())
+        self._door.enter(connection)
         self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _admit(self, connection: Connection, hear: Callable[[int, Message], None]) -> None:
@@ -130,6 +145,7 @@ class Channel:
             self._drop(connection)
             return
         del self._strangers[connection]
+        self._door.leave(connection)
         self._agents[rank] = connection
         hear(rank, {"hello": introduction})
 
@@ -155,6 +171,7 @@ class Channel:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         self._strangers.pop(connection, None)
+        self._door.leave(connection)
         for rank, agent in list(self._agents.items()):
             if agent is connection:
                 del self._agents[rank]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain.errors import UsageError
+from hvdtrain.files import open_kept
 
 NOTE = "--- "  # before lines of the launcher's own
 START = f"{NOTE}start "
@@ -26,7 +27,7 @@ class Logs:
         self._lossy = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.engine = (folder / "horovodrun.log").open("a", encoding="utf-8")
+            self.engine = open_kept(folder / "horovodrun.log")
         except OSError as error:
             raise UsageError(
                 f"{folder}: logs cannot be written: {error.strerror}. Choose another --log-dir, "
@@ -40,9 +41,8 @@ class Logs:
         """Returns the lines that are whole by now."""
         with self._tolerating():
             if rank not in self._files:
-                self._files[rank] = self.path(rank).open(
-                    "a", encoding="utf-8", errors="surrogateescape", newline=""
-                )
+                path = self.path(rank)
+                self._files[rank] = open_kept(path, errors="surrogateescape", newline="")
             self._files[rank].write(text)
             self._files[rank].flush()
         self._ended[rank] = text.endswith("\n")

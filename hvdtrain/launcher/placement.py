@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.orders import Orders
+from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import Topology
 
 # What the engines give their workers, and settings of theirs: as this host has them.
@@ -66,6 +67,7 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": str(placement.local_size),
         "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
+        RING_TOKEN: orders.ring_token,
     }
     cores = len(os.sched_getaffinity(0))
     defaults = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_OK, PreflightError
+from hvdtrain.launcher.addresses import ANYWHERE, interfaces
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.command import (
     Engine,
@@ -143,12 +144,12 @@ class Job:
         token, job = secrets.token_hex(32), f"{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
             ssh = stack.enter_context(SshSetup(hosts, plan.ssh))
-            distant = not all(is_local(host) for host in hosts)
-            channel = Channel("0.0.0.0" if distant else "127.0.0.1", token)
+            address = channel_address(hosts, plan.interface)
+            channel = Channel(address, token)
             stack.callback(channel.close)
             ticket = Ticket(job, self._orders(token, start).as_text())
             stack.callback(remove_ticket, job)
-            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S)
+            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address)
             placed = self._place(hosts, found, start)
             channel.workers = placed.workers
             engine = engine_of(plan, placed, [ssh.name_of(host) for host in placed.hosts])
@@ -203,6 +204,21 @@ class Job:
         for item in problems:
             self._tell(f"left out: {explain(item)}")
         return Placed(take_slots(fit, min(plan.workers, slots)), found.interface)
+
+
+def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
+    """Where agents call back: on this machine, on the user's choice of its networks, or on all.
+
+    Raises PreflightError where that network has no address.
+    """
+    if all(is_local(host) for host in hosts):
+        return "127.0.0.1"
+    if interface is None:
+        return ANYWHERE
+    own = [address for name, address in interfaces() if name == interface]
+    if not own:
+        raise PreflightError(f"--network-interface={interface}: has no IPv4 address here")
+    return own[0]
 
 
 def explain(finding: Finding) -> str:

@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain.errors import UsageError
+from hvdtrain.files import write_new
 
 # By Okabe and Ito, for all kinds of colour vision; without the yellow, which white swallows.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -139,7 +140,7 @@ def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for plot in plots:
             paths.append(folder / f"{plot.name}.png")
-            paths[-1].write_bytes(to_png(plot.figure))
+            write_new(paths[-1], to_png(plot.figure))
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(

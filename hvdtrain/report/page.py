@@ -11,6 +11,7 @@ import jinja2
 
 from hvdtrain import __version__
 from hvdtrain.errors import UsageError
+from hvdtrain.files import write_new
 from hvdtrain.report.canvas import Plot, look_of, to_png
 from hvdtrain.report.confusion import draw_confusions
 from hvdtrain.report.curves import (
@@ -58,8 +59,8 @@ def save(page: str, pictures: Sequence[Picture], folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in pictures:
-            (folder / f"{picture.plot.name}.png").write_bytes(picture.png)
-        (folder / PAGE).write_text(page, encoding="utf-8")
+            write_new(folder / f"{picture.plot.name}.png", picture.png)
+        write_new(folder / PAGE, page)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(

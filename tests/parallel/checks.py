@@ -28,13 +28,20 @@ from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
-from hvdtrain.errors import AgreedFailure, AuditMismatch, TrainingError, UsageError
+from hvdtrain.errors import (
+    AgreedFailure,
+    AuditMismatch,
+    TrainingError,
+    TransportError,
+    UsageError,
+)
 from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree, join
 from hvdtrain.loop_state import capture
 from hvdtrain.metering import Meter, StepSums
 from hvdtrain.models import build_model
 from hvdtrain.optimizers import BY_NAME, UNSUITABLE
 from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
+from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
 from hvdtrain.training import Job, Position
@@ -101,6 +108,22 @@ def ring_sums_are_right(exchange: Exchange) -> None:
             allowed = 0 if dtype == np.int64 else gamma(exchange.size, dtype) * magnitudes
             assert (np.abs(result - exact) <= allowed).all(), (length, dtype)
     transport.close()
+
+
+def the_rings_secret_is_the_launchers(exchange: Exchange) -> None:
+    """Where a launcher has given one, what travels through Horovod counts for nothing."""
+    if exchange.controller == "mpi":
+        return  # no sockets, no secret
+    try:
+        os.environ[RING_TOKEN] = "of one launch"
+        exchange.ring().close()
+        os.environ[RING_TOKEN] = f"of rank {exchange.rank}"
+        expect(TransportError, f"(seen by rank {exchange.rank})", exchange.ring)
+        if exchange.rank:
+            del os.environ[RING_TOKEN]
+        expect(UsageError, f"ranks {[*range(1, exchange.size)]} do not have it", exchange.ring)
+    finally:
+        os.environ.pop(RING_TOKEN, None)
 
 
 def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
@@ -561,6 +584,7 @@ CHECKS = (
     synchronised_batch_norm_is_that_of_the_whole_batch,
     statistics_are_averaged_and_put_back,
     ring_sums_are_right,
+    the_rings_secret_is_the_launchers,
     averaged_gradient_is_that_of_the_global_batch,
     sparse_gradients_train_as_on_one_process,
     horovods_threads_do_not_push_aside_who_computes,

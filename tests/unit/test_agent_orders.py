@@ -12,6 +12,8 @@ import pytest
 
 from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.agent import CANNOT_START
+from hvdtrain.launcher.orders import Orders
+from hvdtrain.pulse import RING_TOKEN
 from tests.unit.agents import JOB, LIMIT_S, TOKEN, Job, hostname, parse_environment
 
 pytestmark = pytest.mark.timeout(150)
@@ -32,10 +34,14 @@ def environment_of(job: Job, rank: int = 0) -> dict[str, str]:
 
 
 def test_workers_know_their_place(tmp_path: Path) -> None:
-    """Fails when a script finds no RANK, WORLD_SIZE, ... or another worker's."""
+    """Fails when a script finds no RANK, WORLD_SIZE, ... or another worker's, or workers have no
+    secret in common for their ring, or the one of launcher and agents.
+    """
     job = Job(tmp_path, workers=2)
     try:
         job.run_python(SHOW)
+        secrets = {environment_of(job, rank)[RING_TOKEN] for rank in (1, 0)}
+        assert len(secrets) == 1 and TOKEN not in secrets
         for rank in (1, 0):
             found = environment_of(job, rank)
             placed = {
@@ -106,6 +112,9 @@ def test_secrets_are_in_the_file_alone(job: Job) -> None:
     assert secret.encode() not in shown and TOKEN.encode() not in shown
     own = Path(f"/proc/{worker}/environ").read_bytes()
     assert secret.encode() in own and TOKEN.encode() not in own
+    ring = Orders(TOKEN, [], "", {}).ring_token.encode()
+    assert b"%s=%s\0" % (RING_TOKEN.encode(), ring) in own and ring not in shown
+    assert not any(ring in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (agent.pid, worker))
 
 
 def test_a_file_that_others_may_read_is_not_trusted(job: Job) -> None:

@@ -83,6 +83,17 @@ def test_this_machine_alone_is_quick(listening: int) -> None:
     assert found.interface is None
 
 
+def test_a_launcher_that_listens_on_one_network_only() -> None:
+    """Fails when a host of this machine, or another, calls back to an address that nobody listens
+    on: agents would wait for ever.
+    """
+    with socket.create_server(("127.0.0.2", 0)) as server, SshSetup([HERE], SshOptions()) as ssh:
+        port = int(server.getsockname()[1])
+        found = preflight([HERE], ssh, port, None, LIMIT_S, "127.0.0.2")
+    assert wrong(found) == []
+    assert found.facts["localhost"].get("channel")["address"] == "127.0.0.2"
+
+
 def test_a_launcher_that_hosts_cannot_reach(sshd: Sshd) -> None:
     """Fails when nobody can connect back, and the launch would wait for agents in vain."""
     finding = the_one(check([THERE], sshd.options(), free_port()))

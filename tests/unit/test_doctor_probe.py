@@ -257,13 +257,18 @@ def test_the_ticket_goes_where_it_can(tmp_path: Path) -> None:
 
 
 def test_launcher_addresses() -> None:
-    """Fails when a host would try loopback or IPv6, or the way SSH came last."""
+    """Fails when a host would try loopback or IPv6, the way SSH came last, or any address but the
+    one that alone is listened on.
+    """
     request = {"addresses": ["127.0.0.1", "10.0.0.9", "10.1.0.9"]}
     environment = {"SSH_CONNECTION": "::ffff:10.1.0.9 50000 10.1.0.2 22"}
     assert probe.launcher_addresses(request, environment) == ["10.1.0.9", "10.0.0.9"]
     environment = {"SSH_CONNECTION": "fe80::1 50000 fe80::2 22"}
     assert probe.launcher_addresses(request, environment) == ["10.0.0.9", "10.1.0.9"]
     assert probe.launcher_addresses(request | {"local": True}, environment) == ["127.0.0.1"]
+    for local in (True, False):
+        only = {"channel_address": "10.1.0.9", "local": local}
+        assert probe.launcher_addresses(request | only, environment) == ["10.1.0.9"]
 
 
 def test_reaching() -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hvdtrain.audit import AuditRecord
-from hvdtrain.errors import UsageError
+from hvdtrain.checkpoint import Checkpoints, Snapshot
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.evaluate import Evaluation
+from hvdtrain.files import open_kept
 from hvdtrain.metering import Totals
 from hvdtrain.recording import Recorder
+from hvdtrain.report.page import save
 from hvdtrain.run_directory import RunDirectory
 
 HOLDS_LOCK = """
@@ -265,3 +271,70 @@ def test_records_after_a_step_are_forgotten(tmp_path: Path) -> None:
         *((1, "metrics.jsonl"), (2, "metrics.jsonl"), (3, "again")),
     ]
     assert [record["step"] for record in audits] == [1, 2]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[[str], Path]:
+    """Puts a link to a file of the user's at a place in the run's folder; returns that file."""
+
+    def plant(name: str) -> Path:
+        precious, link = tmp_path / "precious", tmp_path / "one" / name
+        precious.write_text("precious")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(precious)
+        return precious
+
+    return plant
+
+
+def test_links_that_others_have_planted_are_not_followed(tmp_path: Path, planted) -> None:
+    """Fails when whoever may write the folder has us empty, or write into, a file elsewhere."""
+    precious = planted(".lock")
+    with pytest.raises(UsageError, match=r"cannot be written: \.lock is a symbolic link"):
+        RunDirectory(tmp_path / "one")
+    assert precious.read_text() == "precious"
+    (tmp_path / "one" / ".lock").unlink()
+    directory = RunDirectory(tmp_path / "one")
+    for name in (".config.yaml.partial", ".summary.json.partial", "metrics.jsonl"):
+        planted(name)
+    directory.write_config({"lr": 1})
+    directory.write_summary({"status": "failed"})
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl is a symbolic link"):
+        directory.append("metrics.jsonl", {"step": 1})
+    directory.close()
+    assert precious.read_text() == "precious"
+    left = {path.name for path in directory.path.iterdir()}
+    assert left == {".lock", "config.yaml", "summary.json", "metrics.jsonl"}
+
+
+def test_planted_links_among_checkpoints_are_not_followed(tmp_path: Path, planted) -> None:
+    """Fails when saving writes through a link, removes what it leads to, or cannot go on."""
+    weights = {"w": torch.arange(3.0)}
+    precious = planted("checkpoints/.last.partial")
+    folder = tmp_path / "one" / "checkpoints"
+    (tmp_path / "kept").mkdir()
+    (folder / ".step-00000001.old").symlink_to(tmp_path / "kept")
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(Snapshot(2, "of step 2", weights, {}), is_best=False)
+    checkpoints.wait()
+    assert (folder / "last").read_text() == "step-00000002\n" and not (folder / "last").is_symlink()
+    assert precious.read_text() == "precious" and (tmp_path / "kept").is_dir()
+
+
+def test_a_report_does_not_follow_links(tmp_path: Path, planted) -> None:
+    """Fails when a run that came with a link in its report/ has us write over a file elsewhere."""
+    precious = planted("report/index.html")
+    assert save("<html>", [], tmp_path / "one" / "report").read_text() == "<html>"
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.timeout(20)
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    """Fails when a pipe in a file's place is waited for, or what a file holds is cut."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is no plain file"):
+        open_kept(tmp_path / "pipe")
+    (tmp_path / "kept").write_text("before, ")
+    with open_kept(tmp_path / "kept") as stream:
+        stream.write("after")
+    assert (tmp_path / "kept").read_text() == "before, after"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, load_dataset
+from hvdtrain.data.feeding import stream
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import read_image
 from hvdtrain.data.streaming import BadSample
@@ -79,3 +82,82 @@ def test_what_the_system_says_is_told_without_its_number(tmp_path: Path) -> None
         read_image(tmp_path / "away.png", 3)
     expected = f"{tmp_path / 'away.png'} cannot be read as an image: No such file or directory"
     assert str(caught.value) == expected
+
+
+def test_links_to_folders_around_them_have_no_end(tmp_path: Path) -> None:
+    """Fails when an image is found more than once for a link to a folder that it lies in (`..` of
+    the class finds the images of all classes), or when other links are not followed.
+    """
+    folder = make_folder(tmp_path / "data", 2, 1)
+    make_class(tmp_path / "elsewhere", 3)
+    cat = folder / "train" / "cat"
+    for name, target in {"up": "..", "same": ".", "top": tmp_path, "more": "deep/x"}.items():
+        (cat / name).symlink_to(target)
+    make_class(cat / "deep" / "x", 1)
+    (cat / "deep" / "x" / "back").symlink_to(cat)
+    (folder / "train" / "dog" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "again").symlink_to("../elsewhere")
+    places = ["000.png", "001.png", "deep/x/000.png", "more/000.png"]
+    assert images_under(cat) == ([f"{cat}/{place}" for place in places], [])
+    assert len(load(folder).train) == 4 + 2 + 3
+    (folder / "train" / "dog").rename(folder / "all")
+    (folder / "train" / "dog").symlink_to(tmp_path / "elsewhere")  # a class elsewhere is one
+    (folder / "train" / "emu").symlink_to(tmp_path / "elsewhere")
+    assert len(images_under(folder / "train" / "emu")[0]) == 3
+    (folder / "train" / "gnu").symlink_to(".")
+    assert images_under(folder / "train" / "gnu") == ([], [])
+
+
+def test_a_folder_is_named_by_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when `.` or `..` is taken for a link to a folder around it."""
+    make_class(tmp_path / "data" / "cat", 2)
+    (tmp_path / "data" / "cat" / "deep").mkdir()
+    monkeypatch.chdir(tmp_path / "data" / "cat" / "deep")
+    for name, count in (("..", 2), (".", 0), ("../..", 2), ("../../cat", 2), ("../deep/..", 2)):
+        assert len(images_under(Path(name))[0]) == count, name
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG file that states its size, and ends."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        ends = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", ends)
+
+    sizes = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("height", [9_000, 13_000, 40_000])
+def test_images_that_unpack_to_gigabytes_are_refused(height: int, tmp_path: Path) -> None:
+    """Fails when a small file may take any amount of memory, or it is not told which file it is,
+    how large, and by what flag it is let in.
+    """
+    path = tmp_path / "large.png"
+    path.write_bytes(png_header(13_000, height))
+    limit = Image.MAX_IMAGE_PIXELS
+    with pytest.raises(BadSample) as caught:
+        read_image(path, 3)
+    expected = f"it has {13_000 * height:,} pixels, and --max-image-pixels=89478485 is the limit"
+    assert str(caught.value) == f"{path} cannot be read as an image: {expected}"
+    path.write_bytes(png_header(13, height))
+    with pytest.raises(BadSample) as caught:  # it is let in, but has no pixels
+        read_image(path, 3, 13 * height)
+    assert "--max-image-pixels" not in str(caught.value)
+    assert limit == Image.MAX_IMAGE_PIXELS
+
+
+def test_the_largest_image_is_a_choice(tmp_path: Path) -> None:
+    """Fails when the flag does not reach the reader, or one pixel too many is no bad sample."""
+    folder = make_folder(tmp_path, 2, 1)
+    Image.new("RGB", (10, 29)).save(folder / "train" / "cat" / "002.png")
+    name = f"imagefolder:{folder}"
+    for most, bad in ((289, 1), (290, 0)):
+        options = ReadOptions(image_size=12, skip_bad=True, max_pixels=most)
+        data = load_dataset(name, Path(), 0, torch.float64, options)
+        (loaded,) = stream(data.train, [np.array([0, 2])], 0)
+        assert (loaded.samples, loaded.bad) == (2 - bad, bad)
+    with pytest.raises(
+        UsageError, match="--max-image-pixels=290: has no meaning for --data=digits"
+    ):
+        load_dataset("digits", Path(), 0, torch.float64, ReadOptions(max_pixels=290))

@@ -20,8 +20,10 @@ LAYERS = {
     "hvdtrain": 6,  # the public names
     **dict.fromkeys(
         (
+            "hvdtrain.door",
             "hvdtrain.errors",
             "hvdtrain.fields",
+            "hvdtrain.files",
             "hvdtrain.config",
             "hvdtrain.topology",
             "hvdtrain.slurm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,16 +125,19 @@ def test_a_full_disk_does_not_end_the_job(tmp_path: Path, shown: Shown) -> None:
     """Fails when the launcher ends in an exception because a log cannot be written, tells it more
     than once, or shows fewer lines.
     """
-    for name in ("rank.0.log", "rank.1.log", "horovodrun.log"):
-        (tmp_path / name).symlink_to("/dev/full")
     (tmp_path / "rank.2.log").mkdir()
     logs = Logs(tmp_path, lambda rank, line: shown.append((rank, line)))
-    for rank in (0, 1, 2):
-        assert logs.write(rank, "x" * 10_000 + "\nand\n")[1] == "and"
-    logs.note("a note")
-    logs.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # no file may grow further
+    try:
+        written = [logs.write(rank, "x" * 10_000 + "\nand\n") for rank in (0, 1, 2)]
+        logs.note("a note")
+        logs.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [lines[1] for lines in written] == ["and"] * 3
     told = [line for _, line in shown if "logs are lost" in line]
-    assert told == [f"hvdtrain launch: {tmp_path}: logs are lost: No space left on device"]
+    assert told == [f"hvdtrain launch: {tmp_path}: logs are lost: File too large"]
     assert [(rank, line) for rank, line in shown if line == "and"] == [
         (0, "and"),
         (1, "and"),
@@ -148,3 +152,23 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "horovodrun" / "horovodrun.log").mkdir(parents=True)
     with pytest.raises(UsageError, match=f"{name}: logs cannot be written: .*--log-dir"):
         Logs(tmp_path / name, lambda rank, line: None)
+
+
+@pytest.mark.parametrize("name", ["horovodrun.log", "rank.1.log"])
+def test_a_planted_link_is_not_followed(name: str, tmp_path: Path, shown: Shown) -> None:
+    """Fails when whoever may write the folder has us write into another file of the user's, or
+    when it is not told why there is no log.
+    """
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / name).symlink_to(tmp_path / "precious")
+    told = f"{name} is a symbolic link"
+    if name == "horovodrun.log":
+        with pytest.raises(UsageError, match=told):
+            Logs(tmp_path / "logs", lambda rank, line: None)
+    else:
+        logs = Logs(tmp_path / "logs", lambda rank, line: shown.append((rank, line)))
+        logs.write(1, "a line\n")
+        logs.close()
+        assert told in shown[0][1] and shown[1] == (1, "a line")
+    assert (tmp_path / "precious").read_text() == "precious"

@@ -118,7 +118,7 @@ def test_what_is_learned_is_told_from_the_rest() -> None:
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
-        *("pretrained", "profile"),
+        *("pretrained", "profile", "max_image_pixels"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 

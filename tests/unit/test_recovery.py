@@ -14,7 +14,7 @@ from hvdtrain.launcher import recovery, stopping
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.ranks import Limits
-from hvdtrain.launcher.recovery import FRUITLESS, Job, Plan, Work
+from hvdtrain.launcher.recovery import FRUITLESS, Job, Plan, Work, channel_address
 from hvdtrain.launcher.ssh import SshOptions
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.verdict import Outcome
@@ -146,3 +146,15 @@ def test_nohup_is_respected() -> None:
     stop = StopRequests()
     os.kill(os.getpid(), signal.SIGHUP)
     assert stop.numbers == []
+
+
+def test_where_the_launcher_listens() -> None:
+    """Fails when agents of this machine alone can be spoken to from outside, or the user's choice
+    of a network is not kept to.
+    """
+    here, there = Host("localhost"), Host("203.0.113.7")
+    assert channel_address([here], "eth77") == "127.0.0.1"
+    assert channel_address([here, there], None) == "0.0.0.0"
+    assert channel_address([here, there], "lo") == "127.0.0.1"
+    with pytest.raises(PreflightError, match="--network-interface=eth77: has no IPv4 address"):
+        channel_address([here, there], "eth77")

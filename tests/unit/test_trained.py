@@ -18,6 +18,7 @@ from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
 
 ROOT = Path(package.__file__).parents[1]
+NETWORK = ("--model", "tests.unit.jobs:with_batch_norm")  # of the run `cats`
 # As where hvdtrain is installed without Horovod: importing either is an ImportError.
 WITHOUT_HOROVOD = (
     "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; "
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = ["--output", folder / "runs", "--workers", 0]
     data = ["--data", f"imagefolder:{folder}/pictures", "--image-size", 16, "--crop-scale", 1]
     length = ["--epochs", 12, "--global-batch-size", 8, "--lr", 0.01]
-    cats = ["--model", "tests.unit.jobs:with_batch_norm", *data, *length, "--experiment", "cats"]
+    cats = [*NETWORK, *data, *length, "--experiment", "cats"]
     digits = ["--model", "lenet", "--max-steps", 4, "--experiment", "digits"]
     for flags in (cats, digits):
         trained = hvdtrain("train", *flags, *common)
@@ -57,7 +58,8 @@ def best_figures(run: Path) -> dict:
 def test_evaluate_tells_what_training_found(name: str, folder: Path) -> None:
     """Fails when the best checkpoint is not the one that is read, or its figures are others."""
     run = folder / "runs" / name
-    told = hvdtrain("evaluate", run, "--json", folder / "figures.json")
+    known = NETWORK if name == "cats" else ()
+    told = hvdtrain("evaluate", run, *known, "--json", folder / "figures.json")
     assert (told.returncode, told.stderr) == (0, "")
     figures = json.loads((folder / "figures.json").read_text())
     expected = best_figures(run)
@@ -66,13 +68,15 @@ def test_evaluate_tells_what_training_found(name: str, folder: Path) -> None:
     assert figures["samples"] == expected["valid_samples"]
     assert f"accuracy {expected['valid_accuracy']:.4f}" in told.stdout
     last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
-    assert hvdtrain("evaluate", last).returncode == 0
+    assert hvdtrain("evaluate", last, *known).returncode == 0
 
 
 def test_predict_agrees_with_evaluate(folder: Path) -> None:
     """Fails when images are read otherwise than in training, or classes are mixed up."""
     run, valid = folder / "runs" / "cats", folder / "pictures" / "valid"
-    told = hvdtrain("predict", run, valid / "cat", valid / "dog", "--json", folder / "p.json")
+    told = hvdtrain(
+        "predict", run, valid / "cat", valid / "dog", *NETWORK, "--json", folder / "p.json"
+    )
     assert (told.returncode, told.stderr) == (0, "")
     predictions = json.loads((folder / "p.json").read_text())
     assert len(predictions) == len(told.stdout.splitlines()) == 10
@@ -107,7 +111,7 @@ def test_a_bad_image_does_not_hide_the_others(folder: Path, partly_broken: Path)
     images, does not name the bad one, or takes it for a success without being told to.
     """
     run, valid, out = folder / "runs" / "cats", partly_broken / "valid", partly_broken / "p.json"
-    strict = hvdtrain("predict", run, valid, "--json", out)
+    strict = hvdtrain("predict", run, valid, *NETWORK, "--json", out)
     assert strict.returncode == 1
     assert len(strict.stdout.splitlines()) == len(json.loads(out.read_text())) == 9
     left, skipped, told = strict.stderr.splitlines()
@@ -115,10 +119,10 @@ def test_a_bad_image_does_not_hide_the_others(folder: Path, partly_broken: Path)
     assert skipped.startswith(f"skipped: {valid}/cat/100.png cannot be read as an image: it is")
     assert told.startswith("hvdtrain: error: 1 of 10 images could not be read. With --skip-bad")
     out.unlink()
-    lenient = hvdtrain("predict", run, valid, "--json", out, "--skip-bad-samples")
+    lenient = hvdtrain("predict", run, valid, *NETWORK, "--json", out, "--skip-bad-samples")
     assert (lenient.returncode, lenient.stdout) == (0, strict.stdout)
     assert lenient.stderr.splitlines() == [left, skipped] and len(json.loads(out.read_text())) == 9
-    none = hvdtrain("predict", run, valid / "cat" / "100.png", "--skip-bad-samples")
+    none = hvdtrain("predict", run, valid / "cat" / "100.png", "--trust-code", "--skip-bad-samples")
     assert none.returncode == 1 and "1 of 1 image could not be read" in none.stderr
 
 
@@ -126,7 +130,8 @@ def test_evaluate_leaves_out_what_cannot_be_read(folder: Path, partly_broken: Pa
     """Fails when the flag is not named where it would help, does not help, or what is left out is
     not counted.
     """
-    given = ("evaluate", folder / "runs" / "cats", "--data", f"imagefolder:{partly_broken}")
+    given = ("evaluate", folder / "runs" / "cats", "--trust-code")
+    given += ("--data", f"imagefolder:{partly_broken}")
     strict = hvdtrain(*given)
     assert strict.returncode == 1 and "give --skip-bad-samples to leave out" in strict.stderr
     lenient = hvdtrain(*given, "--skip-bad-samples")
@@ -201,15 +206,20 @@ def test_what_cannot_be_used_is_told(folder: Path) -> None:
     make_class(folder / "others" / "valid" / "cat", 2)
     make_class(folder / "others" / "valid" / "wolf", 2)
     cases = {
-        ("predict", run, folder / "nowhere.png", folder / "empty"): [
+        ("predict", run, folder / "nowhere.png", folder / "empty", *NETWORK): [
             "nowhere.png: no such file or folder",
             "empty: no image is in this folder (.avif, ",
         ],
         ("predict", model, folder / "bad0.png"): ["not weights alone"],
         ("evaluate", folder / "nowhere"): ["nowhere: no such file or folder"],
-        ("evaluate", run, "--data", f"imagefolder:{folder}/others"): ["cat', 'wolf", "cat', 'dog"],
+        ("evaluate", run, "--data", f"imagefolder:{folder}/others", "--trust-code"): [
+            *("cat', 'wolf", "cat', 'dog"),
+        ],
         ("evaluate", run, "--bogus"): ["--bogus"],
         ("predict", run, folder / "bad0.png", "--top", 0): ["--top=0"],
+        ("predict", run, folder / "bad0.png", *NETWORK, "--max-image-pixels", 0): [
+            "--max-image-pixels=0: must be above 0"
+        ],
     }
     for arguments, expected in cases.items():
         told = hvdtrain(*arguments)

@@ -115,6 +115,8 @@ class Probe:
 
 def launcher_addresses(request: Request, environment: dict[str, str]) -> list[str]:
     """Candidates, best first: where this SSH connection came from, then what the launcher has."""
+    if request.get("channel_address"):  # it listens nowhere else
+        return [str(request["channel_address"])]
     if request.get("local"):
         return ["127.0.0.1"]
     client = environment.get("SSH_CONNECTION", "").split()[:1]

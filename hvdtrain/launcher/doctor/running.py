@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.addresses import interfaces, is_loopback
+from hvdtrain.launcher.addresses import ANYWHERE, interfaces, is_loopback
 from hvdtrain.launcher.doctor import checks
 from hvdtrain.launcher.doctor.facts import ByHost, Facts, Finding
 from hvdtrain.launcher.doctor.gathering import gather, quick_sources
@@ -43,13 +43,15 @@ def preflight(
     channel_port: int,
     ticket: Ticket | None,
     timeout_s: float,
+    channel_address: str = ANYWHERE,
 ) -> Preflight:
     """The quick part, all hosts in parallel: ssh, the same software, user and path, and a way back.
 
     `channel_port`: of this machine, on which somebody listens; each host connects to it and hangs
     up (0: not tried). `ticket`: kept on each host for the agents (see tickets.py).
+    `channel_address`: the only one that is listened on, if not all are.
     """
-    request = {"do": "quick", **common_request(channel_port, ticket)}
+    request = {"do": "quick", **common_request(channel_port, ticket, channel_address)}
     with open_sessions(hosts, ssh) as sessions:
         answered = ask_first(sessions, ssh, request, time.monotonic() + timeout_s)
     findings = quick_findings(answered, facts_here())
@@ -63,11 +65,14 @@ def facts_here() -> Facts:
     return Facts.from_json(gather(quick_sources(str(Path.cwd()))))
 
 
-def common_request(channel_port: int, ticket: Ticket | None) -> dict[str, Any]:
+def common_request(
+    channel_port: int, ticket: Ticket | None, channel_address: str = ANYWHERE
+) -> dict[str, Any]:
     """What each host is asked in both parts."""
     return {
         "working_directory": str(Path.cwd()),
         "channel_port": channel_port,
+        "channel_address": None if channel_address == ANYWHERE else channel_address,
         "addresses": [address for _, address in interfaces() if not is_loopback(address)],
         "ticket": {"job": ticket.job, "text": ticket.text} if ticket else None,
     }

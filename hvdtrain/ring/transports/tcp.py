@@ -16,13 +16,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.errors import TransportError
+from hvdtrain.door import Door
+from hvdtrain.errors import TransportError, UsageError
+from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
 
 Address = tuple[str, int]
@@ -31,6 +33,9 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s")  # magic, sender's rank, receiver's rank, nonce
 MAGIC = b"hvdring1"
+BACKLOG = 128
+MOST_STRANGERS = 32
+PATIENCE_S = 1.0  # with those who have not proven themselves, once there are more
 
 
 def listen(host: str) -> socket.socket:
@@ -38,7 +43,7 @@ def listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
-    listener.listen(16)
+    listener.listen(BACKLOG)
     return listener
 
 
@@ -173,13 +178,15 @@ class TcpTransport:
 class _Door:
     """Accepts connections until one of them is the left neighbour; each is heard on its own.
 
-    A stranger, whether it talks nonsense, says nothing or replays, costs one waiting thread.
+    A stranger, whether it talks nonsense, says nothing or replays, costs one waiting thread, and
+    there are MOST_STRANGERS of them at most.
     """
 
     def __init__(
         self, listener: socket.socket, expected: int, rank: int, token: bytes, deadline: float
     ) -> None:
         self._listener = listener
+        self._door: Door[socket.socket] = Door(listener, _hang_up, PATIENCE_S)
         self._expected = expected
         self._rank = rank
         self._token = token
@@ -209,19 +216,23 @@ class _Door:
     def _accept(self) -> None:
         with self._listener:
             while not self._arrived.is_set():
-                try:
-                    link, _ = self._listener.accept()
-                except TimeoutError:
+                link = self._door.accept(MOST_STRANGERS)
+                if link is None:
+                    self._arrived.wait(self._door.rest_s)
                     continue
-                except OSError:
-                    return
-                threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+                self._door.enter(link)
+                try:
+                    threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+                except RuntimeError:  # no more threads
+                    self._door.leave(link)
+                    link.close()
 
     def _hear(self, link: socket.socket) -> None:
         try:
             genuine = self._is_left_neighbour(link)
         except (OSError, EOFError):
             genuine = False
+        self._door.leave(link)
         with self._lock:
             if genuine and not self._arrived.is_set():
                 self._link = link
@@ -238,6 +249,26 @@ class _Door:
         link.sendall(nonce + _prove(self._token, b"accept", hello, nonce))
         proof = _receive(link, PROOF_BYTES, self._deadline)
         return hmac.compare_digest(proof, _prove(self._token, b"connect", hello, nonce))
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Whoever waits for it, in another thread, reads the end, and closes it."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def token_of_launcher(given: Sequence[bool]) -> bytes | None:
+    """The workers' secret that `hvdtrain launch` has made, or None where it has not started them.
+
+    `given`: whether each rank has one. Raises UsageError where only some have.
+    """
+    if len({*given}) > 1:
+        without = [rank for rank, has in enumerate(given) if not has]
+        raise UsageError(
+            f"environment variable {RING_TOKEN}: ranks {without} do not have it, others do: start "
+            "all workers by one `hvdtrain launch`, or unset it"
+        )
+    return os.environ[RING_TOKEN].encode() if all(given) else None
 
 
 def _prove(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
