@@ -29,7 +29,7 @@ STEPS = 60
 EXPERIMENT = ["--model=tests.hosts.gated:lenet", "--data=synthetic:1x28x28,samples=256"]
 EXPERIMENT += ["--global-batch-size=30", f"--max-steps={STEPS}", "--eval-interval=4"]
 EXPERIMENT += ["--log-interval=1", "--audit-every=10", "--checkpoint-interval=1000"]
-START_S = 180.0  # for the first steps of a job, on a machine that is busy with other work
+START_S = 240.0  # for the first steps of a job, on a machine that is busy with other work
 END_S = 300.0
 GONE_S = 60.0
 LIMIT_TICK_S = 30.0  # how often Slurm looks at time limits
@@ -99,6 +99,7 @@ def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
     """A maker of jobs: submit("--nodes=3") with flags of sbatch."""
 
     def submit(*flags: str, recipe: Path = RECIPE) -> Job:
+        slurm.wait_until_idle()
         folder = tmp_path_factory.mktemp("job")
         slurm.environment |= {GATE: str(folder / "gate"), "OMP_NUM_THREADS": "1"}
         arguments = [*flags, f"--output={folder / 'output'}", str(recipe), *EXPERIMENT]
