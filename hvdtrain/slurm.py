@@ -106,6 +106,21 @@ def meet(
     return _report(step, deadline)
 
 
+def interface_of(address: str, address_of: Callable[[str], str]) -> str:
+    """Return the network interface of this host that has this address. Raises PreflightError.
+
+    `address_of` returns an interface's address, or raises OSError.
+    """
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has none
+            if address_of(name) == address:
+                return name
+    raise PreflightError(
+        f"no network interface of this host has the address {address}; name the one by which the "
+        "hosts of the job reach one another by HOROVOD_GLOO_IFACE"
+    )
+
+
 def placement(places: list[Place]) -> list[Variables]:
     """Return Horovod's variables of each rank. Raises UsageError where hosts alternate."""
     order = sorted(places, key=lambda place: (place.node, place.local_rank))
