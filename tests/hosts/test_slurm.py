@@ -96,13 +96,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
-    """A maker of jobs: submit("--nodes=3") with flags of sbatch."""
+    """A maker of jobs: submit("--nodes=3") with flags of sbatch; `train`: a flag of train."""
 
-    def submit(*flags: str, recipe: Path = RECIPE) -> Job:
+    def submit(*flags: str, recipe: Path = RECIPE, train: str = "--seed=0") -> Job:
         slurm.wait_until_idle()
         folder = tmp_path_factory.mktemp("job")
         slurm.environment |= {GATE: str(folder / "gate"), "OMP_NUM_THREADS": "1"}
-        arguments = [*flags, f"--output={folder / 'output'}", str(recipe), *EXPERIMENT]
+        arguments = [*flags, f"--output={folder / 'output'}", str(recipe), *EXPERIMENT, train]
         return Job(slurm, slurm.submit(*arguments, f"--output={folder / 'runs'}"), folder)
 
     return submit
@@ -197,10 +197,12 @@ def test_a_host_that_goes_down_and_scancel(slurm: Slurm, submit: Submit) -> None
     comes back or leaves a process on any host.
     """
     before = slurm.cluster.processes()
-    job = submit("--nodes=2-3")
+    job = submit("--nodes=2-3", train="--checkpoint-interval=1")
+    job.wait_for("3 workers")
     job.wait_for_steps()
     slurm.ask("scontrol", "update", "NodeName=gamma", "State=DOWN", "Reason=test")
     try:
+        job.wait_for(RESUMED)
         job.wait_for("2 workers")
         job.wait_for_steps()
         slurm.ask("scancel", str(job.number))
