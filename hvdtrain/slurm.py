@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
 import time
@@ -28,6 +29,15 @@ GREETING_S = 5.0
 RETRY_S = 0.2
 LONGEST_LINE = 10_000
 Variables = dict[str, str]
+
+
+def in_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a job of Slurm.
+
+    There a further SIGTERM is no impatience: Slurm sends it to every process of the job, the batch
+    script and the launcher pass it on at any time later, and Slurm's SIGKILL follows by itself.
+    """
+    return "SLURM_JOB_ID" in environment
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
