@@ -5,14 +5,12 @@ Every collective bears a name: unnamed ones are counted per rank and can deadloc
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -296,40 +294,6 @@ def _result(handle: int) -> torch.Tensor:
     return reduced
 
 
-def _interface_of(address: str) -> str:
-    """The interface that has this address. Raises PreflightError."""
-    for _, name in socket.if_nameindex():
-        with suppress(OSError):  # it has none
-            if interface_address(name) == address:
-                return name
-    raise PreflightError(f"no network interface of this host has the address {address}")
-
-
-def _join_step() -> None:
-    """Collective: what horovodrun does for its workers, among the tasks of a step of srun."""
-    variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
-    interface = os.environ.get("HOROVOD_GLOO_IFACE") or _interface_of(address)
-    os.environ.update(variables | {"HOROVOD_GLOO_IFACE": interface})
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
-    """Start Horovod's rendezvous, as horovodrun does, in a thread. Returns its port."""
-    server = RendezvousServer()
-    port: int = server.start()
-    fields = [field.name for field in dataclasses.fields(SlotInfo) if field.name != "hostname"]
-    server.init(
-        [
-            SlotInfo(
-                hostname=variables["HOROVOD_HOSTNAME"],
-                **{name: int(variables[f"HOROVOD_{name.upper()}"]) for name in fields},
-            )
-            for variables in ranks
-        ]
-    )
-    return port
-
-
 def ring_of_horovod() -> Transport:
     """Collective: a ring over the ranks of a script that has called hvd.init() itself.
 
@@ -338,6 +302,26 @@ def ring_of_horovod() -> Transport:
     if not hvd.is_initialized():
         raise UsageError("GradientAudit: call hvd.init() before")
     return HorovodExchange().ring()
+
+
+def _join_step() -> None:
+    """Collective: what horovodrun does for its workers, among the tasks of a step of srun."""
+    variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
+    chosen = os.environ.get("HOROVOD_GLOO_IFACE")
+    interface = chosen or slurm.interface_of(address, interface_address)
+    os.environ.update(variables | {"HOROVOD_GLOO_IFACE": interface})
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
+    """Start Horovod's rendezvous, as horovodrun does, in a thread. Returns its port."""
+    server = RendezvousServer()
+    port: int = server.start()
+    names = ("rank", "local_rank", "cross_rank", "size", "local_size", "cross_size")
+    numbers = [{name: int(it[f"HOROVOD_{name.upper()}"]) for name in names} for it in ranks]
+    hosts = [it["HOROVOD_HOSTNAME"] for it in ranks]
+    server.init([SlotInfo(host, **own) for host, own in zip(hosts, numbers, strict=True)])
+    return port
 
 
 def prove() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
 import time
@@ -29,6 +30,15 @@ GREETING_S = 5.0
 RETRY_S = 0.2
 LONGEST_LINE = 10_000
 Variables = dict[str, str]
+
+
+def in_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a job of Slurm.
+
+    There a further SIGTERM is no impatience: Slurm sends it to every process of the job, the batch
+    script and the launcher pass it on at any time later, and Slurm's SIGKILL follows by itself.
+    """
+    return "SLURM_JOB_ID" in environment
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
@@ -105,6 +115,21 @@ def meet(
     if step.place.rank == 0:
         return _gather(step, start_rendezvous, deadline)
     return _report(step, deadline)
+
+
+def interface_of(address: str, address_of: Callable[[str], str]) -> str:
+    """Return the network interface of this host that has this address. Raises PreflightError.
+
+    `address_of` returns an interface's address, or raises OSError.
+    """
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has none
+            if address_of(name) == address:
+                return name
+    raise PreflightError(
+        f"no network interface of this host has the address {address}; name the one by which the "
+        "hosts of the job reach one another by HOROVOD_GLOO_IFACE"
+    )
 
 
 def placement(places: list[Place]) -> list[Variables]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from hvdtrain.errors import HvdtrainError, Stopped
+from hvdtrain.slurm import in_job
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER_S = 2.0  # within which further signals are the same request
@@ -90,7 +91,8 @@ class StopSignals:
         while not self._over.is_set():
             again = self._hear(NOTE_AFTER_S)
             now = time.monotonic()
-            if again is not None and now - began_s > TOGETHER_S:
+            late = again is not None and now - began_s > TOGETHER_S
+            if again and late and (again != signal.SIGTERM or not in_job()):
                 os._exit(128 + again)
             if not noted and now - began_s >= NOTE_AFTER_S and not self._over.is_set():
                 noted = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hvdtrain.errors import Stopped
+from hvdtrain.slurm import in_job
 
 # A batch system may signal every process of a job, while its script hands its own signal on: what
 # comes with the first signal is no impatience.
@@ -41,6 +41,8 @@ class StopRequests:
         now = time.monotonic()
         if self.numbers and now - self._first_s < TOGETHER_S:
             return
+        if self.numbers and number == signal.SIGTERM and in_job():
+            return
         self._first_s = self._first_s or now
         self.numbers.append(number)
         if not self._workers_run:
@@ -55,7 +57,7 @@ def spared_by_slurm() -> Iterator[None]:
     horovodrun, mpirun and ssh, and with them the workers, before the launcher has had them save.
     Slurm's SIGKILL comes later (KillWait).
     """
-    blocked = {signal.SIGTERM} if "SLURM_JOB_ID" in os.environ else set()
+    blocked = {signal.SIGTERM} if in_job() else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield

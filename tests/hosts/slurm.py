@@ -22,7 +22,7 @@ from tests.hosts.node import HostProcess, HostsError
 from tests.parallel.launching import BIN, Finished
 
 CORES = 2  # of each host, as Slurm counts them
-START_S = 30.0
+START_S = 60.0
 REQUEUE_S = 5  # Slurm starts a job that was put back into the queue after this time
 KILL_WAIT_S = 20  # between the SIGTERM and the SIGKILL of a job
 TOOLS = {
@@ -45,6 +45,7 @@ SETTINGS = {
     "SelectTypeParameters": "CR_Core",
     "AccountingStorageType": "accounting_storage/none",
     "JobAcctGatherType": "jobacct_gather/none",
+    "JobRequeue": "0",  # only jobs that ask for it are put back into the queue
     "ReturnToService": "2",
     "SlurmdTimeout": "300",
     "KillWait": str(KILL_WAIT_S),
@@ -81,7 +82,7 @@ class Slurm:
         self._daemon(0, "slurmctld", "-D")
         for number, host in enumerate(self.cluster.hosts):
             self._daemon(number, "slurmd", "-D", "-N", host.name)
-        self._wait("slurmd", lambda: self.nodes() == {"idle"})
+        self.wait_until_idle()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,6 +121,10 @@ class Slurm:
     def nodes(self) -> set[str]:
         """The states in which hosts are."""
         return set(self.run("sinfo", "--noheader", "--Node", "--format=%T").output.split())
+
+    def wait_until_idle(self) -> None:
+        """Wait until all hosts are up and free. Raises HostsError."""
+        self._wait("slurmd", lambda: self.nodes() == {"idle"})
 
     def wait(self, number: int, states: Sequence[str] = OVER, timeout_s: float = 120) -> str:
         """The state of a job, once it is one of these. Raises AssertionError if that takes long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,35 @@ def test_signals_that_come_together_are_one(monkeypatch: pytest.MonkeyPatch) -> 
         at_s[0] += stopping.TOGETHER_S
         os.kill(os.getpid(), signal.SIGINT)
     assert stop.numbers == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_in_slurm_sigterm_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when the SIGTERM that Slurm sends to all, and later its batch script, is impatience."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    at_s = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: at_s[0])
+    stop = StopRequests()
+    with stop.noted():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            at_s[0] += 2 * stopping.TOGETHER_S
+        assert stop.numbers == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.numbers == [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.mark.parametrize("in_slurm", [False, True])
+def test_slurm_spares_horovodrun(monkeypatch: pytest.MonkeyPatch, in_slurm: bool) -> None:
+    """Fails when Slurm's SIGTERM to every process ends horovodrun, and with it the workers before
+    they have saved; or when it is blocked elsewhere, or stays blocked in the launcher.
+    """
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    script = "kill -TERM $$; exit 5"
+    with stopping.spared_by_slurm():
+        assert subprocess.run(["sh", "-c", script]).returncode == (5 if in_slurm else -15)
+    assert subprocess.run(["sh", "-c", script]).returncode == -15
 
 
 def test_without_workers_a_signal_ends_the_command() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -69,3 +71,31 @@ def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
         while len(told) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert told[1:] == [f"give up {code}"]
+
+
+TWICE = """
+import os, signal, sys, time
+from hvdtrain.cli import signals
+signals.TOGETHER_S = float(sys.argv[1])
+with signals.StopSignals() as stop:
+    stop.training_starts(note=lambda error: None, give_up=lambda error: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(3):
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    print(f"saves after {signal.Signals(stop.requested).name}", flush=True)
+    signal.sigtimedwait([signal.SIGUSR2], float(sys.argv[2]))  # stuck in native code
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize(("together_s", "code"), [(60.0, 5), (0.15, 143)])
+def test_signals_that_come_together_are_one(together_s: float, code: int) -> None:
+    """Fails when a worker that Slurm and its launcher signal at the same time dies of the second
+    signal instead of saving, or when one that comes later does not end the process at once.
+    """
+    stuck_s = 0.5 if code == 5 else 60.0
+    command = [sys.executable, "-c", TWICE, str(together_s), str(stuck_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stderr
+    assert code == 143 or done.stdout == "saves after SIGTERM\n"
