@@ -45,7 +45,7 @@ def source_of(config: TrainConfig, workers: int) -> Source:
     """As `find_source`, which needs all ranks, finds it where all data is on every host."""
     task = build_task(config)
     shares = Shares(workers, config.batch.weights(workers))
-    return Source(task, build_data(task, config), (), shares, shares)
+    return Source(task, build_data(task, config), (), shares, shares, [{}])
 
 
 SMALL = {
