@@ -84,6 +84,7 @@ def test_what_the_system_says_is_told_without_its_number(tmp_path: Path) -> None
     assert str(caught.value) == expected
 
 
+@pytest.mark.timeout(60)
 def test_links_to_folders_around_them_have_no_end(tmp_path: Path) -> None:
     """Fails when an image is found more than once for a link to a folder that it lies in (`..` of
     the class finds the images of all classes), or when other links are not followed.
