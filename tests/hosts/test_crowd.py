@@ -1,4 +1,4 @@
-"""More workers than cores. (tests.campaigns.crowded has 6 and 8 on both controllers, repeatedly.)"""
+"""More workers than cores. (tests.campaigns.crowded has more of them, on both controllers.)"""
 
 from __future__ import annotations
 
