@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.namespaces import INTERFACE, Cluster
-from tests.parallel.launching import BIN, CONTROLLERS, hvdtrain
+from tests.hosts.crowd import horovodrun
+from tests.hosts.namespaces import Cluster
+from tests.parallel.launching import CONTROLLERS, hvdtrain
 
 # By rank: host, local rank, local size, cross rank, cross size. Hosts have 1, 2 and 1 slots, so
 # only one of them holds a second local rank.
@@ -28,19 +27,6 @@ Path(sys.argv[1], str(hvd.rank())).write_text(json.dumps(place))
 hvd.barrier()
 """
 EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=64", "--global-batch-size=16"]
-
-
-def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> list[str]:
-    """horovodrun on all slots of a cluster."""
-    launcher = ["horovodrun", "-np", str(sum(host.slots for host in cluster.hosts))]
-    launcher += ["-H", cluster.host_list, "-p", str(cluster.ssh_port), f"--{controller}"]
-    launcher += ["--disable-cache", "--network-interface", INTERFACE]
-    if controller == "mpi":
-        # A login has no virtual environment on its PATH: this is where each host finds orted.
-        mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
-        assert mpirun, "no mpirun"
-        launcher += [f"--mpi-args=--prefix {Path(mpirun).parents[1]}"]
-    return [*launcher, *command]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
