@@ -24,10 +24,10 @@ print(max(abs(one[n] - other[n]).max() / abs(one[n]).max() for n in one))
 EXCHANGE = """\
 from mpi4py import MPI
 import numpy as np
-rank = MPI.COMM_WORLD.rank
-found = np.empty(1 << 20)
-MPI.COMM_WORLD.Sendrecv(np.arange(1 << 20) + rank, 1 - rank, 0, found, 1 - rank, 0)
-print("right\\n" if (found == np.arange(1 << 20) + 1 - rank).all() else "wrong\\n", end="")
+rank, numbers = MPI.COMM_WORLD.rank, np.arange(1 << 20, dtype=float)
+found = np.empty_like(numbers)
+MPI.COMM_WORLD.Sendrecv(numbers + rank, 1 - rank, 0, found, 1 - rank, 0)
+print("right\\n" if (found == numbers + 1 - rank).all() else "wrong\\n", end="")
 """
 RIGHTS = {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": 1 << 19, "CapAmb": 0, "NoNewPrivs": 1}
 STEPS = 80  # long enough for two faults

@@ -15,13 +15,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.cluster.containers import HOSTFILE, RUNS, Containers, cluster_of_three, docker, must
+from tests.cluster.containers import (
+    HOSTFILE,
+    RUNS,
+    Containers,
+    cluster_of_three,
+    docker,
+    must,
+    wait_for,
+)
 from tests.hosts.trials import (
     CHECKPOINT_EVERY,
     END_S,
     EXPERIMENT,
     RESTART,
-    WATCHDOG_S,
     Ended,
     Lines,
     Recovery,
@@ -34,6 +41,7 @@ STOP_HOST = "docker stop a host"  # one of the three, which is started again
 FAULTS = (STOP_CONTAINER, STOP_LAUNCHER, STOP_HOST)
 STOPPED = 143  # 137 if docker had to send SIGKILL after its 10 s
 LONGEST_AWAY_S = 8.0
+MOST_STEPS_BETWEEN = 12
 PROGRAMS = "/opt/hvdtrain/"  # of jobs; a host's own, sshd and its health check, lie elsewhere
 
 
@@ -49,7 +57,7 @@ class Site:
         """Start the job, also to go on."""
         command = [*self.start, "hvdtrain", "launch", f"--controller={controller}", "--restarts=9"]
         command += [f"--hostfile={HOSTFILE}"] if self.hosts else ["-np", "2"]
-        command += [f"--watchdog-timeout-s={WATCHDOG_S}", "--", "train", *EXPERIMENT]
+        command += ["--", "train", *EXPERIMENT]
         command += [f"--max-steps={steps}", f"--experiment={experiment}", "--resume=auto"]
         return Lines(
             subprocess.Popen(
@@ -120,7 +128,7 @@ def disturb(
     lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
     told, recoveries = "", []
     for fault in faults:
-        time.sleep(dice.uniform(0, 1.5))
+        _some_steps(lines, dice.randint(0, MOST_STEPS_BETWEEN))
         began_s = time.monotonic()
         if fault == STOP_HOST:
             host = dice.choice(site.hosts)
@@ -139,3 +147,13 @@ def disturb(
     code, told = lines.wait(END_S), told + lines.text
     assert code == 0, f"{faults}, {controller}: ended with {code}:\n{told}"
     return Ended(recoveries, site.summary(experiment), len(site.left()), told)
+
+
+def _some_steps(lines: Lines, count: int) -> None:
+    """Wait for so many more, not for some time: a job on a fast machine would be over."""
+    enough = lines.text.count("\nstep ") + count
+
+    def done() -> bool:
+        return lines.text.count("\nstep ") >= enough or lines.process.poll() is not None
+
+    wait_for(done, END_S, lambda: lines.text)
