@@ -46,7 +46,7 @@ SETTINGS = {
     "AccountingStorageType": "accounting_storage/none",
     "JobAcctGatherType": "jobacct_gather/none",
     "JobRequeue": "0",  # only jobs that ask for it are put back into the queue
-    "ReturnToService": "2",
+    "ReturnToService": "1",  # a host that was set down stays down
     "SlurmdTimeout": "300",
     "KillWait": str(KILL_WAIT_S),
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2",
