@@ -59,7 +59,10 @@ def named(samples: int, changed: int | None = None) -> Named:
         (Named(None, 5), Named(None, 5), None),
         (Named(None, 5), Named(None, 6), "5 samples then and 6 now"),
     ],
-    ids=str,
+    ids=[
+        *("same", "renamed", "longer", "shorter", "longer and renamed", "shorter and renamed"),
+        *("same digest", "other digest", "counts alone", "other count"),
+    ],
 )  # fmt: skip
 def test_what_has_changed_is_told(old: Named, new: Named, expected: str | None) -> None:
     """Fails if a change is missed, invented, or placed elsewhere; or if a sample is read."""
