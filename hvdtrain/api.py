@@ -22,6 +22,7 @@ from hvdtrain.cli.train import connect
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, join, joined
 from hvdtrain.topology import Topology
+from hvdtrain.uncaught import report_uncaught
 
 
 def init() -> Exchange:
@@ -30,8 +31,11 @@ def init() -> Exchange:
     Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
     returns the same. Several workers get one compute thread each, as in `hvdtrain train`, unless
     OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work, and
-    UsageError under a launcher whose processes it does not connect, such as torchrun.
+    UsageError under a launcher whose processes it does not connect, such as torchrun. From now on
+    an error of hvdtrain that the script does not catch ends it with one message, and with the exit
+    code of that error.
     """
+    report_uncaught()
     return join(_connect)
 
 

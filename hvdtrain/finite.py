@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,27 +19,6 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     if not sums or bool(torch.stack([total.double() for total in sums]).isfinite().all()):
         return []  # else the sum of finite values may have overflowed
     return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
-
-
-class OwnGradients:
-    """Whether this rank's own gradients are finite; the exchange overwrites them with the sums."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def watch(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Look at each gradient of these from now on, before it is reduced."""
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
-
-    def found(self) -> list[str]:
-        """Return the names of the parameters whose own gradient was not finite."""
-        return [name for name, total in self._sums.items() if not total.isfinite()]
-
-    def _note(self, name: str, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._sums[name] = _values(parameter.grad).sum()
 
 
 def find_not_finite(state: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError, name_ranks
 from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.finite import not_finite
 from hvdtrain.metering import COUNT, Meter, PhaseClock, StepSums, Totals
 from hvdtrain.parameters import check_equal_on_all_ranks
 from hvdtrain.schedule import Schedule
@@ -104,8 +105,6 @@ class Job:
 
     def distributed(self, exchange: Exchange) -> Job:
         """Collective: the same with an optimizer that reduces gradients over ranks."""
-        if exchange.size > 1:
-            self.update.watch_own_gradients()
         optimizer = exchange.distribute(
             self.optimizer, self.model, self.feed.micro_batches, self.reduction
         )
@@ -276,10 +275,13 @@ def train_step(
     job.optimizer.zero_grad()
     audit.begin(step)
     sums = StepSums(job.device, job.task.metrics)
+    weight = job.reduction.weight(exchange.size) / data.samples
+    own: list[Loaded] = []
     for loaded in data.batches:
         clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-            _backward(job, loaded, job.reduction.weight(exchange.size) / data.samples, sums)
+            _backward(job, loaded, weight, sums)
+            own.append(loaded)
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
@@ -291,7 +293,8 @@ def train_step(
     clock.enter("update")
     found = job.update.not_finite()
     if found:
-        _refuse_gradients(job, exchange, step, sums, found)
+        faulty = exchange.size == 1 or _own_are_faulty(job, found, own, weight)
+        _refuse_gradients(job, exchange, step, sums, found, faulty)
     logged = step % job.log_interval == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
     clock.leave()
@@ -299,15 +302,16 @@ def train_step(
 
 
 def _refuse_gradients(
-    job: Job, exchange: Exchange, step: int, sums: StepSums, found: list[str]
+    job: Job, exchange: Exchange, step: int, sums: StepSums, found: list[str], faulty: bool
 ) -> NoReturn:
     """Collective: raise TrainingError on all ranks, for the gradients of `found` are not finite.
 
-    A loss that is not finite is the cause, where there is one.
+    `faulty`: whether this rank's own are not. A loss that is not finite is the cause, where there
+    is one.
     """
     sums.check_losses(exchange, step)
-    own = exchange.all_gather_object(job.update.own_gradients.found(), "hvdtrain.own_gradients")
-    ranks = [rank for rank, names in enumerate(own) if names or exchange.size == 1]
+    faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
+    ranks = [rank for rank, at_fault in enumerate(faulty_ranks) if at_fault]
     where = f"on {name_ranks(ranks)}" if ranks else "once the ranks' own, all finite, were added up"
     parameters = sum(1 for _ in job.model.parameters())
     advice = "look for functions without a derivative where they are used (sqrt or a norm at 0)"
@@ -318,6 +322,21 @@ def _refuse_gradients(
         f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
         f"made, and nothing of it is saved. Lower --lr, or {advice}"
     )
+
+
+def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float) -> bool:
+    """Collective where layers are synchronised: compute this rank's own gradients again, which the
+    exchange has overwritten with the sums. Returns whether any of `names` is not finite.
+    """
+    parameters = [job.model.get_parameter(name) for name in names]
+    faulty = False
+    for loaded in own:
+        with job.update.autocast():
+            loss = job.task.loss(job.model, to_device(loaded.batch, job.device)).loss
+        gradients = torch.autograd.grad(loss * weight, parameters, allow_unused=True)
+        known = {str(i): it for i, it in enumerate(gradients) if it is not None}
+        faulty = faulty or bool(not_finite(known))
+    return faulty
 
 
 def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:

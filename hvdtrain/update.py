@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hvdtrain.finite import OwnGradients, not_finite
+from hvdtrain.finite import not_finite
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +34,6 @@ class Update:
         self._amp_dtype = AMP_DTYPES.get(amp)
         self._clip_grad = clip_grad
         self._scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        self.own_gradients = OwnGradients()
         self.average: AveragedModel | None = None
         if ema_decay is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
@@ -47,14 +46,6 @@ class Update:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to go backward from (fp16: times the loss scale)."""
         return self._scaler.scale(loss)
-
-    def watch_own_gradients(self) -> None:
-        """Note from now on whether this rank's own gradients are finite, before they are reduced.
-
-        Not with fp16, whose loss scale takes care of those that are not.
-        """
-        if not self._scaler.is_enabled():
-            self.own_gradients.watch(dict(self._model.named_parameters()))
 
     def not_finite(self) -> list[str]:
         """Return the names of the parameters whose reduced gradient is not finite.

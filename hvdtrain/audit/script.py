@@ -32,6 +32,7 @@ from hvdtrain.log import complain, counted
 from hvdtrain.ring import Transport
 from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.topology import Topology
+from hvdtrain.uncaught import report_uncaught
 
 DEFAULT_EVERY = 100
 
@@ -101,8 +102,10 @@ class GradientAudit:
         `compression`: none or fp16, and `op`: average or sum, as the optimizer exchanges.
         `evidence`: the folder for the gradients of a mismatch, or None. `transport`: by default a
         ring over the ranks of the job that this process is in. Raises UsageError for a wrong
-        argument, or where there is no job.
+        argument, or where there is no job. An error of hvdtrain that the script does not catch,
+        such as AuditMismatch, ends it with one message, and with the exit code of that error.
         """
+        report_uncaught()
         if every < 1 or parts < 1:
             raise UsageError(f"GradientAudit: every={every}, parts={parts}: must be above 0")
         if compression not in ("none", "fp16"):

@@ -32,6 +32,7 @@ LAYERS = {
             "hvdtrain.own_address",
             "hvdtrain.scheduling",
             "hvdtrain.stalls",
+            "hvdtrain.uncaught",
             "hvdtrain.pulse",
             "hvdtrain.plugins",
         ),

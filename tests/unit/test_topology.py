@@ -114,7 +114,9 @@ def test_train_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ids=["init", "audit"],
 )
 def test_scripts_are_refused(code: str, tmp_path: Path) -> None:
-    """Fails if a script under a foreign launcher takes each of its processes for N = 1."""
+    """Fails if a script under a foreign launcher takes each of its processes for N = 1, or ends
+    with a traceback or another exit code than 2.
+    """
     code = f"import torch; FILE = {str(tmp_path / 'meeting')!r}\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -124,5 +126,7 @@ def test_scripts_are_refused(code: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode != 0
-    assert "UsageError: PMI_SIZE=3: another MPI's launcher has started" in done.stderr, done.stderr
+    assert done.returncode == 2, done.stderr
+    message = "hvdtrain: error at <string>:"
+    assert done.stderr.startswith(message), done.stderr
+    assert "PMI_SIZE=3: another MPI's launcher has started" in done.stderr
