@@ -13,6 +13,7 @@ from pathlib import Path
 # same session or container wakes up every 0.1 ms, Linux 6.18 gives the two of them several times
 # their share of the cores, and the other workers starve, for minutes. Every 1 ms it is fair.
 SHORTEST_REST_S, LONGEST_REST_S = 1e-4, 2e-3
+SHORT_WAIT_S = 0.02  # as with a core for each worker: it may be looked at often
 REST_OF_WAIT = 0.05  # a longer wait is looked at less often: this much of it may be lost
 COARSE_S = 1e-3
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # linux/prctl.h
@@ -40,7 +41,8 @@ def rest_until(done: Callable[[], bool]) -> None:
     began_s = time.monotonic()
     while not done():
         waited_s = time.monotonic() - began_s
-        time.sleep(min(max(REST_OF_WAIT * waited_s, SHORTEST_REST_S), LONGEST_REST_S))
+        rest_s = SHORTEST_REST_S if waited_s < SHORT_WAIT_S else REST_OF_WAIT * waited_s
+        time.sleep(min(rest_s, LONGEST_REST_S))
 
 
 @contextlib.contextmanager

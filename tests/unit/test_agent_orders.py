@@ -114,7 +114,7 @@ def test_secrets_are_in_the_file_alone(job: Job) -> None:
     assert secret.encode() in own and TOKEN.encode() not in own
     ring = Orders(TOKEN, [], "", {}).ring_token.encode()
     assert b"%s=%s\0" % (RING_TOKEN.encode(), ring) in own and ring not in shown
-    assert not any(ring in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (agent.pid, worker))
+    assert not any(ring in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (agent, worker))
 
 
 def test_a_file_that_others_may_read_is_not_trusted(job: Job) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -52,7 +53,7 @@ def test_who_a_task_is(changes: dict[str, str | None], expected: Topology) -> No
     if a worker that horovodrun has started within a step goes by the step.
     """
     environment = {name: value for name, value in (TASK | changes).items() if value is not None}
-    assert Topology.from_environment(environment) == expected
+    assert replace(Topology.from_environment(environment), start=None) == expected
 
 
 def test_step() -> None:
