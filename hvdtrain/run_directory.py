@@ -54,9 +54,8 @@ class RunDirectory:
                     f"--output={path.parent}: {path} cannot be written: {reason}"
                 ) from error
             if not reopen:
-                self._refuse_occupied(
-                    own_lock=True
-                )  # the job that held the lock may have ended just now
+                # The job that held the lock may have ended just now.
+                self._refuse_occupied(own_lock=True)
                 self._clear_leavings()
             undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
