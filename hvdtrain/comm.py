@@ -9,10 +9,11 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import horovod.torch as hvd
 import torch
@@ -52,6 +53,13 @@ ENVIRONMENT_DEFAULTS = {
 }
 
 
+class Distributed(NamedTuple):
+    """The parameters of one model, by name, and those trainable when it was distributed."""
+
+    named: dict[str, torch.nn.Parameter]
+    watched: Trainable
+
+
 class HorovodExchange:
     """All ranks of one horovodrun. Make one a process: Horovod cannot be initialised twice."""
 
@@ -75,8 +83,9 @@ class HorovodExchange:
         # With fusion, which tensors travel together depends on timing.
         self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
         self.stalls = StallWatch()
-        self._named: dict[str, torch.nn.Parameter] = {}
-        self._watched: Trainable = (frozenset(), frozenset())
+        self._distributed: WeakKeyDictionary[torch.optim.Optimizer, Distributed] = (
+            WeakKeyDictionary()
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
         """Layers that hold it may be copied; it stays the one of this process."""
@@ -113,8 +122,8 @@ class HorovodExchange:
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
         with coarse_timer():
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        self._named = dict(model.named_parameters())
-        self._watched = self._trainable(optimizer)
+        named = dict(model.named_parameters())
+        self._distributed[optimizer] = Distributed(named, _trainable(named, optimizer))
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return optimizer
 
@@ -129,8 +138,13 @@ class HorovodExchange:
         carrier = carrier_of(optimizer)
         if is_reduced(carrier):
             return
-        if self._trainable(optimizer) != self._watched:
-            raise TrainingError(self._explain_unwatched(optimizer))
+        known = self._distributed[optimizer]
+        if _trainable(known.named, optimizer) != known.watched:
+            raise TrainingError(_explain_unwatched(known, optimizer))
+        # Those without a gradient on this rank, which others may have: begun before any is awaited.
+        for parameter in carrier._requires_update:
+            if carrier._handles.get(parameter, (None, None))[0] is None:
+                carrier._handles[parameter] = carrier._allreduce_grad_async(parameter)
         # hvd.synchronize() wakes up every 0.05 ms while it waits (horovod/torch/mpi_ops_v2.cc,
         # WaitAndClear). A handle that is no number is not begun yet.
         handles = [handle for handle, _ in carrier._handles.values()]
@@ -256,30 +270,34 @@ class HorovodExchange:
             token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
         return TcpTransport(self.rank, listener, addresses, token)
 
-    def _trainable(self, optimizer: torch.optim.Optimizer) -> Trainable:
-        """Ids of the trainable parameters: of the model, and of the optimizer."""
-        in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
-        return (
-            frozenset(id(p) for p in self._named.values() if p.requires_grad),
-            frozenset(id(p) for p in in_optimizer if p.requires_grad),
-        )
 
-    def _explain_unwatched(self, optimizer: torch.optim.Optimizer) -> str:
-        before, now = self._watched, self._trainable(optimizer)
-        names = {id(parameter): name for name, parameter in self._named.items()}
-        changes = [
-            f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
-            for group, verb in (
-                ((now[0] - before[0]) | (now[1] - before[1]), "added or unfrozen"),
-                ((before[0] - now[0]) | (before[1] - now[1]), "removed or frozen"),
-            )
-            if group
-        ]
-        return (
-            "the trainable parameters have changed since the optimizer was distributed: "
-            f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
-            "freeze and unfreeze before distribute(), or distribute a new optimizer"
+def _trainable(
+    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Trainable:
+    """Ids of the trainable parameters: of the model, and of the optimizer."""
+    in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+    return (
+        frozenset(id(p) for p in named.values() if p.requires_grad),
+        frozenset(id(p) for p in in_optimizer if p.requires_grad),
+    )
+
+
+def _explain_unwatched(known: Distributed, optimizer: torch.optim.Optimizer) -> str:
+    before, now = known.watched, _trainable(known.named, optimizer)
+    names = {id(parameter): name for name, parameter in known.named.items()}
+    changes = [
+        f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
+        for group, verb in (
+            ((now[0] - before[0]) | (now[1] - before[1]), "added or unfrozen"),
+            ((before[0] - now[0]) | (before[1] - now[1]), "removed or frozen"),
         )
+        if group
+    ]
+    return (
+        "the trainable parameters have changed since the optimizer was distributed: "
+        f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
+        "freeze and unfreeze before distribute(), or distribute a new optimizer"
+    )
 
 
 def _finish(handles: Iterable[int]) -> Tensors:

@@ -30,7 +30,7 @@ def reduce_before_step(
     flight = Flight(carrier)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if len(args) > 1 or options.get("closure") is not None:  # the first is the optimizer
+        if any(it is not None for it in (*args[1:], options.get("closure"))):
             raise UsageError(
                 "optimizer.step(closure): what the closure computes would not be averaged over "
                 "ranks. Call backward() before, and step() without a closure"

@@ -157,7 +157,7 @@ def marks_of(lines: Sequence[tuple[float, str]]) -> list[float]:
     begun = next(float(line[1:]) for _, line in lines if line.startswith(stamp.STARTED))
     joined = next(_beat_s(line) for _, line in lines if line.startswith("+prepare "))
     # This line bears no time: it may have been read a little after it was written.
-    imported = min(joined, next(at_s for at_s, line in lines if line == "?"))
+    imported = min(joined, next(at_s for at_s, line in lines if line.startswith("?")))
     prepared = next(_beat_s(line) for _, line in lines if line.startswith("+data 1 "))
     return [begun, imported, joined, prepared]
 

@@ -124,7 +124,7 @@ class Worker:
         if self._speaker:  # after a stop a shell is not to go on to its next command
             due = self._stop != 0 and time.monotonic() - self._silent_s > NEXT_S
         else:  # where the signal itself has ended a shell, what that has started may be saving
-            due = ended and self._codes[self._command] != -self._stop
+            due = ended and (not self._stop or self._codes[self._command] != -self._stop)
         if due and not self._rest_asked:
             self._rest_asked = True
             self._signal_all(signal.SIGTERM)

@@ -144,7 +144,7 @@ def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path) -> None:
     assert "no progress for 20 s (--watchdog-timeout-s)" in done.output
     verdict = done.output.partition("no progress for")[2]
     sleeps = verdict.partition("rank 1 on")[2].partition("rank 1 on")[2]
-    assert f'File "{SCRIPT}", line 27 in <module>' in sleeps, done.output
+    assert f'File "{SCRIPT}", line 29 in <module>' in sleeps, done.output
 
 
 def behind_a_shell(folder: Path) -> list[str]:
