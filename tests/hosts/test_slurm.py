@@ -146,10 +146,11 @@ def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, o
     job.wait_for(REQUEUED, limit_s=LIMIT_TICK_S + START_S)
     slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait_for(RESUMED)
-    job.wait_for_steps()
+    first = int(re.findall(r"checkpoints/step-(\d+)", job.output)[0])
+    job.wait_for(f"step {first + 2}/")  # it has made steps since then
     slurm.ask("scontrol", "requeue", str(job.number))
     job.wait_for(RESUMED, times=2)
-    first, second = map(int, re.findall(r"checkpoints/step-(\d+)", job.output))
+    second = int(re.findall(r"checkpoints/step-(\d+)", job.output)[1])
     assert second > first, "it was requeued, but has not saved before"
     summary = job.finish()
     assert slurm.job(job.number)["Restarts"] == "2"
