@@ -20,7 +20,10 @@ from types import TracebackType
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.addresses import resolves_here
+from hvdtrain.launcher.command import find_mpirun
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.stopping import spared_by_slurm
+from hvdtrain.slurm import in_job
 
 _TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun takes _ too, Open MPI does not
 _SAFE_IN_CONFIGURATION = re.compile(r'[^\s"\\\x00-\x1f]+')
@@ -32,6 +35,10 @@ for part do
     [ "$part" = StrictHostKeyChecking=no ] && part=BatchMode=yes
     set -- "$@" "$part"
 done
+exec {command} "$@"
+"""
+_PLAIN_WRAPPER = """\
+#!/bin/sh
 exec {command} "$@"
 """
 _NO_SSH = """\
@@ -70,7 +77,10 @@ class SshOptions:
 
 
 class SshSetup:
-    """A private folder that holds `config` and an executable `ssh`, while the context lasts."""
+    """A private folder with `config` and an executable `ssh`, while the context lasts.
+
+    Where this is a job of Slurm it also holds an `mpirun`, which Slurm's SIGTERM does not end.
+    """
 
     path: Path
 
@@ -84,9 +94,11 @@ class SshSetup:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-")  # mode 0700
         self.path = Path(self._folder.name)
         (self.path / "config").write_text(self._configuration(), "utf-8")
-        wrapper = self.path / "ssh"
-        wrapper.write_text(self._wrapper(), "utf-8")
-        wrapper.chmod(0o700)
+        self._write_program("ssh", self._wrapper())
+        mpirun = find_mpirun()
+        if mpirun and in_job():
+            command = shlex.join(spared_by_slurm([mpirun]))
+            self._write_program("mpirun", _PLAIN_WRAPPER.format(command=command))
         return self
 
     def __exit__(
@@ -117,6 +129,10 @@ class SshSetup:
         identity = self.options.identity_file
         return [*port, *(["-i", shlex.quote(str(identity))] if identity else [])]
 
+    def _write_program(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text, "utf-8")
+        (self.path / name).chmod(0o700)
+
     def _wrapper(self) -> str:
         real = shutil.which("ssh")
         if real is None:
@@ -127,7 +143,7 @@ class SshSetup:
             command += ["-p", str(self.options.port)]
         if self.options.identity_file is not None:
             command += ["-i", str(self.options.identity_file.expanduser().absolute())]
-        return _WRAPPER.format(command=shlex.join(command))
+        return _WRAPPER.format(command=shlex.join(spared_by_slurm(command)))
 
     def _configuration(self) -> str:
         lines = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,6 +15,12 @@ from hvdtrain.slurm import in_job
 # A batch system may signal every process of a job, while its script hands its own signal on: what
 # comes with the first signal is no impatience.
 TOGETHER_S = 1.0
+_DEAF = """\
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.execv(sys.argv[1], [os.path.basename(sys.argv[1]), *sys.argv[2:]])
+"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -49,17 +56,12 @@ class StopRequests:
             raise Stopped(number)
 
 
-@contextmanager
-def spared_by_slurm() -> Iterator[None]:
-    """Block SIGTERM in what is started within, where this is a job of Slurm.
+def spared_by_slurm(command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command`, deaf to SIGTERM where this is a job of Slurm.
 
     `scontrol requeue` and `scancel` send it to every process of the job's first host. It would end
     horovodrun, mpirun and ssh, and with them the workers, before the launcher has had them save.
-    Slurm's SIGKILL comes later (KillWait).
+    Slurm's SIGKILL comes later (KillWait). Ignored alone, mpirun would handle it all the same;
+    blocked alone, a shell that starts the program would unblock it.
     """
-    blocked = {signal.SIGTERM} if in_job() else set()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return [sys.executable, "-I", "-S", "-c", _DEAF, *command] if in_job() else list(command)

@@ -68,16 +68,15 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start it, watch it, and leave nothing of it behind."""
-        with spared_by_slurm():
-            engine = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                cwd="/",  # a folder that every host has; agents go to the job's own
-                stdin=subprocess.DEVNULL,
-                stdout=self._logs.engine,
-                stderr=self._logs.engine,
-                start_new_session=True,
-            )
+        engine = subprocess.Popen(
+            spared_by_slurm(self._command),
+            env=self._environment,
+            cwd="/",  # a folder that every host has; agents go to the job's own
+            stdin=subprocess.DEVNULL,
+            stdout=self._logs.engine,
+            stderr=self._logs.engine,
+            start_new_session=True,
+        )
         try:
             while not self._is_over(engine):
                 self._turn()

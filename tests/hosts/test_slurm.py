@@ -222,6 +222,7 @@ def test_defaults_fit(slurm: Slurm, partition: str, flags: list[str]) -> None:
     """Fails if a job of the recipe waits for ever where Slurm has one host, few cores or a short
     time limit: nothing then says so.
     """
+    slurm.wait_until_idle()  # a host that was down does not count before it has answered
     name = "PartitionName=one"
     slurm.run("scontrol", "create", name, "Nodes=alpha", "MaxTime=10", "State=UP")
     asked = [*flags, f"--partition={partition}", "--test-only", str(RECIPE)]

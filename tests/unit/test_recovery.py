@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.recovery import FRUITLESS, Job, Plan, Work, channel_address
 from hvdtrain.launcher.ssh import SshOptions
-from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.launcher.stopping import StopRequests, spared_by_slurm
 from hvdtrain.launcher.verdict import Outcome
 
 FINE, AWAY = Outcome(0), PreflightError("away")
@@ -150,16 +152,18 @@ def test_in_slurm_sigterm_is_one_request(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("in_slurm", [False, True])
 def test_slurm_spares_horovodrun(monkeypatch: pytest.MonkeyPatch, in_slurm: bool) -> None:
-    """Fails when Slurm's SIGTERM to every process ends horovodrun, and with it the workers before
-    they have saved; or when it is blocked elsewhere, or stays blocked in the launcher.
+    """Fails when Slurm's SIGTERM to every process ends horovodrun, its shell or mpirun (which has a
+    handler of its own), and with them the workers before they have saved; or when it is ignored
+    elsewhere.
     """
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if in_slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-    script = "kill -TERM $$; exit 5"
-    with stopping.spared_by_slurm():
-        assert subprocess.run(["sh", "-c", script]).returncode == (5 if in_slurm else -15)
-    assert subprocess.run(["sh", "-c", script]).returncode == -15
+    handles = "import os, signal\nsignal.signal(15, signal.default_int_handler)\nos.kill(0, 15)"
+    inner = spared_by_slurm([sys.executable, "-c", handles])
+    outer = spared_by_slurm(["/bin/sh", "-c", f"{shlex.join(inner)}; exit 5"])
+    code = subprocess.run(outer, start_new_session=True).returncode
+    assert code == (5 if in_slurm else -15)
 
 
 def test_without_workers_a_signal_ends_the_command() -> None:
