@@ -2,19 +2,21 @@
 
     python -m tests.campaigns.recovery [--repeat 10] [--controllers gloo mpi] [--faults 0 1 ...]
 
-Needs root (hosts are made of namespaces; see tests/hosts) and, for `docker stop`, a Docker engine
-(docker/start-engine). Prints each trial, and the table after each round of all faults and in the
-end, also if it is ended by Ctrl-C or SIGTERM. Ends with exit code 1 unless each run ended with the
-undisturbed run's parameters, with no process left on any host.
+Each job meets every fault that its place allows, in an order of its own, each once it has recovered
+from the one before; `--repeat` says how many such jobs there are for each place and controller.
 
-`--jobs 2` runs two trials at a time. Each has hosts of its own, so what they end with counts as
-much as one by one, but the times in the table are those of a machine with twice the load.
+Needs root (hosts are made of namespaces; see tests/hosts) and, for `docker stop`, a Docker engine
+(docker/start-engine). Prints each job, and the table after each round and in the end, also if it is
+ended by Ctrl-C or SIGTERM. Ends with exit code 1 unless each job ended with the undisturbed one's
+parameters, with no process left on any host.
+
+`--jobs 2` runs two jobs at a time. Each has hosts of its own, so what they end with counts as much
+as one by one, but the times in the table are those of a machine with twice the load.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import signal
 import statistics
@@ -38,25 +40,32 @@ from tests.hosts.namespaces import Cluster
 from tests.hosts.trials import Ended, Recovery
 from tests.parallel.launching import CONTROLLERS
 
-STEPS = 40
-STEPS_IN_CONTAINERS = 120  # with fewer workers they are faster
+STEPS = {"namespaces": (40, 30), "containers": (60, 60), "one container": (60, 60)}
 FAULTS = [*hosts.FAULTS, *containers.FAULTS]
 SAME = ("params_sha256", "samples_seen", "steps", "world_size")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One fault in one job."""
+class Kind:
+    """What jobs that end alike have in common."""
 
-    number: int
     controller: str
-    fault: str
+    place: str
+    faults: tuple[str, ...]  # those that a job of this kind meets
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """What jobs that end alike have in common: the controller, and where they run."""
-        alone = "one container" if self.fault == containers.STOP_CONTAINER else "containers"
-        return self.controller, "namespaces" if self.fault in hosts.FAULTS else alone
+    def steps(self) -> int:
+        """How many steps outlast all faults, on a fast machine too."""
+        base, for_each = STEPS[self.place]
+        return base + for_each * len(self.faults)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job, and the number of its round."""
+
+    number: int
+    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,25 @@ class Row:
     """What became of a trial."""
 
     trial: Trial
-    recovery: Recovery
+    recoveries: list[Recovery]
     problem: str  # empty when all was right
+
+
+def place_of(fault: str) -> str:
+    """Where a job meets this fault: a key of STEPS."""
+    if fault in hosts.FAULTS:
+        return "namespaces"
+    return "one container" if fault == containers.STOP_CONTAINER else "containers"
+
+
+def kinds_of(controllers: Sequence[str], faults: Sequence[str]) -> list[Kind]:
+    """The kinds of jobs that meet these faults."""
+    found = [
+        Kind(controller, place, tuple(fault for fault in faults if place_of(fault) == place))
+        for place in STEPS
+        for controller in controllers
+    ]
+    return [kind for kind in found if kind.faults]
 
 
 class Campaign:
@@ -73,17 +99,18 @@ class Campaign:
 
     def __init__(self, folder: Path, image: str, seed: int) -> None:
         self._folder, self._image, self._seed = folder, image, seed
-        self._peace: dict[tuple[str, str], dict[str, object]] = {}
+        self._peace: dict[Kind, dict[str, object]] = {}
 
-    def run(self, trials: Sequence[Trial], jobs: int) -> Iterator[Row]:
-        """The rows, as they come; first the undisturbed runs are made."""
+    def run(self, kinds: Sequence[Kind], repeat: int, jobs: int) -> Iterator[Row]:
+        """The rows, as they come; first the undisturbed jobs are run."""
         pool = ThreadPoolExecutor(jobs)
         try:
-            kinds = {trial.kind: pool.submit(self._job, trial, False) for trial in _kinds(trials)}
-            for kind, future in kinds.items():
+            peace = {kind: pool.submit(self._job, Trial(0, kind), ()) for kind in kinds}
+            for kind, future in peace.items():
                 self._peace[kind] = future.result().summary
                 digest = self._peace[kind]["params_sha256"]
-                print(f"{', '.join(kind)}: undisturbed {digest}", flush=True)
+                print(f"{kind.controller}, {kind.place}: undisturbed {digest}", flush=True)
+            trials = [Trial(number, kind) for number in range(repeat) for kind in kinds]
             rows = [pool.submit(self._try, trial) for trial in trials]
             for row in as_completed(rows):
                 yield row.result()
@@ -91,67 +118,67 @@ class Campaign:
             pool.shutdown(cancel_futures=True)
 
     def _try(self, trial: Trial) -> Row:
+        faults = random.Random(f"{self._seed} {trial}").sample(
+            trial.kind.faults, len(trial.kind.faults)
+        )
         try:
-            ended = self._job(trial, True)
+            ended = self._job(trial, faults)
         except Exception:  # whatever it is, the other trials go on
-            return Row(trial, Recovery(trial.fault, math.nan, math.nan), traceback.format_exc())
+            return Row(trial, [], f"{', '.join(faults)}\n{traceback.format_exc()}")
         peace = self._peace[trial.kind]
         wrong = [name for name in SAME if ended.summary[name] != peace[name]]
         problem = f"other {', '.join(wrong)}; {ended.left} processes left\n{ended.output}"
-        return Row(trial, ended.recoveries[0], problem if wrong or ended.left else "")
+        return Row(trial, ended.recoveries, problem if wrong or ended.left else "")
 
-    def _job(self, trial: Trial, disturbed: bool) -> Ended:
-        dice = random.Random(f"{self._seed} {trial}")
-        faults = [trial.fault] * disturbed
-        if trial.fault in hosts.FAULTS:
-            name = f"{trial.controller}-{trial.number}-{FAULTS.index(trial.fault)}"
-            place = self._folder / (name if disturbed else f"{trial.controller}-peace")
+    def _job(self, trial: Trial, faults: Sequence[str]) -> Ended:
+        kind, dice = trial.kind, random.Random(f"{self._seed} {trial} times")
+        if kind.place == "namespaces":
+            place = self._folder / f"{kind.controller}-{trial.number if faults else 'peace'}"
             with Cluster(hosts.SLOTS, place / "hosts", visible=[place]) as cluster:
                 runs = place / "runs"
-                return hosts.disturb(cluster, faults, trial.controller, runs, STEPS, dice)
-        with containers.make_site(trial.fault, self._image) as site:
-            steps = STEPS_IN_CONTAINERS
-            return containers.disturb(site, faults, trial.controller, steps, "run", dice)
+                return hosts.disturb(cluster, faults, kind.controller, runs, kind.steps, dice)
+        with containers.make_site(kind.faults[0], self._image) as site:
+            return containers.disturb(site, faults, kind.controller, kind.steps, "run", dice)
 
 
-def _kinds(trials: Sequence[Trial]) -> list[Trial]:
-    """One trial of each kind."""
-    return list({trial.kind: trial for trial in trials}.values())
-
-
-def _line(row: Row) -> str:
-    recovery = row.recovery
-    return (
-        f"{row.trial.controller:4} {row.trial.fault:25} detected {recovery.detected_s:5.1f} s  "
-        f"recovered {recovery.recovered_s:5.1f} s  {'WRONG' if row.problem else 'right'}"
-    )
+def _lines(row: Row) -> str:
+    kind = row.trial.kind
+    head = f"{kind.controller}, {kind.place}, {row.trial.number + 1}: "
+    times = [
+        f"    {it.fault:25} detected {it.detected_s:5.1f} s  recovered {it.recovered_s:5.1f} s"
+        for it in row.recoveries
+    ]
+    return "\n".join([head + ("WRONG" if row.problem else "right"), *times])
 
 
 def print_table(found: Sequence[Row]) -> None:
     """A row for each fault and controller. An equal hash means that no sample was lost, or seen
     twice.
     """
-    print("fault                      controller  trials  detected after  recovered after  wrong")
+    print("fault                      controller  jobs  detected after  recovered after  wrong")
     for fault in FAULTS:
         for controller in CONTROLLERS:
-            of_both = (fault, controller)
-            rows = [row for row in found if (row.trial.fault, row.trial.controller) == of_both]
+            rows = [
+                row
+                for row in found
+                if row.trial.kind.controller == controller and fault in row.trial.kind.faults
+            ]
+            recoveries = [it for row in rows for it in row.recoveries if it.fault == fault]
             if rows:
-                detected = _spread([row.recovery.detected_s for row in rows])
-                recovered = _spread([row.recovery.recovered_s for row in rows])
+                detected = _spread([recovery.detected_s for recovery in recoveries])
+                recovered = _spread([recovery.recovered_s for recovery in recoveries])
                 wrong = sum(bool(row.problem) for row in rows)
                 print(
-                    f"{fault:26} {controller:10} {len(rows):7}  {detected:>14}  "
+                    f"{fault:26} {controller:10} {len(rows):5}  {detected:>14}  "
                     f"{recovered:>15}  {wrong:5}"
                 )
     wrong = sum(bool(row.problem) for row in found)
-    print(f"{len(found)} trials, {wrong} wrong", flush=True)
+    print(f"{len(found)} jobs, {wrong} wrong", flush=True)
 
 
 def _spread(values: Sequence[float]) -> str:
-    """The median and the largest of those that are known."""
-    known = [value for value in values if not math.isnan(value)]
-    return f"{statistics.median(known):.1f} ({max(known):.1f}) s" if known else "-"
+    """The median and the largest."""
+    return f"{statistics.median(values):.1f} ({max(values):.1f}) s" if values else "-"
 
 
 def _parse() -> argparse.Namespace:
@@ -159,8 +186,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=f"faults: {numbered}"
     )
-    parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
+    parser.add_argument("--repeat", type=int, default=10, help="jobs of each kind")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controllers", nargs="+", choices=CONTROLLERS, default=CONTROLLERS)
     numbers = range(len(FAULTS))
@@ -181,22 +208,21 @@ def main() -> int:
     arguments = _parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     faults = [FAULTS[number] for number in arguments.faults]
-    round_ = [(controller, fault) for controller in arguments.controllers for fault in faults]
-    trials = [Trial(number, *pair) for number in range(arguments.repeat) for pair in round_]
+    kinds = kinds_of(arguments.controllers, faults)
     found: list[Row] = []
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
             campaign = Campaign(Path(folder), _find_image(faults), arguments.seed)
-            with closing(campaign.run(trials, arguments.jobs)) as rows:
+            with closing(campaign.run(kinds, arguments.repeat, arguments.jobs)) as rows:
                 for row in rows:
                     found.append(row)
                     minutes = (time.monotonic() - began_s) / 60
-                    progress = f"{len(found)}/{len(trials)} after {minutes:.0f} min"
-                    print(f"{_line(row)}  ({progress})", flush=True)
+                    progress = f"{len(found)}/{len(kinds) * arguments.repeat}"
+                    print(f"{_lines(row)}\n({progress} after {minutes:.0f} min)", flush=True)
                     if row.problem:
                         print(row.problem, flush=True)
-                    if len(found) % len(round_) == 0 and len(found) < len(trials):
+                    if len(found) % len(kinds) == 0 and len(found) < len(kinds) * arguments.repeat:
                         print_table(found)
         except HvdtrainError as error:
             print(f"recovery: {error}", file=sys.stderr)
