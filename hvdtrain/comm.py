@@ -25,7 +25,7 @@ from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
 from hvdtrain.own_address import interface_address, own_address
-from hvdtrain.parameters import check_equal_on_all_ranks
+from hvdtrain.parameters import check_equal_on_all_ranks, copied_to_cpu
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.reducing import carrier_of, is_reduced, load_exactly, reduce_before_step
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
@@ -118,7 +118,9 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         reduce_before_step(optimizer, carrier, self.reduce_gradients)
-        state = self.broadcast_object(optimizer.state_dict(), "hvdtrain.optimizer")
+        # From the CPU: a tensor arrives on the device that it left, which is another rank's.
+        own = copied_to_cpu(optimizer.state_dict()) if self.rank == 0 else None
+        state = self.broadcast_object(own, "hvdtrain.optimizer")
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
         with coarse_timer():
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -24,17 +24,20 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def find_not_finite(state: Mapping[str, Any]) -> str | None:
     """Return what of a captured state is not finite although it must be, by name, or None.
 
-    Parameters, optimizer state, the moving average and running statistics must be; any other
-    buffer may hold infinities (a mask, say).
+    Trainable parameters, optimizer state, the moving average and running statistics must be; a
+    frozen parameter and any other buffer may hold infinities (a mask, say).
     """
     names = _parameter_names(state)
-    tensors = {f"the parameter {name}": state["model"][name] for name in names}
+    of_model = (
+        set(state["model"]) - set(state["ranks"][0]["buffers"]) - set(state.get("frozen", ()))
+    )
+    tensors = {f"the parameter {name}": state["model"][name] for name in sorted(of_model)}
     for number, held in state["optimizer"]["state"].items():
         of = names[number] if number < len(names) else f"parameter number {number}"
         tensors |= {f"the optimizer's {key} of {of}": value for key, value in held.items()}
     average = state["update"]["average"] or {}
     tensors |= {
-        f"the moving average of {name}": average[f"module.{name}"] for name in names if average
+        f"the moving average of {name}": average[f"module.{name}"] for name in of_model if average
     }
     for rank, own in enumerate(state["ranks"]):
         for name, value in own["buffers"].items():
@@ -60,4 +63,5 @@ def _is_floating(value: Any) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._values() if tensor.is_sparse else tensor.detach()
+    values = tensor._values() if tensor.is_sparse else tensor.detach()
+    return torch.view_as_real(values) if values.is_complex() else values

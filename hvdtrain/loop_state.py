@@ -15,7 +15,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.finite import find_not_finite
 from hvdtrain.log import counted
 from hvdtrain.metering import Meter
-from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
+from hvdtrain.parameters import check_equal_on_all_ranks, copied_to_cpu, params_sha256
 from hvdtrain.training import Job, Position
 
 
@@ -30,21 +30,22 @@ def capture(
     """
     meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
-    own = {"buffers": _copied(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
+    own = {"buffers": copied_to_cpu(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
     of_ranks = exchange.all_gather_object(own, "hvdtrain.rank_states")
     with job.evaluated_model(exchange) as model:
-        weights, digest = _copied(model.state_dict()), params_sha256(model)
+        weights, digest = copied_to_cpu(model.state_dict()), params_sha256(model)
     with job.with_all_statistics(job.model, exchange):
-        model_state = _copied(job.model.state_dict())
+        model_state = copied_to_cpu(job.model.state_dict())
     snapshot, problem = None, None
     if exchange.rank == 0:
         state = {
             "step": position.step,
             "samples_seen": position.samples_seen,
             "parameters": [name for name, _ in job.model.named_parameters()],
+            "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "model": model_state,
-            "optimizer": _copied(job.optimizer.state_dict()),
-            "update": _copied(job.update.state_dict()),
+            "optimizer": copied_to_cpu(job.optimizer.state_dict()),
+            "update": copied_to_cpu(job.update.state_dict()),
             "meter": meter.state_dict(),
             "ranks": of_ranks,
             "data": list(job.fingerprints),
@@ -97,17 +98,6 @@ def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
     else:
         text += f"the random numbers of {name_ranks([*range(now, before)])} are dropped"
     return text + "; running statistics are the average of the old ranks'" * own_statistics
-
-
-def _copied(value: Any) -> Any:
-    """The same structure with tensors copied to memory of their own on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True).contiguous()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
 
 
 def _rng_state(device: torch.device) -> dict[str, Any]:

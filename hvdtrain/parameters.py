@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -40,3 +41,14 @@ def check_equal_on_all_ranks(
             f"parameters differ between ranks {when}: what {name_ranks(different)} held "
             "was not what rank 0 held"
         )
+
+
+def copied_to_cpu(value: Any) -> Any:
+    """Return the same structure with tensors copied to memory of their own on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        return {key: copied_to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied_to_cpu(item) for item in value)
+    return value

@@ -84,11 +84,14 @@ def carrier_of(optimizer: Optimizer) -> Any:
 
 
 def is_reduced(carrier: Any) -> bool:
-    """Return whether every gradient has been reduced since the last backward pass and step."""
+    """Return whether every gradient has been reduced since the last backward pass and step.
+
+    Where there is none at all, `model.zero_grad()` has dropped what was reduced.
+    """
     return (
         carrier._synchronized
         and not carrier._handles
-        and all(parameter.grad is not None for parameter in carrier._requires_update)
+        and any(parameter.grad is not None for parameter in carrier._requires_update)
     )
 
 

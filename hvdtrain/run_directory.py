@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.files import open_kept, write_new
+from hvdtrain.files import open_kept, open_to_read, write_new
 from hvdtrain.log import say
 
 LOCK = ".lock"
@@ -151,15 +150,10 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
 def _is_live(run: Path) -> bool:
     """Whether a job holds its lock, or one that cannot be looked at."""
     try:
-        lock = os.open(run / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        with open_to_read(run / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
     return False
 
 

@@ -19,30 +19,26 @@ class Start(NamedTuple):
     size: str
     rank: str
     local_rank: str
-    instead: str  # the right command, where Horovod has not connected processes so started
 
-
-_INSTEAD = "`horovodrun -np {size} ...` or `hvdtrain launch -np {size} -- ...`"
 
 # What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI. An mpirun of
 # the Open MPI that Horovod was built with will do as well; under another's, Horovod finds nobody.
 _JOINED = (
-    Start("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", _INSTEAD),
+    Start("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),
     Start(
         "an mpirun of another MPI than Horovod's",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
-        _INSTEAD,
     ),
 )
 # Tasks of a step, which hvdtrain.slurm connects. A batch script of Slurm and an interactive shell
 # of it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
-_SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", _INSTEAD)
+_SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 # Launchers whose processes Horovod does not connect.
 _FOREIGN = (
-    Start("torchrun, or the like,", "WORLD_SIZE", "RANK", "LOCAL_RANK", _INSTEAD),
-    Start("another MPI's launcher", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _INSTEAD),
+    Start("torchrun, or the like,", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    Start("another MPI's launcher", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
 
 
@@ -94,7 +90,8 @@ class Topology:
         raise UsageError(
             f"{self.start.size}={self.size}: {self.start.launcher} has started this process as one "
             f"of {self.size}, but Horovod does not connect them: each would do all the work by "
-            f"itself. Use {self.start.instead.format(size=self.size)}; for a process by itself, "
+            f"itself. Use `horovodrun -np {self.size} ...` or "
+            f"`hvdtrain launch -np {self.size} -- ...`; for a process by itself, "
             f"unset {self.start.size}"
         )
 

@@ -167,8 +167,8 @@ def train(
     """Collective: run the job from `position`, which moves along, to its end.
 
     Raises TrainingError on all ranks when a loss, a gradient or what would be saved is not finite,
-    or ranks have drifted apart, what
-    `audit.end` raises, and Stopped, once all ranks have agreed on it and the state is kept.
+    or ranks have drifted apart; what `audit.end` raises; and Stopped, once all ranks have agreed on
+    it and the state is kept.
     """
     job.model.train()
     evaluation = None

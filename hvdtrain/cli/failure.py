@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
+from hvdtrain.files import open_to_read
 from hvdtrain.log import complain
 from hvdtrain.topology import Topology
 
@@ -59,8 +60,7 @@ def leave_cause(folder: Path, text: str) -> None:
 def take_cause(folder: Path) -> str | None:
     """Return what `leave_cause` has left, and remove it; None where there is nothing."""
     path, text = folder / CAUSE, None
-    flags = os.O_RDONLY | os.O_NOFOLLOW
-    with suppress(OSError, ValueError), os.fdopen(os.open(path, flags)) as stream:
+    with suppress(OSError), open_to_read(path) as stream:
         text = stream.read()
     with suppress(OSError):
         path.unlink()

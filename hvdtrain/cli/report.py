@@ -16,7 +16,7 @@ from hvdtrain.audit import AuditRecord
 from hvdtrain.checkpoint import Checkpoints, Snapshot
 from hvdtrain.cli.console import Console, is_live, verdict, way_on
 from hvdtrain.cli.failure import describe, leave_cause, take_cause
-from hvdtrain.errors import AuditMismatch, HvdtrainError, PeerFailure, Stopped
+from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.evaluate import Evaluation
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -178,8 +178,9 @@ class Report:
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         self._summary["status"] = statuses.get(type(error), "failed")
         self._summary["params_sha256"] = self._params_sha256
-        cause = take_cause(self._directory.path) if isinstance(error, PeerFailure) else None
-        self._summary["error"] = cause or describe(error)
+        cause = take_cause(self._directory.path)
+        known = cause if isinstance(error, PeerFailure) else None
+        self._summary["error"] = known or describe(error)
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
 
@@ -233,7 +234,7 @@ class NoReport:
     def finish(self, outcome: Outcome) -> None: ...
 
     def fail(self, error: BaseException) -> None:
-        if not isinstance(error, PeerFailure | Stopped):
+        if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
             leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
 
     def close(self) -> None: ...

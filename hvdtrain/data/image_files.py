@@ -56,8 +56,12 @@ def _files_under(folder: Path) -> Iterator[str]:
         yield from (str(place / name) for name in names)
 
 
-def _identity(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What tells this folder from all others; None where it cannot be looked at."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
     return status.st_dev, status.st_ino
 
 

@@ -353,6 +353,27 @@ def gradients_on_their_way_must_not_be_touched(exchange: Exchange) -> None:
     expect(UsageError, "step(closure)", lambda: optimizer.step(lambda: 0.0))
 
 
+def ranks_may_use_different_parameters(exchange: Exchange) -> None:
+    """Rank r uses layer r % 2 alone: nobody waits for what another submits later. What is reduced
+    already is not reduced again because code has dropped one gradient since.
+    """
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 2).double() for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = exchange.distribute(optimizer, model, reduction=SUM)
+    for step in range(2):
+        before = [layer.weight.detach().clone() for layer in model]
+        optimizer.zero_grad()
+        own = torch.full((1, 3), exchange.rank + 1.0 + step).double()
+        model[exchange.rank % 2](own).sum().backward()
+        exchange.reduce_gradients(optimizer)
+        model[step].bias.grad = None
+        optimizer.step()
+        for number, layer in enumerate(model):
+            of_ranks = range(number, exchange.size, 2)
+            total = float(sum(rank + 1.0 + step for rank in of_ranks))
+            close(before[number] - layer.weight, torch.full((2, 3), total).double())
+
+
 def a_broadcast_that_fails_is_noticed(exchange: Exchange) -> None:
     """Ranks that start from different parameters must not train: here nothing is broadcast."""
     torch.manual_seed(exchange.rank)
@@ -592,6 +613,7 @@ CHECKS = (
     optimizers_go_on_from_the_state_of_rank_0,
     clipping_is_that_of_one_process,
     gradients_on_their_way_must_not_be_touched,
+    ranks_may_use_different_parameters,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,
     an_unused_layer_stays_the_same_for_every_n,

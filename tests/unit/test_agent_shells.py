@@ -131,6 +131,15 @@ def test_nothing_is_left_behind_a_shell(job: Job, shell: str, how: str) -> None:
     assert not is_alive(script)
 
 
+def test_nothing_is_left_of_a_script_that_ends_well(job: Job) -> None:
+    """Fails when a process that does not speak, left in the background, keeps the job from ending,
+    or is killed before it could save.
+    """
+    script = start(job, SHELLS["does not wait"])
+    assert job.wait_for("ended") == 0
+    assert job.output().endswith(b"\nsaved after 15\n") and not is_alive(script)
+
+
 @BOTH
 @pytest.mark.parametrize("shell", ["waits", "in a session of its own"])
 @pytest.mark.parametrize("killed", ["the agent", "its guard", "its guard, and it is stopped"])

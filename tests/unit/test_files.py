@@ -16,9 +16,10 @@ import yaml
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.checkpoint import Checkpoints, Snapshot
+from hvdtrain.cli.failure import take_cause
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.evaluate import Evaluation
-from hvdtrain.files import open_kept
+from hvdtrain.files import open_kept, open_to_read
 from hvdtrain.metering import Totals
 from hvdtrain.recording import Recorder
 from hvdtrain.report.page import save
@@ -332,9 +333,21 @@ def test_a_report_does_not_follow_links(tmp_path: Path, planted) -> None:
 def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     """Fails when a pipe in a file's place is waited for, or what a file holds is cut."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="pipe is no plain file"):
-        open_kept(tmp_path / "pipe")
+    for open_ in (open_kept, open_to_read):
+        with pytest.raises(OSError, match="pipe is no plain file"):
+            open_(tmp_path / "pipe")
     (tmp_path / "kept").write_text("before, ")
     with open_kept(tmp_path / "kept") as stream:
         stream.write("after")
     assert (tmp_path / "kept").read_text() == "before, after"
+
+
+@pytest.mark.timeout(20)
+def test_pipes_in_place_of_our_own_files(tmp_path: Path) -> None:
+    """Fails when one that was planted in a run's folder makes the next start wait for ever."""
+    folder = dead_run(tmp_path / "one", **{".lock": None})
+    for name in (".lock", ".failed"):
+        os.mkfifo(folder / name)
+    with pytest.raises(UsageError, match="already holds"):
+        RunDirectory(folder)
+    assert take_cause(folder) is None

@@ -132,15 +132,17 @@ def test_finite_values_whose_sum_overflows_are_finite() -> None:
     tensors = {"large": large, "wide": wide}
     assert not_finite(tensors) == [] == not_finite({})
     spoiled = {"inf": -torch.inf * torch.ones(1), "both": torch.tensor([torch.inf, -torch.inf])}
-    assert not_finite(tensors | spoiled | {"sparse": sparse}) == ["inf", "both", "sparse"]
+    spoiled |= {"sparse": sparse, "imaginary": torch.tensor([complex(1, torch.nan), 2j])}
+    assert not_finite(tensors | spoiled) == list(spoiled)
 
 
 def masked() -> nn.Module:
-    """With batch norm, and one mask of infinities that two layers share."""
+    """With batch norm, a mask of infinities that two layers share, and a frozen parameter."""
     model = with_batch_norm()
     mask = torch.full((3, 3), -torch.inf)
     model[0].register_buffer("mask", mask)
     model[4].register_buffer("mask", mask)
+    model.fence = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
     return model
 
 
@@ -182,11 +184,38 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
 
 
 def test_masks_of_infinities_are_saved() -> None:
-    """Fails if a constant buffer is taken for a parameter, also in a checkpoint without names."""
+    """Fails if a constant buffer is taken for a parameter, also in a checkpoint without names, or
+    a frozen parameter must be finite.
+    """
     snapshot = run_job(trained(SINGLE), SINGLE).snapshot
     assert snapshot is not None and snapshot.state["model"]["4.mask"].isinf().all()
     older = {name: value for name, value in snapshot.state.items() if name != "parameters"}
     assert find_not_finite(older) is None
+
+
+class Tied(nn.Module):
+    """One parameter has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.twin = plain(), nn.Linear(8, 7)
+        self.twin.weight = self.body[3].weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.body(images) + self.twin.bias
+        return scores
+
+
+def test_shared_parameters_of_an_old_checkpoint_are_looked_at() -> None:
+    """Fails if one that does not tell parameters from buffers, of a model with two names for one
+    parameter, is resumed with NaN.
+    """
+    snapshot = run_job(make_job(made_up_data(20), 8, SINGLE, build=Tied), SINGLE).snapshot
+    assert snapshot is not None
+    older = {key: it for key, it in snapshot.state.items() if key not in ("parameters", "frozen")}
+    assert find_not_finite(older) is None
+    older["model"]["twin.weight"][0, 1] = torch.nan
+    assert find_not_finite(older) == "the parameter twin.weight is not finite"
 
 
 def test_a_skipped_fp16_step_is_saved() -> None:

@@ -78,7 +78,9 @@ class ThreadExchange:
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
         own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
             parameter.grad = torch.stack(given).sum(0)

@@ -35,6 +35,7 @@ HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s")  # magic, sender's rank, receiver'
 MAGIC = b"hvdring1"
 BACKLOG = 128
 MOST_STRANGERS = 32
+ACCEPT_RETRY_S = 0.01
 PATIENCE_S = 1.0  # with those who have not proven themselves, once there are more
 
 
@@ -218,7 +219,7 @@ class _Door:
             while not self._arrived.is_set():
                 link = self._door.accept(MOST_STRANGERS)
                 if link is None:
-                    self._arrived.wait(self._door.rest_s)
+                    self._arrived.wait(self._door.rest_s or ACCEPT_RETRY_S)
                     continue
                 self._door.enter(link)
                 try:
