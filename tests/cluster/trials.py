@@ -22,12 +22,12 @@ from tests.cluster.containers import (
     cluster_of_three,
     docker,
     must,
-    wait_for,
 )
 from tests.hosts.trials import (
     CHECKPOINT_EVERY,
     END_S,
     EXPERIMENT,
+    MOST_STEPS_BETWEEN,
     RESTART,
     Ended,
     Lines,
@@ -41,7 +41,6 @@ STOP_HOST = "docker stop a host"  # one of the three, which is started again
 FAULTS = (STOP_CONTAINER, STOP_LAUNCHER, STOP_HOST)
 STOPPED = 143  # 137 if docker had to send SIGKILL after its 10 s
 LONGEST_AWAY_S = 8.0
-MOST_STEPS_BETWEEN = 12
 PROGRAMS = "/opt/hvdtrain/"  # of jobs; a host's own, sshd and its health check, lie elsewhere
 
 
@@ -128,7 +127,7 @@ def disturb(
     lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
     told, recoveries = "", []
     for fault in faults:
-        _some_steps(lines, dice.randint(0, MOST_STEPS_BETWEEN))
+        lines.wait_for_steps(dice.randint(0, MOST_STEPS_BETWEEN))
         began_s = time.monotonic()
         if fault == STOP_HOST:
             host = dice.choice(site.hosts)
@@ -147,13 +146,3 @@ def disturb(
     code, told = lines.wait(END_S), told + lines.text
     assert code == 0, f"{faults}, {controller}: ended with {code}:\n{told}"
     return Ended(recoveries, site.summary(experiment), len(site.left()), told)
-
-
-def _some_steps(lines: Lines, count: int) -> None:
-    """Wait for so many more, not for some time: a job on a fast machine would be over."""
-    enough = lines.text.count("\nstep ") + count
-
-    def done() -> bool:
-        return lines.text.count("\nstep ") >= enough or lines.process.poll() is not None
-
-    wait_for(done, END_S, lambda: lines.text)

@@ -30,6 +30,7 @@ EXPERIMENT += ["--eval-interval=4", "--audit-every=10"]
 WATCHDOG_S = 8
 OUT_S = 14.0  # for which a host is cut off: longer than it takes to be noticed
 END_S = 240.0
+MOST_STEPS_BETWEEN = 12  # from a checkpoint to a fault
 RESTART = "hvdtrain launch: restart "
 BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
 
@@ -46,8 +47,8 @@ class Lines:
         self._reader.start()
 
     def first(self, part: str, after_s: float = 0.0) -> float | None:
-        """When the first line that holds `part` came, after a moment."""
-        found = (at for at, line in list(self.seen) if at >= after_s and part in line)
+        """When the first line that begins with `part` came, after a moment."""
+        found = (at for at, line in list(self.seen) if at >= after_s and line.startswith(part))
         return next(found, None)
 
     def wait_for(self, part: str, limit_s: float, after_s: float = 0.0) -> float:
@@ -58,6 +59,20 @@ class Lines:
             assert not ended and time.monotonic() < deadline, f"no {part!r} in:\n{self.text}"
             time.sleep(0.05)
         return at
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until so many more steps are made, or the command has ended.
+
+        Not for some time: a job on a fast machine would be over.
+        """
+        enough = self._steps() + count
+        deadline = time.monotonic() + END_S
+        while self._steps() < enough and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+
+    def _steps(self) -> int:
+        return sum(line.startswith("step ") for _, line in list(self.seen))
 
     def wait(self, limit_s: float) -> int:
         """The exit code of the command."""
@@ -188,7 +203,8 @@ def disturb(
     lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
     told, recoveries = "", []
     for fault in faults:
-        time.sleep(dice.uniform(0, 1.5))
+        # Past a checkpoint: what fails again and again without a new one is given up.
+        lines.wait_for_steps(CHECKPOINT_EVERY + dice.randint(1, MOST_STEPS_BETWEEN))
         began_s = time.monotonic()
         FAULTS[fault](Scene(cluster, output, lines, dice))
         if fault == KILL_LAUNCHER:
