@@ -18,8 +18,8 @@ setup(
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
     package_data={
         "hvdtrain": ["py.typed"],
-        "hvdtrain.compare": ["*.jinja"],
-        "hvdtrain.report": ["*.jinja"],
+        "hvdtrain.lab.compare": ["*.jinja"],
+        "hvdtrain.lab.report": ["*.jinja"],
     },
     python_requires=">=3.10",
     # Enough to evaluate and to predict on one device.

@@ -224,13 +224,13 @@ def _ring_of_this_job() -> Transport:
         return workers.ring()
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        from hvdtrain.peers import ring_of_torch_distributed
+        from hvdtrain.exchange.torch_ring import ring_of_torch_distributed
 
         ring = ring_of_torch_distributed()
         Topology.from_environment().check_joined(ring.size)
         return ring
     if "horovod.torch" in sys.modules:
-        from hvdtrain.comm import ring_of_horovod
+        from hvdtrain.exchange.horovod import ring_of_horovod
 
         return ring_of_horovod()
     raise UsageError(

@@ -13,7 +13,6 @@ from hvdtrain.cli.bench_options import add_bench_flags, check_bench_flags
 from hvdtrain.cli.compare_options import DESCRIPTION as COMPARE
 from hvdtrain.cli.compare_options import add_compare_flags, check_compare_flags
 from hvdtrain.cli.doctor import add_doctor_flags
-from hvdtrain.cli.failure import tell
 from hvdtrain.cli.launch_options import DESCRIPTION as LAUNCH
 from hvdtrain.cli.launch_options import add_launch_flags
 from hvdtrain.cli.options import Parser, add_train_flags, build_config, dump_yaml
@@ -24,6 +23,7 @@ from hvdtrain.cli.trained_options import add_evaluate_flags, add_predict_flags
 from hvdtrain.cli.verify_options import DESCRIPTION, add_verify_flags, read_verify_options
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
+from hvdtrain.run.failure import tell
 from hvdtrain.topology import Topology
 
 

@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.classic import Plan, as_json, data_that_is_there, measure, table, train
-from hvdtrain.bench.plots import draw_classic
-from hvdtrain.children import ChildFailure, guarded
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
+from hvdtrain.lab.bench.classic import Plan, as_json, data_that_is_there, measure, table, train
+from hvdtrain.lab.bench.plots import draw_classic
+from hvdtrain.lab.charts import write_plots
+from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
-from hvdtrain.report.canvas import write_plots
 
 
 def run(arguments: dict[str, Any]) -> int:

@@ -6,15 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.scaling import Plan, Starter, examine, measure
-from hvdtrain.bench.scaling_plots import draw_plots
-from hvdtrain.bench.scaling_results import as_json, points_of, table
-from hvdtrain.children import fork_server, guarded
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK
+from hvdtrain.lab.bench.scaling import Plan, Starter, examine, measure
+from hvdtrain.lab.bench.scaling_plots import draw_plots
+from hvdtrain.lab.bench.scaling_results import as_json, points_of, table
+from hvdtrain.lab.charts import write_plots
+from hvdtrain.lab.children import fork_server, guarded
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
-from hvdtrain.report.canvas import write_plots
 
 
 def run(arguments: dict[str, Any]) -> int:

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.plots import draw_start
-from hvdtrain.bench.start import Plan, Runner, measure, ratios_of, table
-from hvdtrain.children import ChildFailure, guarded
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_OK, TrainingError
+from hvdtrain.lab.bench.plots import draw_start
+from hvdtrain.lab.bench.start import Plan, Runner, measure, ratios_of, table
+from hvdtrain.lab.charts import write_plots
+from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
-from hvdtrain.report.canvas import write_plots
 
 
 def run(arguments: dict[str, Any]) -> int:

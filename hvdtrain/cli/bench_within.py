@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hvdtrain.bench.audit import bench_audit
-from hvdtrain.bench.checkpoint import bench_checkpoint
-from hvdtrain.bench.ring import bench_ring
-from hvdtrain.bench.rounds import Measured, Options
-from hvdtrain.bench.step import bench_step
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.cli.train import connect
 from hvdtrain.exchange import Exchange
+from hvdtrain.lab.bench.audit import bench_audit
+from hvdtrain.lab.bench.checkpoint import bench_checkpoint
+from hvdtrain.lab.bench.ring import bench_ring
+from hvdtrain.lab.bench.rounds import Measured, Options
+from hvdtrain.lab.bench.step import bench_step
 from hvdtrain.log import say
-from hvdtrain.memory import keep_freed_memory
+from hvdtrain.run.memory import keep_freed_memory
 from hvdtrain.topology import Topology
 
 BENCHES = {

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.children import fork_server
 from hvdtrain.cli.json_file import write_json
-from hvdtrain.compare.comparing import Plan, Setting, compare, examine
-from hvdtrain.compare.page import write_page
-from hvdtrain.compare.rows import DISAGREES, FAILED, Row
-from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
 from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
+from hvdtrain.lab.children import fork_server
+from hvdtrain.lab.compare.comparing import Plan, Setting, compare, examine
+from hvdtrain.lab.compare.page import write_page
+from hvdtrain.lab.compare.rows import DISAGREES, FAILED, Row
+from hvdtrain.lab.compare.table import describe, heading, line, notes_of, verdict
+from hvdtrain.lab.systems import ORACLE
+from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
-from hvdtrain.strategies import ORACLE
-from hvdtrain.strategies.work import WorkSpec
 
 
 def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:

@@ -10,7 +10,7 @@ from hvdtrain.cli.json_file import json_problems
 from hvdtrain.errors import UsageError
 from hvdtrain.plugins import is_plugin
 
-# The same names as in hvdtrain.strategies, which is slow to import (a test).
+# The same names as in hvdtrain.lab.systems, which is slow to import (a test).
 SYSTEMS = (
     "single",
     "towers",
@@ -31,7 +31,7 @@ seed and steps, on this machine: is the result that of a single device? how fast
 
 In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
 tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are reported
-and not judged. A system of your own is a class derived from hvdtrain.strategies.Strategy.
+and not judged. A system of your own is a class derived from hvdtrain.lab.systems.Strategy.
 """
 
 

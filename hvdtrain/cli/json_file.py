@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.run_directory import json_ready
+from hvdtrain.run.directory import json_ready
 
 
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:

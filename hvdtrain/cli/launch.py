@@ -21,7 +21,7 @@ from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.verdict import STOPPED, Outcome
 from hvdtrain.log import complain, say
-from hvdtrain.run_directory import RunDirectory
+from hvdtrain.run.directory import RunDirectory
 
 
 def run(arguments: dict[str, Any], unknown: list[str]) -> int:

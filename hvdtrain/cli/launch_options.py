@@ -22,7 +22,7 @@ from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.recovery import Plan, Work
 from hvdtrain.launcher.settings import Setting, settings_for
-from hvdtrain.run_directory import CONFIG, occupants
+from hvdtrain.run.directory import CONFIG, occupants
 
 DESCRIPTION = """\
 Train on several workers, on this machine or on several: checks first, then horovodrun, a log for

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.cli.config_file import Option, nearest, read_options
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.file import Option, nearest, read_options
 from hvdtrain.errors import UsageError
 
 

@@ -9,16 +9,13 @@ import torch
 
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.errors import EXIT_OK
-from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.stopping import StopRequests
-from hvdtrain.log import say
-from hvdtrain.planning.costs import METHODS, Cluster, Link
-from hvdtrain.planning.counting import build_layers, share_out
-from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.planning.network import Network, measure_network, read_network
-from hvdtrain.planning.overlap import Queue
-from hvdtrain.planning.plots import write_plot
-from hvdtrain.planning.predicting import (
+from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
+from hvdtrain.lab.plan.counting import build_layers, share_out
+from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
+from hvdtrain.lab.plan.network import Network, measure_network, read_network
+from hvdtrain.lab.plan.overlap import Queue
+from hvdtrain.lab.plan.plots import write_plot
+from hvdtrain.lab.plan.predicting import (
     Prediction,
     Setting,
     Useful,
@@ -26,9 +23,12 @@ from hvdtrain.planning.predicting import (
     predict_all,
     worker_counts,
 )
-from hvdtrain.planning.profiles import Profile, read_profile, write_profile
-from hvdtrain.planning.table import describe, describe_useful, table
-from hvdtrain.strategies.work import WorkSpec
+from hvdtrain.lab.plan.profiles import Profile, read_profile, write_profile
+from hvdtrain.lab.plan.table import describe, describe_useful, table
+from hvdtrain.lab.systems.work import WorkSpec
+from hvdtrain.launcher.command import find_controller
+from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.log import say
 
 MODEL, DATA, BATCH_SIZE, STEPS = "lenet", "digits", 32, 30
 BITS, GIGA, MICRO, MILLI = 8, 1e9, 1e-6, 1e-3

@@ -60,7 +60,7 @@ def _add_network_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--latency-us", type=float, metavar="L", help="of a message; none: it is measured")
     add("--bandwidth-gbit-s", type=float, metavar="B", help="of a host, in each direction")
-    add("--network", type=Path, metavar="FILE", help="from hvdtrain.planning.probe on two hosts")
+    add("--network", type=Path, metavar="FILE", help="from hvdtrain.lab.plan.probe on two hosts")
     add("--workers-per-host", type=int, default=1, metavar="K", help="(1)")
     add("--intra-latency-us", type=float, metavar="L", help="in a host (as between hosts)")
     add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="in a host (as between hosts)")

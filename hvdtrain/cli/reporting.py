@@ -10,7 +10,7 @@ from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 
 if TYPE_CHECKING:
-    from hvdtrain.report.runs import Run
+    from hvdtrain.lab.report.runs import Run
 
 FOLDER = "report"
 
@@ -33,7 +33,9 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
     runs = _read(paths, folder)
-    from hvdtrain.report.page import write_report  # matplotlib starts here, once the runs are good
+    from hvdtrain.lab.report.page import (
+        write_report,  # matplotlib starts here, once the runs are good
+    )
 
     say(str(write_report(runs, folder)))
     return EXIT_OK
@@ -41,7 +43,7 @@ def run(arguments: dict[str, Any], unknown: list[str]) -> int:
 
 def _read(paths: list[Path], folder: Path) -> list[Run]:
     """The runs; raises UsageError with all that is wrong with them and with the folder."""
-    from hvdtrain.report.runs import read_runs
+    from hvdtrain.lab.report.runs import read_runs
 
     problems: tuple[str, ...] = ()
     if folder.exists() and not folder.is_dir():

@@ -6,36 +6,36 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.auditing import find_order, make_audit
-from hvdtrain.cli.console import header, verdict
-from hvdtrain.cli.failure import leave_at_once, tell
-from hvdtrain.cli.keeper import RunKeeper
 from hvdtrain.cli.options import as_flat_dict
-from hvdtrain.cli.prepare import prepare
-from hvdtrain.cli.report import NoReport, Report
-from hvdtrain.cli.resume import Resumable, Resumed, find_resumable, refuse_changed_data
-from hvdtrain.cli.signals import StopSignals
-from hvdtrain.cli.tasks import find_source
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import profiled_steps
 from hvdtrain.errors import EXIT_OK, PeerFailure, PreflightError, Stopped
 from hvdtrain.exchange import Exchange, SingleProcess, agree
-from hvdtrain.fields import profiled_steps
+from hvdtrain.exchange.stalls import LIMIT as STALL_LIMIT
+from hvdtrain.exchange.stalls import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
-from hvdtrain.loop_state import restore
-from hvdtrain.memory import keep_freed_memory
-from hvdtrain.metering import Meter
 from hvdtrain.plugins import exits_as_failures
-from hvdtrain.profiling import StepProfiler
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run_directory import RunDirectory
-from hvdtrain.stalls import LIMIT as STALL_LIMIT
-from hvdtrain.stalls import TRAIN_LIMIT_S as STALL_LIMIT_S
+from hvdtrain.run.audits import find_order, make_audit
+from hvdtrain.run.console import header, verdict
+from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.failure import leave_at_once, tell
+from hvdtrain.run.keeper import RunKeeper
+from hvdtrain.run.ledger import NoReport, Report
+from hvdtrain.run.memory import keep_freed_memory
+from hvdtrain.run.prepare import prepare
+from hvdtrain.run.profiling import StepProfiler
+from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
+from hvdtrain.run.signals import StopSignals
+from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.training import Job, Position, train
+from hvdtrain.train.loop import Job, Position, train
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.state import restore
 
 if TYPE_CHECKING:
-    from hvdtrain.comm import HorovodExchange
+    from hvdtrain.exchange.horovod import HorovodExchange
 
 
 def run(config: TrainConfig, topology: Topology) -> int:
@@ -160,7 +160,7 @@ def connect(topology: Topology) -> Exchange:
 def connect_workers() -> HorovodExchange:
     """Collective: join the other workers. Raises PreflightError where Horovod does not work."""
     try:
-        from hvdtrain.comm import HorovodExchange
+        from hvdtrain.exchange.horovod import HorovodExchange
     except ImportError as error:
         raise PreflightError(
             f"Horovod cannot be loaded here: {error}. Run launch/setup, or install "

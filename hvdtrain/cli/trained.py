@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from hvdtrain.checkpoint import DamagedCheckpoint, load_weights
 from hvdtrain.cli.json_file import write_json
 from hvdtrain.cli.options import build_config, train_options
-from hvdtrain.cli.prepare import choose_device
-from hvdtrain.cli.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.cli.trained_options import CODE, OVERRIDES
+from hvdtrain.config.fields import positive, require
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image
@@ -22,15 +20,17 @@ from hvdtrain.data.resize import resize
 from hvdtrain.data.splits import ImageFormat
 from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
-from hvdtrain.evaluate import Evaluation, class_accuracy
-from hvdtrain.evaluate import evaluate as evaluate_split
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.fields import positive, require
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
 from hvdtrain.plugins import is_plugin, refuse_code_of
+from hvdtrain.run.prepare import choose_device
+from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
+from hvdtrain.train.checkpoint import DamagedCheckpoint, load_weights
+from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.weights import find_weights
 
 PREDICTED_AT_A_TIME = 64

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hvdtrain.cli.failure import leave_at_once, tell
 from hvdtrain.cli.json_file import check_json, write_json
 from hvdtrain.cli.train import connect_workers
 from hvdtrain.cli.verify_options import VerifyOptions
 from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch
 from hvdtrain.exchange import agree
+from hvdtrain.lab.verify import Case, Result, plan_cases, run_cases
+from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
+from hvdtrain.lab.verify.report import COLUMNS, as_json, explain, size_text, table_row
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
+from hvdtrain.run.failure import leave_at_once, tell
 from hvdtrain.topology import Topology
-from hvdtrain.verify import Case, Result, plan_cases, run_cases
-from hvdtrain.verify.collectives import FaultyRunner, HonestRunner, Runner
-from hvdtrain.verify.report import COLUMNS, as_json, explain, size_text, table_row
 
 if TYPE_CHECKING:
-    from hvdtrain.comm import HorovodExchange
+    from hvdtrain.exchange.horovod import HorovodExchange
 
 # Horovod's own default, in bytes. Without it groups would not travel fused; what is submitted alone
 # does not in any case. (Training in hvdtrain does without fusion.)

@@ -11,7 +11,7 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
-# The same names as in hvdtrain.verify and hvdtrain.faults, which are slow to import (a test).
+# The same names as in hvdtrain.lab.verify and hvdtrain.lab.verify.faults, which are slow to import (a test).
 OPERATIONS = (
     "allreduce-sum",
     "allreduce-average",

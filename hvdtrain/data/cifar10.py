@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from hvdtrain.data.splits import Dataset, ImageFormat, TensorSplit
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
-from hvdtrain.vision import import_torchvision
 
 FOLDER = Path("cifar-10-batches-py")
 SHAPE = (3, 32, 32)

@@ -12,8 +12,8 @@ from filelock import FileLock
 from hvdtrain.data.cifar10 import FOLDER as CIFAR10_FOLDER
 from hvdtrain.data.fashion_mnist import FILES as FASHION_FILES
 from hvdtrain.data.fashion_mnist import FOLDER as FASHION_FOLDER
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
-from hvdtrain.vision import import_torchvision
 
 TIMEOUT_S = 15.0
 LOCK_TIMEOUT_S = 1800.0

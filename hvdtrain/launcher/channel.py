@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.door import Door
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     HANDSHAKE_TIMEOUT_S,
@@ -21,6 +20,7 @@ from hvdtrain.launcher.protocol import (
     knows_token,
     prove,
 )
+from hvdtrain.listener import Door
 
 BACKLOG = 1024
 AWAY_S = 3.0  # between two polls

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from hvdtrain.data.splits import Shape
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
-from hvdtrain.vision import import_torchvision
 
 COLOURS = 3  # the input channels that torchvision builds for
 MAXVIT_SIDE = 7 * 2**5  # five halvings, and windows of 7 in what is left

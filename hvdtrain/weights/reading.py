@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from hvdtrain.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
 from hvdtrain.errors import UsageError
+from hvdtrain.train.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
 
 Weights = dict[str, torch.Tensor]
 # Where training scripts put the weights in a larger dictionary. Where there are several, the first

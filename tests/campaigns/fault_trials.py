@@ -19,21 +19,21 @@ from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.capture import LocalGradients
 from hvdtrain.audit.parts import Piece
-from hvdtrain.bench.jobs import endless_steps
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.prepare import prepare
-from hvdtrain.cli.tasks import find_source
-from hvdtrain.comm import HorovodExchange
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.exchange import Reduction
-from hvdtrain.faults import FAULTS, Delivered, Place, inject
-from hvdtrain.metering import PhaseClock
+from hvdtrain.exchange.horovod import HorovodExchange
+from hvdtrain.lab.bench.jobs import endless_steps
+from hvdtrain.lab.verify.faults import FAULTS, Delivered, Place, inject
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, broadcast
 from hvdtrain.ring.bound import ERROR_BOUNDS
+from hvdtrain.run.prepare import prepare
+from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.training import Job, train_step
+from hvdtrain.train.loop import Job, train_step
+from hvdtrain.train.metering import PhaseClock
 
 PLUGINS = "tests.parallel.plugins"
 WORKLOADS: dict[str, dict[str, Any]] = {

@@ -25,16 +25,16 @@ from typing import Any
 
 import torch
 
-from hvdtrain.bench.jobs import DATA
-from hvdtrain.bench.scaling import OURS, Case, Starter
-from hvdtrain.children import fork_server, guarded
-from hvdtrain.planning.costs import Cluster
-from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.planning.network import measure_network, read_network
-from hvdtrain.planning.overlap import Queue
-from hvdtrain.planning.predicting import Setting, predict
-from hvdtrain.planning.profiles import read_profile
-from hvdtrain.strategies.work import WorkSpec
+from hvdtrain.lab.bench.jobs import DATA
+from hvdtrain.lab.bench.scaling import OURS, Case, Starter
+from hvdtrain.lab.children import fork_server, guarded
+from hvdtrain.lab.plan.costs import Cluster
+from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
+from hvdtrain.lab.plan.network import measure_network, read_network
+from hvdtrain.lab.plan.overlap import Queue
+from hvdtrain.lab.plan.predicting import Setting, predict
+from hvdtrain.lab.plan.profiles import read_profile
+from hvdtrain.lab.systems.work import WorkSpec
 from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
 from tests.parallel.launching import CHECKOUT, CONTROLLERS
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.planning.costs import Cluster, Link
-from hvdtrain.planning.counting import Layer, build_layers, share_out
-from hvdtrain.planning.overlap import Queue
-from hvdtrain.planning.predicting import Setting, predict
+from hvdtrain.lab.plan.costs import Cluster, Link
+from hvdtrain.lab.plan.counting import Layer, build_layers, share_out
+from hvdtrain.lab.plan.overlap import Queue
+from hvdtrain.lab.plan.predicting import Setting, predict
 
 GBIT = 1e9 / 8
 IMAGENET = "synthetic:3x224x224,classes=1000"

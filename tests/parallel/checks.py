@@ -23,8 +23,6 @@ import hvdtrain
 from hvdtrain.audit import Auditor, AuditRecord, NoAudit
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.exact import ExactCheck
-from hvdtrain.batchnorm import averaged_statistics, convert_to_sync
-from hvdtrain.comm import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset
@@ -36,16 +34,18 @@ from hvdtrain.errors import (
     UsageError,
 )
 from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree, join
-from hvdtrain.loop_state import capture
-from hvdtrain.metering import Meter, StepSums
+from hvdtrain.exchange.horovod import ENVIRONMENT_DEFAULTS, HorovodExchange
+from hvdtrain.exchange.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.optimizers import BY_NAME, UNSUITABLE
-from hvdtrain.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
-from hvdtrain.training import Job, Position
-from hvdtrain.update import Update
+from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
+from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.metering import Meter, StepSums
+from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE
+from hvdtrain.train.state import capture
+from hvdtrain.train.update import Update
 from tests.rings import lengths_for, rank_data
 from tests.unit.jobs import classification, evaluate_on, one_step
 

@@ -15,7 +15,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.comm import HorovodExchange
+from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.ring.orders import (
     GLOO_RING,
     OPEN_MPI_RING,

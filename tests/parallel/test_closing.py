@@ -12,7 +12,7 @@ from tests.parallel.launching import CONTROLLERS, horovodrun
 LATE = """
 import time
 import numpy as np
-from hvdtrain.comm import HorovodExchange
+from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.ring import all_reduce
 
 exchange = HorovodExchange()
@@ -38,7 +38,7 @@ LEFT = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from hvdtrain.comm import HorovodExchange
+from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import all_reduce
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hvdtrain.data import Shares
-from hvdtrain.strategies.gather_broadcast import GatherBroadcast
-from hvdtrain.strategies.work import GlobalBatch
+from hvdtrain.lab.systems.gather_broadcast import GatherBroadcast
+from hvdtrain.lab.systems.work import GlobalBatch
 
 
 class MeanOfMeans(GatherBroadcast):

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 from hvdtrain.audit import NoAudit
-from hvdtrain.batchnorm import convert_to_sync
-from hvdtrain.checkpoint import Snapshot
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset
 from hvdtrain.errors import Stopped
-from hvdtrain.evaluate import Evaluation, evaluate
 from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.loop_state import capture, restore
-from hvdtrain.metering import Meter, PhaseClock, StepSums, Totals
-from hvdtrain.profiling import StepProfiler
 from hvdtrain.pulse import Pulse
-from hvdtrain.schedule import make_schedule
+from hvdtrain.run.profiling import StepProfiler
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
-from hvdtrain.training import Audit, Job, Outcome, Position, train, train_step
-from hvdtrain.update import Update
+from hvdtrain.train.batchnorm import convert_to_sync
+from hvdtrain.train.checkpoint import Snapshot
+from hvdtrain.train.evaluate import Evaluation, evaluate
+from hvdtrain.train.loop import Audit, Job, Outcome, Position, train, train_step
+from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
+from hvdtrain.train.schedule import make_schedule
+from hvdtrain.train.state import capture, restore
+from hvdtrain.train.update import Update
 
 SHAPE = (1, 4, 4)
 CLASSES = 7

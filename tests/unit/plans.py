@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.planning.profiles import Gradient, Profile
+from hvdtrain.lab.plan.profiles import Gradient, Profile
 
 PROFILE = Profile(
     name="two $layers",

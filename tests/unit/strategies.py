@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdtrain.strategies.contract import Place, Spec, Strategy
-from hvdtrain.strategies.single import Single
-from hvdtrain.strategies.work import Work, WorkSpec
+from hvdtrain.lab.systems.contract import Place, Spec, Strategy
+from hvdtrain.lab.systems.single import Single
+from hvdtrain.lab.systems.work import Work, WorkSpec
 
 
 def work_spec(**changes: object) -> WorkSpec:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.batchnorm import (
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.train.batchnorm import (
     SyncBatchNorm,
     averaged_statistics,
     convert_to_sync,
     has_batch_norm,
 )
-from hvdtrain.exchange import SingleProcess
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64: some 1e4 roundings of 1.1e-16

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.classic import (
+from hvdtrain.data.fashion_mnist import FILES, FOLDER
+from hvdtrain.errors import UsageError
+from hvdtrain.lab.bench.classic import (
     SETTINGS,
     Plan,
     Result,
@@ -18,10 +20,8 @@ from hvdtrain.bench.classic import (
     measure,
     table,
 )
-from hvdtrain.bench.plots import draw_classic
-from hvdtrain.data.fashion_mnist import FILES, FOLDER
-from hvdtrain.errors import UsageError
-from hvdtrain.report.canvas import to_png
+from hvdtrain.lab.bench.plots import draw_classic
+from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = Plan(

@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from hvdtrain.bench import images
-from hvdtrain.bench.peers import Independent, PlainDdp
-from hvdtrain.bench.scaling import (
+from hvdtrain.cli import _parser
+from hvdtrain.cli.bench_options import check_bench_flags
+from hvdtrain.data import load_dataset
+from hvdtrain.errors import UsageError
+from hvdtrain.lab.bench import images
+from hvdtrain.lab.bench.peers import Independent, PlainDdp
+from hvdtrain.lab.bench.scaling import (
     CONTESTANTS,
     DDP,
     LIMIT,
@@ -28,16 +32,12 @@ from hvdtrain.bench.scaling import (
     in_turn,
     measure,
 )
-from hvdtrain.bench.scaling_plots import draw_plots
-from hvdtrain.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
-from hvdtrain.bench.train_runs import logged_steps, on_workers, train_argv
-from hvdtrain.children import ChildFailure
-from hvdtrain.cli import _parser
-from hvdtrain.cli.bench_options import check_bench_flags
-from hvdtrain.data import load_dataset
-from hvdtrain.errors import UsageError
-from hvdtrain.report.canvas import to_png
-from hvdtrain.strategies import find_strategy
+from hvdtrain.lab.bench.scaling_plots import draw_plots
+from hvdtrain.lab.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
+from hvdtrain.lab.bench.train_runs import logged_steps, on_workers, train_argv
+from hvdtrain.lab.charts import to_png
+from hvdtrain.lab.children import ChildFailure
+from hvdtrain.lab.systems import find_strategy
 from hvdtrain.topology import Topology
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.plots import draw_start
-from hvdtrain.bench.start import (
+from hvdtrain.errors import UsageError
+from hvdtrain.lab.bench.plots import draw_start
+from hvdtrain.lab.bench.start import (
     CONTESTANTS,
     LAUNCH,
     PARTS,
@@ -25,8 +26,7 @@ from hvdtrain.bench.start import (
     started,
     table,
 )
-from hvdtrain.errors import UsageError
-from hvdtrain.report.canvas import to_png
+from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = Plan(workers=2, rounds=3, controller="mpi", time_limit_s=60.0)
@@ -103,7 +103,7 @@ def test_rank_0_alone_is_stamped(rank: str, stamps: int, tmp_path: Path) -> None
     """
     pipe = tmp_path / "pulse"
     program = "import sys; from hvdtrain.pulse import Pulse; Pulse.from_environment().beat('x')"
-    command = [sys.executable, "-m", "hvdtrain.bench.stamp", str(pipe), sys.executable, "-c"]
+    command = [sys.executable, "-m", "hvdtrain.lab.bench.stamp", str(pipe), sys.executable, "-c"]
     names = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": rank}
     with PulseReader(pipe) as reader:
         done = subprocess.run([*command, program], env=os.environ | names, timeout=60, check=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.train_runs import Logged
-from hvdtrain.bench.turns import Job, Turns, read_steps, steps_per_s
-from hvdtrain.children import Child, ChildFailure, Commanded
+from hvdtrain.lab.bench.train_runs import Logged
+from hvdtrain.lab.bench.turns import Job, Turns, read_steps, steps_per_s
+from hvdtrain.lab.children import Child, ChildFailure, Commanded
 
 # Tells of a step every hundredth of a second, and ends after so many.
 PROGRAM = """

@@ -18,18 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from hvdtrain import checkpoint, renaming
-from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain import renaming
 from hvdtrain.cli.options import build_config
 from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.loop_state import capture
-from hvdtrain.metering import Meter
+from hvdtrain.exchange.parameters import params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.parameters import params_sha256
 from hvdtrain.topology import Topology
-from hvdtrain.training import Position
+from hvdtrain.train import checkpoint
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain.train.loop import Position
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.state import capture
 from tests.unit.jobs import equal, made_up_data, make_job
 
 FILES = {"model.safetensors", "training_state.pt", "manifest.json"}

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hvdtrain.children import MARK, ChildFailure, Commanded, explain
 from hvdtrain.cli import _parser
 from hvdtrain.cli.compare import as_json, exit_code
 from hvdtrain.cli.compare_options import SYSTEMS, check_compare_flags
-from hvdtrain.compare.comparing import Plan, Setting, examine, make_spec
-from hvdtrain.compare.page import write_page
-from hvdtrain.compare.rows import (
+from hvdtrain.errors import UsageError
+from hvdtrain.lab.children import MARK, ChildFailure, Commanded, explain
+from hvdtrain.lab.compare.comparing import Plan, Setting, examine, make_spec
+from hvdtrain.lab.compare.page import write_page
+from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
     FAILED,
@@ -31,12 +32,11 @@ from hvdtrain.compare.rows import (
     over_rounds,
     worst_difference,
 )
-from hvdtrain.compare.table import describe, heading, line, notes_of, verdict
-from hvdtrain.errors import UsageError
+from hvdtrain.lab.compare.table import describe, heading, line, notes_of, verdict
+from hvdtrain.lab.systems.contract import Spec, Strategy
+from hvdtrain.lab.systems.traffic import Traffic
 from hvdtrain.launcher.processes import marked
-from hvdtrain.metering import PHASES
-from hvdtrain.strategies.contract import Spec, Strategy
-from hvdtrain.strategies.traffic import Traffic
+from hvdtrain.train.metering import PHASES
 from tests.unit.strategies import work_spec
 
 HOSTILE = "evil.<script>:Class"

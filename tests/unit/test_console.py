@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cli.console import is_live, verdict, way_on
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.run.console import is_live, verdict, way_on
 from tests.unit.threads import connect
 
 SUMMARY: dict[str, Any] = {

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.checkpoint import Checkpoints, DamagedCheckpoint, _digest_of, load_checkpoint
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, _digest_of, load_checkpoint
 from tests.unit.jobs import equal, made_up_data, make_job, run_job, with_dropout
 
 FILES = ("model.safetensors", "training_state.pt", "manifest.json")

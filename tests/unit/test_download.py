@@ -12,8 +12,8 @@ import torch
 from filelock import FileLock
 
 from hvdtrain.data import download, load_dataset
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
-from hvdtrain.vision import import_torchvision
 
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain import evaluate as module
 from hvdtrain.data import TensorSplit
 from hvdtrain.data.splits import Dataset
-from hvdtrain.evaluate import Evaluation, class_accuracy
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.train import evaluate as module
+from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
 from tests.unit.threads import connect, run_ranks
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.cli.export as command
-from hvdtrain.checkpoint import Checkpoints, Snapshot
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.vision import import_torchvision
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 
 ROOT = Path(hvdtrain.__file__).parents[1]
 # As on a machine where neither is installed.

@@ -15,20 +15,20 @@ import torch
 import yaml
 
 from hvdtrain.audit import AuditRecord
-from hvdtrain.checkpoint import Checkpoints, Snapshot
-from hvdtrain.cli.failure import take_cause
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.evaluate import Evaluation
 from hvdtrain.files import open_kept, open_to_read
-from hvdtrain.metering import Totals
-from hvdtrain.recording import Recorder
-from hvdtrain.report.page import save
-from hvdtrain.run_directory import RunDirectory
+from hvdtrain.lab.report.page import save
+from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.failure import take_cause
+from hvdtrain.run.records import Recorder
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot
+from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.metering import Totals
 
 HOLDS_LOCK = """
 import sys
 from pathlib import Path
-from hvdtrain.run_directory import RunDirectory
+from hvdtrain.run.directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]) / "one")
 print("held", flush=True)
 sys.stdin.read()

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.resume import Resumable, Resumed, refuse_changed_data
-from hvdtrain.cli.tasks import Source, find_source
 from hvdtrain.data import AugmentedSplit, ReadOptions, TensorSplit, load_dataset
 from hvdtrain.data.fingerprint import difference, fingerprint
 from hvdtrain.data.resize import ResizedSplit
 from hvdtrain.errors import AgreedFailure, UsageError
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.run.resume import Resumable, Resumed, refuse_changed_data
+from hvdtrain.run.tasks import Source, find_source
 from tests.unit.folders import make_folder
 from tests.unit.threads import connect, run_ranks
 

@@ -13,10 +13,10 @@ from torch import nn
 from hvdtrain.audit import NoAudit
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.finite import find_not_finite, not_finite
-from hvdtrain.loop_state import capture
-from hvdtrain.metering import Meter
-from hvdtrain.training import Job, Position
+from hvdtrain.train.finite import find_not_finite, not_finite
+from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.state import capture
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.door import Door
 from hvdtrain.launcher.protocol import connect
+from hvdtrain.listener import Door
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 from tests.rings import TOKEN
 

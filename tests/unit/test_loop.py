@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.checkpoint import Snapshot
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.loop_state import capture, restore
-from hvdtrain.metering import Meter
-from hvdtrain.training import Job, Position
+from hvdtrain.train.checkpoint import Snapshot
+from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.state import capture, restore
 from tests.unit.jobs import (
     Ran,
     equal,

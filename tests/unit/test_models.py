@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange.parameters import params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.optimizers import BY_NAME, UNSUITABLE, build_optimizer
-from hvdtrain.parameters import params_sha256
-from hvdtrain.schedule import make_schedule, scaled_lr
+from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE, build_optimizer
+from hvdtrain.train.schedule import make_schedule, scaled_lr
 
 MODULE = """
 import torch

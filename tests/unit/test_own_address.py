@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import PreflightError
+from hvdtrain.exchange.address import interface_address, own_address, route_to
 from hvdtrain.launcher.addresses import interfaces
-from hvdtrain.own_address import interface_address, own_address, route_to
 
 LOOPBACK = "127.0.0.1"
 

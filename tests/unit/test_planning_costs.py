@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.planning.costs import (
+from hvdtrain.lab.plan.costs import (
     METHODS,
     Cluster,
     Cost,

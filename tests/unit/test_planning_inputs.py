@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hvdtrain.cli import _parser
 from hvdtrain.cli.plan_options import check_plan_flags
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.planning.costs import Cluster, Link, ring
-from hvdtrain.planning.network import Point, fit, read_network
-from hvdtrain.planning.profiles import read_profile, write_profile
+from hvdtrain.lab.plan.costs import Cluster, Link, ring
+from hvdtrain.lab.plan.network import Point, fit, read_network
+from hvdtrain.lab.plan.profiles import read_profile, write_profile
 from hvdtrain.topology import Topology
 from tests.unit.plans import PROFILE, write
 

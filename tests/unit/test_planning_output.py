@@ -12,14 +12,14 @@ from torch import nn
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
-from hvdtrain.planning.costs import Cluster, Link
-from hvdtrain.planning.counting import build_layers, count_layers, share_out
-from hvdtrain.planning.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.planning.overlap import Queue
-from hvdtrain.planning.plots import draw_plot
-from hvdtrain.planning.predicting import METHODS, Setting, largest_useful, predict_all
-from hvdtrain.planning.profiles import write_profile
-from hvdtrain.report.canvas import to_png
+from hvdtrain.lab.charts import to_png
+from hvdtrain.lab.plan.costs import Cluster, Link
+from hvdtrain.lab.plan.counting import build_layers, count_layers, share_out
+from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
+from hvdtrain.lab.plan.overlap import Queue
+from hvdtrain.lab.plan.plots import draw_plot
+from hvdtrain.lab.plan.predicting import METHODS, Setting, largest_useful, predict_all
+from hvdtrain.lab.plan.profiles import write_profile
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
 

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.planning.costs import METHODS, Cluster, Link
-from hvdtrain.planning.overlap import Queue, exchange, fuse
-from hvdtrain.planning.predicting import (
+from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
+from hvdtrain.lab.plan.overlap import Queue, exchange, fuse
+from hvdtrain.lab.plan.predicting import (
     Setting,
     compute_factor,
     largest_useful,
     predict,
     worker_counts,
 )
-from hvdtrain.planning.profiles import Gradient, Profile
-from hvdtrain.planning.stragglers import expected_maximum, slowdown
+from hvdtrain.lab.plan.profiles import Gradient, Profile
+from hvdtrain.lab.plan.stragglers import expected_maximum, slowdown
 
 UNHURRIED = settings(deadline=None)
 ONE_EACH = Queue(cycle_s=0.0, fusion_bytes=0)

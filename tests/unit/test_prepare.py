@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.batchnorm import SyncBatchNorm
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.prepare import prepare
-from hvdtrain.cli.tasks import Source, build_data, build_task
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
+from hvdtrain.run.prepare import prepare
+from hvdtrain.run.tasks import Source, build_data, build_task
 from hvdtrain.topology import Topology
-from hvdtrain.training import Job
+from hvdtrain.train.batchnorm import SyncBatchNorm
+from hvdtrain.train.loop import Job
 from tests.unit.threads import connect
 
 NORMALISES = "tests.unit.jobs:with_batch_norm"

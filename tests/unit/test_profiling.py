@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain.config.fields import profiled_steps
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.fields import profiled_steps
-from hvdtrain.profiling import StepProfiler
+from hvdtrain.run.profiling import StepProfiler
 
 
 def run_steps(profiler: StepProfiler, steps: int) -> None:

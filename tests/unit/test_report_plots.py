@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.report.canvas import PALETTE, to_png
+from hvdtrain.lab.charts import PALETTE, to_png
 from tests.unit.reported import (
     CONFUSION,
     audit_record,

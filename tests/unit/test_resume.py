@@ -15,15 +15,15 @@ import pytest
 import torch
 import yaml
 
-from hvdtrain.checkpoint import Checkpoints, Snapshot, load_checkpoint
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.resume import Resumable, find_resumable, refuse_changed_data
-from hvdtrain.cli.tasks import find_source
 from hvdtrain.data import TensorSplit
 from hvdtrain.data.fingerprint import fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run_directory import RunDirectory
+from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.resume import Resumable, find_resumable, refuse_changed_data
+from hvdtrain.run.tasks import find_source
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
 from tests.unit.test_cli import command, environment, read_summary, read_tree
 
 NAME = "lenet-digits"

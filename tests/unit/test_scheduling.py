@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.scheduling import (
+from hvdtrain.exchange.waiting import (
     COARSE_S,
     LONGEST_REST_S,
     PR_GET_TIMERSLACK,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import signals
 from hvdtrain.cli.options import build_config
-from hvdtrain.cli.signals import SIGNALS, StopSignals
 from hvdtrain.cli.train import run
 from hvdtrain.errors import Stopped
+from hvdtrain.run import signals
+from hvdtrain.run.signals import SIGNALS, StopSignals
 from hvdtrain.topology import Topology
 
 

@@ -12,23 +12,23 @@ from torch import nn
 
 from hvdtrain.cli import compare_options
 from hvdtrain.errors import UsageError
-from hvdtrain.models.lenet import LeNet
-from hvdtrain.ring import all_reduce
-from hvdtrain.ring.transports.in_process import run_in_process
-from hvdtrain.strategies import SYSTEMS, Strategy, find_strategy
-from hvdtrain.strategies.data_parallel import NO_GPU, TorchDataParallel
-from hvdtrain.strategies.parameter_server_async import AsynchronousServer
-from hvdtrain.strategies.stages import choose_cuts, cut_into_stages, shapes_between
-from hvdtrain.strategies.towers import Towers, split_along
-from hvdtrain.strategies.towers_reductions import REDUCTIONS
-from hvdtrain.strategies.traffic import CountedTransport, socket_traffic
-from hvdtrain.strategies.work import (
+from hvdtrain.lab.systems import SYSTEMS, Strategy, find_strategy
+from hvdtrain.lab.systems.data_parallel import NO_GPU, TorchDataParallel
+from hvdtrain.lab.systems.parameter_server_async import AsynchronousServer
+from hvdtrain.lab.systems.stages import choose_cuts, cut_into_stages, shapes_between
+from hvdtrain.lab.systems.towers import Towers, split_along
+from hvdtrain.lab.systems.towers_reductions import REDUCTIONS
+from hvdtrain.lab.systems.traffic import CountedTransport, socket_traffic
+from hvdtrain.lab.systems.work import (
     GlobalBatch,
     Work,
     flatten_gradients,
     flatten_parameters,
     parameters_of,
 )
+from hvdtrain.models.lenet import LeNet
+from hvdtrain.ring import all_reduce
+from hvdtrain.ring.transports.in_process import run_in_process
 from tests.unit.strategies import make_spec, run_alone, run_single, work_spec
 
 SIZE = 12 * 8  # of gradients, for formulas

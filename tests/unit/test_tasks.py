@@ -18,10 +18,10 @@ from hvdtrain.data import GlobalBatchSampler, Shares, Splits
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import TrainingError
-from hvdtrain.evaluate import evaluate
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.tasks import Settings, Sums, Task, check_sums
-from hvdtrain.training import Job
+from hvdtrain.train.evaluate import evaluate
+from hvdtrain.train.loop import Job
 from tests.unit.jobs import CPU, made_up_data, make_job, one_step
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 

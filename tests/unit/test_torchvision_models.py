@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
 from hvdtrain.models import build_model
-from hvdtrain.vision import import_torchvision
 
 
 def test_torchvision_runs() -> None:

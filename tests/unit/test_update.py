@@ -14,8 +14,8 @@ from torch.nn import functional
 from hvdtrain.audit import NoAudit
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.metering import COUNT
-from hvdtrain.training import Job
+from hvdtrain.train.loop import Job
+from hvdtrain.train.metering import COUNT
 from tests.unit.jobs import (
     CLASSES,
     evaluate_on,

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain import faults
 from hvdtrain.cli import verify_options
+from hvdtrain.lab.verify import Case, Result, faults, plan_cases, run_cases
+from hvdtrain.lab.verify.cases import DTYPES, OPERATIONS, make_values
+from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner, Tensors
+from hvdtrain.lab.verify.report import as_json, explain, table_row
 from hvdtrain.ring import Transport, all_reduce, broadcast, split_evenly
 from hvdtrain.ring.bound import sum_error_bound
 from hvdtrain.ring.transports.in_process import run_in_process
-from hvdtrain.verify import Case, Result, plan_cases, run_cases
-from hvdtrain.verify.cases import DTYPES, OPERATIONS, make_values
-from hvdtrain.verify.collectives import FaultyRunner, HonestRunner, Runner, Tensors
-from hvdtrain.verify.report import as_json, explain, table_row
 
 SIZES = (0, 4, 52, 1028)
 Spoil = Callable[[Case, Tensors, int, int], Tensors]  # (case, results, step, rank)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hvdtrain.checkpoint import Checkpoints, Snapshot
 from hvdtrain.errors import UsageError
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.weights import clean_names, find_weights, load_pretrained, read_weights
 from tests.unit.nets import Net, net, same
 

@@ -175,7 +175,7 @@ def _prove(checkout: Checkout) -> None:
         raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{check}")
     for controller in ("gloo", "mpi"):
         command = [horovodrun, "-np", "2", f"--{controller}", str(checkout.python)]
-        command += ["-m", "hvdtrain.comm"]
+        command += ["-m", "hvdtrain.exchange.horovod"]
         what = f"all-reduce over 2 processes with {controller}"
         _run(command, what, environment, timeout_s=PROOF_TIMEOUT_S)
         _say(f"proved: all-reduce over 2 processes with {controller}")

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.door import Door
 from hvdtrain.errors import TransportError, UsageError
+from hvdtrain.listener import Door
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
 

@@ -1,0 +1,1 @@
+"""Commands that measure and prove: verify, compare, bench, plan and report."""

@@ -1,0 +1,165 @@
+"""`hvdtrain bench classic`: the table of textbooks on several GPUs, run here, beside theirs.
+
+Three runs: one worker, two with the same global batch, and two with twice the batch and twice the
+learning rate. Epoch times are those of the training steps, as there.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.data.fashion_mnist import FILES, FOLDER
+from hvdtrain.lab.bench.train_runs import HVDTRAIN, records, run_command, train_argv
+from hvdtrain.log import counted
+
+FASHION_MNIST, DIGITS = "fashion-mnist", "digits"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row."""
+
+    workers: int
+    global_batch_size: int
+    lr: float  # of SGD without momentum
+
+
+SETTINGS = (Setting(1, 256, 0.1), Setting(2, 256, 0.1), Setting(2, 512, 0.2))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others have found, in seconds an epoch, in the order of SETTINGS."""
+
+    name: str
+    epoch_s: tuple[float, float, float]
+
+
+# On Fashion-MNIST with one and two GPUs. These figures are quoted, and were not found again in a
+# source to cite. The nearest that was: d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla
+# V100), with 13.2 s for the first setting and 7.3 s for the last one in Gluon.
+PUBLISHED = (
+    Published("Gluon, ResNet-18", (14.2, 10.2, 8.1)),
+    Published("d2l, LeNet", (2.6, 2.6, 2.4)),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `hvdtrain bench classic` was told."""
+
+    model: str
+    data: str
+    data_dir: str
+    epochs: int
+    rounds: int
+    controller: str  # gloo or mpi
+    time_limit_s: float  # of each run
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    epoch_s: list[float]  # of each epoch
+    accuracy: float  # on the validation data, at the end, from 0 to 1
+
+
+Results = dict[Setting, list[Result]]
+
+
+def data_that_is_there(data_dir: Path) -> str:
+    """Fashion-MNIST where all of its files are, else digits."""
+    there = all((data_dir / FOLDER / name).is_file() for name in FILES)
+    return FASHION_MNIST if there else DIGITS
+
+
+def measure(
+    plan: Plan,
+    run: Callable[[Plan, Setting, Path], Result],
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Results:
+    """All runs in turns, by setting and round. Raises ChildFailure."""
+    results: Results = {setting: [] for setting in SETTINGS}
+    for number in range(plan.rounds):
+        order = list(enumerate(SETTINGS))
+        for place, setting in order if number % 2 == 0 else reversed(order):
+            own = folder / f"{number}-{place}"
+            own.mkdir(mode=0o700)
+            result = run(plan, setting, own)
+            results[setting].append(result)
+            tell(
+                f"round {number + 1}: {setting.workers} x {setting.global_batch_size}: "
+                f"{epoch_time([result]):.3f} s an epoch, accuracy {result.accuracy:.4f}"
+            )
+    return results
+
+
+def train(plan: Plan, setting: Setting, folder: Path) -> Result:
+    """One run, under `hvdtrain launch`. Raises ChildFailure."""
+    flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
+    flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
+    flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
+    argv = [*HVDTRAIN, "launch", "-np", str(setting.workers), "--controller", plan.controller]
+    argv += ["--", *train_argv(folder, flags)[len(HVDTRAIN) :]]
+    run_command(argv, os.environ, folder, plan.time_limit_s)
+    epochs = records(folder, "epoch")
+    return Result(
+        [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],
+        epochs[-1]["valid_accuracy"],
+    )
+
+
+def epoch_time(results: list[Result]) -> float:
+    """The median over all rounds, in seconds, without each first epoch where there are others."""
+    return statistics.median(
+        seconds for result in results for seconds in result.epoch_s[1:] or result.epoch_s
+    )
+
+
+def table(plan: Plan, results: Results) -> str:
+    """A row a setting: ours, and what was published."""
+    lines = [
+        f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
+        f"{counted(plan.rounds, 'round')}, SGD "
+        "without momentum, one compute thread each; seconds an epoch (median without the first), "
+        "speed-up over one worker"
+    ]
+    before = f"{'workers':>9}{'batch':>7}{'lr':>6}"
+    heads = [f"hvdtrain ({plan.controller})", *(found.name for found in PUBLISHED)]
+    lines.append(before + f"{heads[0]:>26}" + "".join(f"{name:>22}" for name in heads[1:]))
+    alone_s = epoch_time(results[SETTINGS[0]])
+    for place, setting in enumerate(SETTINGS):
+        own_s = epoch_time(results[setting])
+        accuracy = statistics.median(result.accuracy for result in results[setting])
+        line = f"{setting.workers:>9}{setting.global_batch_size:>7}{setting.lr:>6g}"
+        line += f"{own_s:>10.3f}{alone_s / own_s:>6.2f}x{accuracy:>9.4f}"
+        for found in PUBLISHED:
+            line += f"{found.epoch_s[place]:>14.1f}{found.epoch_s[0] / found.epoch_s[place]:>7.2f}x"
+        lines.append(line)
+    lines.append(
+        "  ours: seconds, speed-up, validation accuracy; the others' were published for GPUs, on "
+        "Fashion-MNIST: compare speed-ups, not seconds"
+    )
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan, results: Results) -> dict[str, Any]:
+    """Everything."""
+    alone_s = epoch_time(results[SETTINGS[0]])
+    rows = [
+        asdict(setting)
+        | {
+            "epoch_s": epoch_time(found),
+            "speed_up": alone_s / epoch_time(found),
+            "runs": [asdict(result) for result in found],
+        }
+        for setting, found in results.items()
+    ]
+    return {**asdict(plan), "rows": rows, "published": [asdict(found) for found in PUBLISHED]}

@@ -1,0 +1,86 @@
+"""The loops that `hvdtrain bench scaling` holds ours against, as one would write them by hand.
+
+They do less than our step does: no metrics, no sums over ranks, no checks. As often as `train` logs
+a step they tell the time.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdtrain.config import RunConfig
+from hvdtrain.data import Shares
+from hvdtrain.lab.systems.contract import Parameters, Place, Strategy
+from hvdtrain.lab.systems.messages import join_group, leave_group
+from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
+from hvdtrain.run.memory import keep_freed_memory
+
+LOG_INTERVAL = RunConfig.log_interval  # steps
+
+
+def step_log(folder: Path, number: int) -> Path:
+    """Where a process tells the times of its steps: number and seconds, a line each."""
+    return folder / f"steps-{number}.txt"
+
+
+class BareLoop(Strategy):
+    """Forward, backward, step, on this process's share of each global batch."""
+
+    def __init__(self, work: Work, place: Place) -> None:
+        super().__init__(work, place)
+        self.model: nn.Module = work.model
+        self._optimizer = work.optimizer(trained(work.model))
+        self._shares = Shares(place.workers)
+        self._steps = 0
+        self._told = step_log(Path(place.spec.folder), place.number).open("w", encoding="utf-8")
+
+    def step(self, batch: GlobalBatch) -> None:
+        own = self._shares.of(batch.indices, self.place.number)
+        inputs, labels = self.work.dataset.train.batch(own, batch.epoch)
+        self._optimizer.zero_grad()
+        functional.cross_entropy(self.model(inputs), labels).backward()
+        self._optimizer.step()
+        self._steps += 1
+        if self._steps % LOG_INTERVAL == 0:
+            self._told.write(f"{self._steps} {time.time()}\n")
+            self._told.flush()
+
+    def parameters(self) -> Parameters:
+        """Nobody asks for them."""
+        return {}
+
+
+class PlainDdp(BareLoop):
+    """With torch's DistributedDataParallel over Gloo, in its own settings."""
+
+    what = "torch DistributedDataParallel, over Gloo"
+
+    def __init__(self, work: Work, place: Place) -> None:
+        """Collective: joins the others."""
+        super().__init__(work, place)
+        join_group(place)
+        self.model = DistributedDataParallel(work.model)
+
+    def close(self) -> None:
+        leave_group()
+
+
+class Independent(BareLoop):
+    """Alone, at the same time as the others: all that this machine can do, and so with the memory
+    and the optimizer's step that `train` has found to be the fastest.
+    """
+
+    what = "independent processes at the same time, without exchange"
+
+    def __init__(self, work: Work, place: Place) -> None:
+        """Collective: all begin at the same time, and never meet again."""
+        keep_freed_memory()
+        super().__init__(work, place)
+        self._optimizer = work.tuned_optimizer()
+        join_group(place)
+        leave_group()

@@ -1,0 +1,140 @@
+"""What `hvdtrain bench scaling` has found: medians, ratios and efficiencies, as a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.lab.bench.rounds import Ratio, spread
+from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, WEAK, Case, Plan, Rates
+from hvdtrain.log import counted
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One mode, model and number of workers."""
+
+    mode: str
+    case: Case
+    samples_per_s: dict[str, float | None]  # medians by contestant; None: it never ended well
+    over_ddp: Ratio | None  # ours, as multiples of theirs in the same round
+    over_limit: Ratio | None
+    efficiency: dict[str, float | None]  # speed over N times that of one worker; None: not known
+
+
+def points_of(plan: Plan, rates: Rates) -> list[Point]:
+    """By mode, model and workers. A case that belongs to two modes stands in both."""
+    return [
+        _point(plan, rates, mode, model, workers)
+        for mode in plan.modes
+        for model in plan.models
+        for workers in plan.workers
+    ]
+
+
+def _point(plan: Plan, rates: Rates, mode: str, model: str, workers: int) -> Point:
+    case = plan.case(mode, model, workers)
+    found = rates[case]
+    speed = {name: median(found[name]) for name in CONTESTANTS}
+    efficiency: dict[str, float | None] = dict.fromkeys(CONTESTANTS)
+    if 1 in plan.workers:
+        for name, alone in rates[plan.case(mode, model, 1)].items():
+            own, base = speed[name], median(alone)
+            efficiency[name] = own / (workers * base) if own and base else None
+    return Point(
+        mode=mode,
+        case=case,
+        samples_per_s=speed,
+        over_ddp=ratio_within_rounds(found[OURS], found[DDP]),
+        over_limit=ratio_within_rounds(found[OURS], found[LIMIT]),
+        efficiency=efficiency,
+    )
+
+
+def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """Of the rounds in which both came to their end; None: there was no such round."""
+    ratios = [a / b for a, b in zip(rates, to, strict=True)]
+    ended = [ratio for ratio in ratios if not math.isnan(ratio)]
+    return spread(ended) if ended else None
+
+
+def median(rates: Sequence[float]) -> float | None:
+    """Without those that failed; None: all did."""
+    ended = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.median(ended) if ended else None
+
+
+HEADINGS = (
+    *("model", "N", "samples a step"),
+    *(f"{name}/s" for name in CONTESTANTS),
+    *(f"{OURS} / {name} (middle half)" for name in (DDP, LIMIT)),
+    *("efficiency", f"{DDP}'s", f"{LIMIT}'s"),
+)
+
+
+def table(plan: Plan, points: Sequence[Point]) -> str:
+    """One part for each mode."""
+    rounds = counted(plan.rounds, "round")
+    lines = [
+        f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
+        "DDP on gloo, one compute thread each; limit: as many processes at once, without exchange"
+    ]
+    for mode in plan.modes:
+        rows = [HEADINGS, *(_cells(point) for point in points if point.mode == mode)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        kept = "samples a worker" if mode == WEAK else "samples a step over all workers"
+        lines.append(f"{mode} scaling, the same {kept}:")
+        for row in rows:
+            cells = [
+                f"{cell:{width}}" if number == 0 else f"{cell:>{width}}"
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    case = point.case
+    return (
+        case.model,
+        str(case.workers),
+        str(case.global_batch_size),
+        *(_told(point.samples_per_s[name], ",.0f") for name in CONTESTANTS),
+        _with_spread(point.over_ddp),
+        _with_spread(point.over_limit),
+        *(_told(point.efficiency[name], ".2f") for name in CONTESTANTS),
+    )
+
+
+def _told(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def _with_spread(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NOTHING
+    return f"{ratio.median:.3f} ({ratio.lower_quartile:.3f} to {ratio.upper_quartile:.3f})"
+
+
+def as_json(
+    plan: Plan, rates: Rates, points: Sequence[Point], problems: Sequence[str]
+) -> dict[str, Any]:
+    """Everything; null stands for a run that failed."""
+    return {
+        **asdict(plan),
+        "runs": [
+            asdict(case) | {"samples_per_s": {n: _finite(r) for n, r in found.items()}}
+            for case, found in rates.items()
+        ],
+        "points": [asdict(point) for point in points],
+        "problems": list(problems),
+    }
+
+
+def _finite(rates: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(rate) else rate for rate in rates]

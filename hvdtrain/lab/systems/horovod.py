@@ -1,0 +1,107 @@
+"""The product's own path: `train_step` over Horovod's DistributedOptimizer, under horovodrun.
+
+Source: A. Sergeev and M. Del Balso, "Horovod: fast and easy distributed deep learning in
+TensorFlow" (2018, arXiv:1802.05799). What goes on in a step is in `hvdtrain.train.loop`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from hvdtrain.audit import NoAudit
+from hvdtrain.data import Shares
+from hvdtrain.data.feeding import Feed
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
+from hvdtrain.lab.systems.ring import ring_formula
+from hvdtrain.lab.systems.traffic import Traffic, socket_traffic
+from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
+from hvdtrain.train.loop import Job, train_step
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.update import Update
+
+if TYPE_CHECKING:
+    from hvdtrain.exchange.horovod import HorovodExchange
+
+LOG_INTERVAL = 10
+NO_AUDIT = NoAudit()
+
+
+class Horovod(Strategy):
+    """With all that a step of `hvdtrain train` does: weights, sums over ranks, metrics, clock."""
+
+    what = "hvdtrain's own path, on Horovod, under horovodrun"
+    under_horovodrun = True
+    measured = "sockets"
+
+    def __init__(self, work: Work, place: Place) -> None:
+        super().__init__(work, place)
+        from hvdtrain.exchange.horovod import (
+            HorovodExchange,  # where it is absent, only this row fails
+        )
+
+        self._exchange = HorovodExchange()
+        self._job = make_job(work, self._exchange)
+        self._meter = Meter(self._exchange, work.sampler.samples, work.task.metrics)
+        self._meter.clock = work.clock
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
+        return ring_formula(spec.workers, size)
+
+    def step(self, batch: GlobalBatch) -> None:
+        number, meter = next(self._numbers), self._meter
+        meter.begin_step(number)
+        data = self._job.feed.step(batch.indices, self._exchange.rank, batch.epoch)
+        sums = train_step(self._job, self._exchange, NO_AUDIT, number, data, meter.clock)
+        meter.end_step(sums, number, data.samples)
+        if number % LOG_INTERVAL == 0:
+            meter.read_interval()
+
+    def parameters(self) -> Parameters:
+        self._meter.collect()
+        return parameters_of(self._job.model)
+
+    def traffic(self) -> Mapping[str, Traffic] | None:
+        """Under mpi workers of one machine share memory, and no socket shows what they tell."""
+        measured = socket_traffic() if self._exchange.controller == "gloo" else None
+        return {self.name: measured} if measured else None
+
+    def notes(self) -> list[str]:
+        controller = self._exchange.controller
+        notes = [
+            f"controller {controller}",
+            "what of its exchange lies within backward is timed as compute",
+        ]
+        if controller == "mpi":
+            notes.append("its bytes are by formula: MPI's workers on one machine share memory")
+        return notes
+
+    def close(self) -> None:
+        self._exchange.close()
+
+
+def make_job(work: Work, exchange: HorovodExchange) -> Job:
+    """Collective: the work as `hvdtrain train` would have it, its optimizer distributed."""
+    shares, device = Shares(exchange.size), torch.device("cpu")
+    job = Job(
+        model=work.model,
+        optimizer=work.optimizer(trained(work.model)),
+        update=Update(work.model, device),
+        task=work.task,
+        data=work.task.build_data(),
+        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches=1, everyone=False),
+        valid_shares=shares,
+        schedule=lambda step: work.spec.lr,
+        total_steps=work.spec.steps,
+        device=device,
+        log_interval=LOG_INTERVAL,
+        eval_interval=1,
+        checkpoint_interval=0,
+        hash_every=0,
+    )
+    return job.distributed(exchange)

@@ -1,0 +1,174 @@
+"""What every compared system does: the same model, data, global batches and optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data.sampler import Indices
+from hvdtrain.data.splits import Batch
+from hvdtrain.models import build_model, fit_dataset
+from hvdtrain.pulse import Pulse
+from hvdtrain.tasks import Settings
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.train.metering import PHASES, PhaseClock
+from hvdtrain.train.optimizers import build_optimizer
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Layers whose result depends on how samples are shared out, by design, and not by mistake.
+BY_SHARE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+@dataclass(frozen=True)
+class WorkSpec:
+    """What is trained, and for how long, in plain values."""
+
+    model: str
+    data: str
+    data_dir: str
+    global_batch_size: int
+    steps: int
+    dtype: str
+    seed: int
+    lr: float
+    momentum: float
+
+
+class GlobalBatch(NamedTuple):
+    """The samples of one step, over all workers."""
+
+    indices: Indices
+    epoch: int
+
+
+class KeptClock(PhaseClock):
+    """Keeps the sum of all that was taken from it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(Pulse())
+        self._kept = [0.0] * len(PHASES)
+
+    def take(self) -> list[float]:
+        seconds = super().take()
+        self._kept = [kept + more for kept, more in zip(self._kept, seconds, strict=True)]
+        return seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since this was last called."""
+        self.take()
+        kept, self._kept = self._kept, [0.0] * len(PHASES)
+        return dict(zip(PHASES, kept, strict=True))
+
+
+class Work:
+    """One process's copy of the work: built from the same seed, so that all copies are equal."""
+
+    def __init__(self, spec: WorkSpec) -> None:
+        """Raises UsageError for a model or data that cannot be."""
+        self.spec = spec
+        dtype = DTYPES[spec.dtype]
+        data = load_dataset(spec.data, Path(spec.data_dir), spec.seed, dtype)
+        self.dataset = fit_dataset(data, spec.model)
+        torch.manual_seed(spec.seed)
+        self.model = build_model(spec.model, self.dataset.shape, self.dataset.classes, dtype)
+        settings = Settings(spec.model, spec.data, Path(spec.data_dir), spec.seed, dtype)
+        self.task = Classification(settings, self.dataset, lambda: self.model)
+        self.sampler = GlobalBatchSampler(
+            len(self.dataset.train), spec.global_batch_size, spec.seed
+        )
+        self.clock = KeptClock()
+
+    @property
+    def bytes_of_gradients(self) -> int:
+        """S of the formulas."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in trained)
+
+    @property
+    def depends_on_shares(self) -> bool:
+        """Whether the result depends on how samples are shared out, whatever the system."""
+        return any(isinstance(layer, BY_SHARE) for layer in self.model.modules())
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """The global batches of all steps; the last one of an epoch may be short."""
+        endless = (
+            GlobalBatch(indices, epoch)
+            for epoch in itertools.count()
+            for indices in self.sampler.global_batches(epoch * self.sampler.samples)
+        )
+        return itertools.islice(endless, self.spec.steps)
+
+    def optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """A fresh one."""
+        return torch.optim.SGD(parameters, lr=self.spec.lr, momentum=self.spec.momentum)
+
+    def tuned_optimizer(self) -> torch.optim.Optimizer:
+        """A fresh one over the whole model, with the step that `train` has."""
+        return build_optimizer("sgd", self.model, self.spec.lr, self.spec.momentum, 0.0)
+
+    def load(self, indices: Indices, epoch: int) -> Batch:
+        """These samples; the phase is `data`."""
+        self.clock.enter("data")
+        inputs, labels = self.dataset.train.batch(indices, epoch)
+        return inputs, labels
+
+    def add_gradient(self, model: nn.Module, batch: Batch, divisor: float) -> None:
+        """Add the gradient of the sum of these samples' losses, over `divisor`, to each `.grad`."""
+        (self.task.loss(model, batch).loss / divisor).backward()
+
+    def add_gradient_of_share(self, batch: GlobalBatch, worker: int, workers: int) -> None:
+        """The same for one worker's share of a global batch: its part of the mean's gradient.
+
+        The shares' gradients add up to that of the mean loss over the global batch. An empty
+        share adds nothing.
+        """
+        own = Shares(workers).of(batch.indices, worker)
+        loaded = self.load(own, batch.epoch)
+        self.clock.enter("compute")
+        if len(own):
+            self.add_gradient(self.model, loaded, len(batch.indices))
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, which ends the step."""
+        self.clock.enter("update")
+        optimizer.step()
+        self.clock.leave()
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By name, on the CPU."""
+    return {name: value.detach().cpu() for name, value in model.named_parameters()}
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def flatten_gradients(model: nn.Module) -> torch.Tensor:
+    """One tensor of zeros that holds all gradients: each `.grad` becomes a part of it."""
+    parameters = trained(model)
+    flat = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in parameters]))
+    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def flatten_parameters(model: nn.Module) -> torch.Tensor:
+    """One tensor that holds all trained parameters: each becomes a part of it."""
+    parameters = trained(model)
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+        parameter.data = part.view_as(parameter)
+    return flat
+
+
+def _parts(flat: torch.Tensor, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(flat.split([parameter.numel() for parameter in parameters]))

@@ -1,0 +1,138 @@
+"""What an exchange must offer to be verified; how a case is put to it, honestly or spoiled."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hvdtrain.lab.verify.cases import Case
+from hvdtrain.lab.verify.faults import Delivered, Place, inject
+from hvdtrain.ring import Transport, broadcast, split_evenly
+
+Tensors = list[torch.Tensor]
+
+
+class Collectives(Protocol):
+    """The collectives of an installation. Each takes tensors of one dtype, and leaves them alone.
+
+    `submission`: alone or together, each by itself and all begun before the first is awaited; or
+    grouped, as one explicit group.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def controller(self) -> str: ...
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether sums are added in the same order in every run, however they are submitted."""
+
+    def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
+        """Collective: each tensor's sum, average, min or max over ranks."""
+
+    def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
+        """Collective: this rank's share of each tensor's sum or average, cut as `split_evenly`."""
+
+    def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
+        """Collective: every rank's tensors, joined in rank order; their lengths may differ."""
+
+    def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
+        """Collective: rank `root`'s tensors."""
+
+
+class Runner(Protocol):
+    """Puts a case to an installation."""
+
+    def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
+        """Collective: the results of one submission. `step` counts those of one case, from 0."""
+
+    def spoiled(self) -> bool:
+        """Whether the last results were changed on this rank after they had been delivered."""
+
+
+class HonestRunner:
+    """Hands on what the installation delivers."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
+        kind, op, submission = case.operation.kind, case.operation.reduction, case.submission
+        if kind == "allreduce":
+            return self._collectives.all_reduce(inputs, op, name, submission)
+        if kind == "reducescatter":
+            return self._collectives.reduce_scatter(inputs, op, name, submission)
+        if kind == "allgather":
+            return self._collectives.all_gather(inputs, name, submission)
+        root = self._collectives.size - 1  # rank 0 would be mistaken for a default
+        return self._collectives.broadcast(inputs, root, name, submission)
+
+    def spoiled(self) -> bool:
+        return False
+
+
+class FaultyRunner:
+    """Spoils one tensor of every submission with a fault of `hvdtrain.lab.verify.faults`."""
+
+    def __init__(self, honest: Runner, fault: str, transport: Transport, seed: int) -> None:
+        """`seed`: the same on every rank. `transport` tells the terms that are to be dropped."""
+        self._honest = honest
+        self._fault = fault
+        self._transport = transport
+        self._dice = random.Random(seed)
+        self._previous: Tensors = []
+        self._spoiled = False
+
+    def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
+        results = [result.contiguous() for result in self._honest.run(case, inputs, name, step)]
+        delivered = [result.clone() for result in results]
+        victims = [number for number, length in enumerate(case.lengths) if length]
+        self._spoiled = False
+        if victims:
+            victim = victims[self._dice.randrange(len(victims))]
+            target = self._target(case, inputs, results, victim, step)
+            place = self._place(case, inputs[victim])
+            self._spoiled = inject(self._fault, target, place, self._dice)
+        self._previous = delivered
+        return results
+
+    def spoiled(self) -> bool:
+        return self._spoiled
+
+    def _target(
+        self, case: Case, inputs: Tensors, results: Tensors, victim: int, step: int
+    ) -> Delivered:
+        twins = [
+            number
+            for number, length in enumerate(case.lengths)
+            if number != victim and length == case.lengths[victim]
+        ]
+        return Delivered(
+            value=results[victim],
+            op=case.operation.reduction,
+            local=self._own_share(case, inputs[victim]),
+            previous=self._previous[victim] if step else None,
+            other=results[twins[0]] if twins else None,
+        )
+
+    def _place(self, case: Case, term: torch.Tensor) -> Place:
+        def tell(local: torch.Tensor, rank: int) -> torch.Tensor:
+            whole = np.array(term.numpy())
+            broadcast(whole, self._transport, rank)
+            return self._own_share(case, torch.from_numpy(whole))
+
+        return Place(self._transport.rank, self._transport.size, tell)
+
+    def _own_share(self, case: Case, term: torch.Tensor) -> torch.Tensor:
+        """What of a term goes into this rank's result."""
+        if case.operation.kind != "reducescatter":
+            return term
+        return term[split_evenly(len(term), self._transport.size)[self._transport.rank]]

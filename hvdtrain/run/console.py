@@ -1,0 +1,153 @@
+"""What rank 0 prints: one header, progress, a row an epoch, a verdict.
+
+On a terminal progress is a live bar; into a pipe (always so under horovodrun, which prefixes every
+line) it is a plain line per interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from hvdtrain import __version__
+from hvdtrain.exchange import Exchange, SingleProcess
+from hvdtrain.log import counted, say
+from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.loop import Job
+from hvdtrain.train.metering import Totals
+
+SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
+
+
+class Console:
+    """An observer that prints."""
+
+    def __init__(self, total_steps: int, live: bool) -> None:
+        """`live`: with a progress bar, which needs a terminal of its own."""
+        self._total_steps = total_steps
+        self._bar = tqdm(total=total_steps, unit="step") if live else None
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        if self._bar is not None:
+            self._bar.update(totals.step - self._bar.n)
+            self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
+            return
+        self._print(
+            f"step {totals.step}/{self._total_steps}  epoch {totals.epoch}  "
+            f"loss {totals.loss:.4f}  {_figures(totals.metrics, '  ', 3)}"
+            f"{totals.samples_per_s:,.0f} samples/s  lr {lr:.4g}"
+        )
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        if self._bar is not None:
+            self._bar.update(totals.step - self._bar.n)
+        valid = ""
+        if evaluation:
+            figures = _figures(evaluation.metrics, ", ", 4, but=("accuracy_top5",))
+            valid = f"valid loss {evaluation.loss:.4f}, {figures.rstrip(', ')}; "
+        self._print(
+            f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, "
+            f"{_figures(totals.metrics, ', ', 4).rstrip(', ')}; {valid}"
+            f"{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
+        )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            say(line)
+
+
+def _figures(metrics: Mapping[str, float], end: str, digits: int, but: Sequence[str] = ()) -> str:
+    return "".join(
+        f"{name} {value:.{digits}f}{end}" for name, value in metrics.items() if name not in but
+    )
+
+
+def is_live(exchange: Exchange, stream: TextIO) -> bool:
+    """Whether a bar has a terminal of its own: what a launcher gives may be one, but is a log."""
+    return isinstance(exchange, SingleProcess) and stream.isatty()
+
+
+def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
+    """What is about to be trained, on what, by whom."""
+    data, sampler, size = job.data, job.sampler, exchange.size
+    parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
+    shares = job.feed.shares.sizes(sampler.global_batch_size)
+    if size > SHARES_SHOWN:
+        shares_text = f"{min(shares)} to {max(shares)} on each worker"
+    else:
+        shares_text = " + ".join(map(str, shares))
+    workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
+    threads = torch.get_num_threads()
+    epochs = -(-job.total_steps // sampler.steps_per_epoch)
+    return "\n".join(
+        [
+            f"hvdtrain {__version__}",
+            f"  model    {model}, {parameters:,} parameters, {dtype}",
+            f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
+            f"samples{', ' if data.note else ''}{data.note}",
+            f"  workers  {workers}, on {job.device.type}, {threads} compute "
+            f"thread{'s' if threads > 1 else ''} each",
+            f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
+            f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
+            f"  update   {optimizer}, learning rate up to {job.optimizer.defaults['lr']:.4g}",
+        ]
+    )
+
+
+def verdict(summary: dict[str, Any], folder: str) -> str:
+    """The last lines of a finished run."""
+    speed = summary["samples_per_s"]  # None where no step was made
+    lines = [
+        f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
+        f"{counted(summary['samples_seen'], 'sample')}"
+        + (f", {speed:,.0f} samples/s" if speed is not None and math.isfinite(speed) else "")
+        + f"; validation {_last_figure(summary)} on {summary['valid_samples']:,}"
+    ]
+    if best := summary.get("best"):
+        lines.append(_best(best))
+    if summary.get("bad_samples"):
+        times = counted(summary["bad_samples"], "time")
+        lines.append(f"samples that could not be read were left out {times}, over all epochs")
+    audit = summary["audit"]
+    if audit["checked"]:
+        lines.append(
+            f"audit: {counted(audit['checked'], 'step')} compared with the ring reference, "
+            f"{audit['failed']} failed; worst error {audit['worst_error_over_bound']:.2f} of the "
+            "rounding bound"
+        )
+    lines.append(f"parameters sha256 {summary['params_sha256']}")
+    lines.append(f"written to {folder}")
+    return "\n".join(lines)
+
+
+def way_on(checkpoints: Sequence[Path]) -> str:
+    """What to do after a stop; `checkpoints`: newest first."""
+    if not checkpoints:
+        return "stopped before a checkpoint was saved"
+    saved = int(checkpoints[0].name.partition("-")[2])
+    return f"saved at step {saved:,}: the same command with --resume auto goes on from there"
+
+
+def _best(best: dict[str, Any]) -> str:
+    (name,) = (key for key in best if key.startswith("valid_"))
+    return (
+        f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
+        f"{best['step']:,}, epoch {best['epoch']}; evaluate, predict and export use its checkpoint"
+    )
+
+
+def _last_figure(summary: dict[str, Any]) -> str:
+    name = "loss" if summary.get("valid_accuracy") is None else "accuracy"
+    return f"{name} {summary[f'valid_{name}']:.4f}"

@@ -1,0 +1,215 @@
+"""From configuration to a job: what one rank can do, and find wrong, by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hvdtrain import plugins
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data.feeding import Feed, may_skip, to_device
+from hvdtrain.data.streaming import BadSample
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.log import say
+from hvdtrain.models import advice_on_size
+from hvdtrain.ring import split_evenly
+from hvdtrain.run.tasks import Source, build_model
+from hvdtrain.tasks import check_sums
+from hvdtrain.topology import Topology
+from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
+from hvdtrain.train.loop import Job
+from hvdtrain.train.optimizers import build_optimizer
+from hvdtrain.train.schedule import make_schedule, scaled_lr
+from hvdtrain.train.update import Update
+from hvdtrain.weights import load_pretrained
+
+TRIED_SAMPLES = 2
+
+
+def prepare(
+    config: TrainConfig,
+    global_batch_size: int,
+    source: Source,
+    exchange: Exchange,
+    topology: Topology,
+) -> Job:
+    """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
+    if config.precision.deterministic:
+        _demand_repetition(exchange)
+    device = choose_device(config.model.device, topology)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
+    _seed(config.run.seed)
+    model = build_model(source.task, config).to(device)
+    if config.model.pretrained is not None:
+        _start_from(Path(config.model.pretrained), model, exchange)
+    _try_once(model, source, config, exchange.rank, device)
+    _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
+    sync_bn = config.precision.sync_bn and has_batch_norm(model)
+    if sync_bn:
+        model = convert_to_sync(model, exchange)
+    settings = config.optimizer
+    lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
+    total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
+    if has_batch_norm(model):
+        refuse = _refuse_single_samples if sync_bn else _refuse_small_shares
+        refuse(sampler, total_steps, source.shares, config.batch.grad_accum_steps)
+    compression = config.precision.compression
+    warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
+    return Job(
+        model=model,
+        optimizer=build_optimizer(
+            settings.opt,
+            model,
+            lr,
+            settings.momentum,
+            settings.weight_decay,
+            amp=config.precision.amp,
+        ),
+        update=Update(
+            model,
+            device,
+            config.precision.amp,
+            settings.clip_grad,
+            settings.model_ema_decay if settings.model_ema else None,
+        ),
+        task=source.task,
+        data=source.data,
+        feed=Feed(
+            source.data.train, sampler, source.shares, config.batch.grad_accum_steps, sync_bn
+        ),
+        valid_shares=source.valid_shares,
+        schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
+        total_steps=total_steps,
+        device=device,
+        log_interval=config.run.log_interval,
+        eval_interval=config.run.eval_interval,
+        checkpoint_interval=config.run.checkpoint_interval,
+        hash_every=config.check.hash_every,
+        reduction=SUM if compression == "none" else Reduction("average", compression),
+        fingerprints=source.fingerprints,
+    )
+
+
+def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
+    """Every rank reads the file; rank 0 says what came of it. Raises UsageError."""
+    notes = load_pretrained(model, path)
+    if exchange.rank == 0:
+        for note in notes:
+            say(f"pretrained: {note}")
+
+
+def _batches_reached(
+    sampler: GlobalBatchSampler, total_steps: int, accum_steps: int
+) -> Iterator[tuple[int, int]]:
+    """Each size of global batch that the run comes to, with the sizes of its micro-batches."""
+    sizes = {sampler.global_batch_size}
+    if total_steps >= sampler.steps_per_epoch:
+        sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
+    for size in sorted(sizes):
+        for part in split_evenly(size, accum_steps):
+            yield size, part.stop - part.start
+
+
+def _refuse_small_shares(
+    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
+) -> None:
+    """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
+    for size, part in _batches_reached(sampler, total_steps, accum_steps):
+        smallest = min(shares.sizes(part)) - shares.slack
+        if smallest < 2:
+            raise UsageError(
+                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
+                f"the batch, but of a batch of {size} samples some worker gets {smallest} at a "
+                f"time ({sampler.samples} samples, {len(shares.weights)} workers, "
+                f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
+            )
+
+
+def _refuse_single_samples(
+    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
+) -> None:
+    """With --sync-bn only a micro-batch of one sample, over all ranks, has no variance."""
+    for size, part in _batches_reached(sampler, total_steps, accum_steps):
+        if part == 1:
+            raise UsageError(
+                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
+                f"the batch, but a batch of {size} samples (of {sampler.samples}) is taken 1 at a "
+                f"time over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
+            )
+
+
+def _demand_repetition(exchange: Exchange) -> None:
+    """--deterministic: torch raises where it has no algorithm that repeats."""
+    if not exchange.repeatable:
+        raise UsageError(
+            "--deterministic: with HOROVOD_FUSION_THRESHOLD="
+            f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
+            "workers depends on timing. Unset it, or set it to 0"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _try_once(
+    model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
+) -> None:
+    """A model that cannot take its data is told before anything is written.
+
+    No statistics move; random generators may, so they are to be seeded afterwards.
+    """
+    name, split = config.model.task, source.data.train
+    own = source.shares.of(np.arange(len(split)), rank)[:TRIED_SAMPLES]
+    if len(own) == 0:
+        return
+    model.eval()
+    try:
+        read = ("--task", name) if name else ("--data", config.data.data)
+        batch = to_device(plugins.call(*read, split.batch, own), device)
+    except BadSample as error:
+        raise UsageError(str(error)) from error
+    tried = len(batch[1]) if may_skip(split) else len(own)
+    if tried > 0:  # else neither can be read; others may be
+        used = ("--task", name) if name else ("--model", config.model.model)
+        try:
+            with torch.no_grad():
+                sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
+        except UsageError as error:
+            advice = "" if name else advice_on_size(config.model.model, batch[0].shape)
+            raise UsageError(f"{error}{advice}") from error
+        check_sums(sums, source.task, tried, training=False)
+    model.train()
+
+
+def choose_device(wanted: str, topology: Topology) -> torch.device:
+    """One device per local rank. Raises UsageError when there are too few."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and visible == 0):
+        return torch.device("cpu")
+    if topology.local_rank >= visible:
+        raise UsageError(
+            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {visible} "
+            f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+            "Start as many workers per host as it has devices, or use --device cpu"
+        )
+    torch.cuda.set_device(topology.local_rank)
+    return torch.device("cuda", topology.local_rank)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _own_seed(seed: int, rank: int) -> int:
+    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,1 @@
+"""Training: the loop, one step of it, and the state between two steps."""

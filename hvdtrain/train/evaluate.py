@@ -1,0 +1,104 @@
+"""Exact evaluation: each sample counts once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.data import SharesLike, Split
+from hvdtrain.data.feeding import stream, to_device
+from hvdtrain.exchange import Exchange
+from hvdtrain.tasks import Task, check_sums, valid_metrics_of
+
+EVALUATION_BATCH = 512  # samples at a time on one rank: bounds memory, changes no result
+STOP, SAMPLES, COUNT, LOSS = range(4)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all samples of a split."""
+
+    samples: int
+    loss: float
+    metrics: dict[str, float]  # means
+    tables: dict[str, list[Any]]  # sums, such as the confusion matrix
+
+
+def class_accuracy(confusion: list[list[float]]) -> list[float | None]:
+    """Of each class's samples, the part that was recognised; None without samples.
+
+    `confusion`: [true class][predicted class].
+    """
+    return [row[i] / sum(row) if sum(row) else None for i, row in enumerate(confusion)]
+
+
+def evaluate(
+    model: torch.nn.Module,
+    task: Task,
+    split: Split,
+    shares: SharesLike,
+    exchange: Exchange,
+    device: torch.device,
+    stop_requested: Callable[[], bool] = lambda: False,
+    waits: Callable[[], None] = lambda: None,
+) -> Evaluation | None:
+    """Collective: the means of loss and metrics, and the tables, over all of `split`.
+
+    Every rank takes its share (empty where there are fewer samples than ranks). What is added over
+    ranks are sums, in float64, where counts are exact up to 2^53; never means. None where a rank
+    found `stop_requested` on its way. `waits` is called before waiting for the other ranks.
+    """
+    was_training = model.training
+    model.eval()
+    names = valid_metrics_of(task)
+    sizes = [1] * len(names) + [math.prod(shape) for shape in task.tables.values()]
+    heads = torch.zeros(4, dtype=torch.float64)
+    rest = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+    own = shares.of(np.arange(len(split)), exchange.rank)
+    parts = [own[at : at + EVALUATION_BATCH] for at in range(0, len(own), EVALUATION_BATCH)]
+    with torch.no_grad():
+        for loaded in stream(split, parts, epoch=0):
+            if stop_requested():
+                heads[STOP] = 1
+                break
+            if loaded.samples == 0:
+                continue  # none of the batch could be read
+            sums = task.evaluate(model, to_device(loaded.batch, device))
+            sums = check_sums(sums, task, loaded.samples, training=False)
+            heads[SAMPLES] += loaded.samples
+            heads[COUNT] += sums.samples
+            heads[LOSS] += sums.loss.double().cpu()
+            for total, name in zip(rest, (*names, *task.tables), strict=True):
+                total += sums.metrics[name].double().reshape(-1).cpu()
+    model.train(was_training)
+    waits()
+    totals = exchange.sum_later(torch.cat([heads, *rest]), "hvdtrain.train.evaluate")()
+    if totals[STOP]:
+        return None
+    return _as_evaluation(totals, task)
+
+
+def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:
+    """From the sums over all ranks, in the order of `evaluate`."""
+    names = valid_metrics_of(task)
+    heads, means, rest = totals.split([4, len(names), len(totals) - 4 - len(names)])
+    count = float(heads[COUNT])
+    tables = {}
+    for name, shape in task.tables.items():
+        table, rest = rest.split([math.prod(shape), len(rest) - math.prod(shape)])
+        whole = table.to(torch.int64)
+        tables[name] = (whole if bool((whole == table).all()) else table).reshape(shape).tolist()
+    return Evaluation(
+        samples=int(heads[SAMPLES]),
+        loss=float(heads[LOSS]) / count if count else math.nan,
+        metrics={
+            name: total / count if count else math.nan
+            for name, total in zip(names, means.tolist(), strict=True)
+        },
+        tables=tables,
+    )

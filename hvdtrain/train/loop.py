@@ -1,0 +1,350 @@
+"""The training loop. It knows tensors and steps; how ranks exchange is handed in.
+
+A step's update uses the gradient of the mean loss over the *global* batch. Rank r computes the sum
+of its own samples' losses and divides it by B, the samples in this global batch, so that the sum
+over ranks is sum_r (1/B) sum_i loss_i = (1/B) sum_i loss_i, also where ranks hold different numbers
+of samples, or none. (Where gradients travel in float16 each is N times as large, and averaged over
+the N ranks: what travels must not sink below float16's smallest number as N grows.) With
+accumulation the global batch is cut into micro-batches first, and each of them is shared out: they
+too are the same for every N. Where the loss counts something else (tokens), or samples were left
+out, the reduced gradient is multiplied by B / (what was counted on all ranks) before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
+from hvdtrain.data.splits import Splits
+from hvdtrain.errors import TrainingError, name_ranks
+from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.exchange.parameters import check_equal_on_all_ranks
+from hvdtrain.tasks import Task, check_sums
+from hvdtrain.train.batchnorm import averaged_statistics
+from hvdtrain.train.evaluate import Evaluation, evaluate
+from hvdtrain.train.finite import not_finite
+from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
+from hvdtrain.train.schedule import Schedule
+from hvdtrain.train.update import Update
+
+_NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
+
+
+class Audit(Protocol):
+    """Checks the reduced gradients of chosen steps; does nothing at the others."""
+
+    def begin(self, step: int) -> None:
+        """Before the backward pass of a step (counted from 1)."""
+
+    def end(self, step: int) -> None:
+        """Collective: after the gradients are reduced, before they are used."""
+
+
+class Observer(Protocol):
+    """Is told what happens; writes and prints it."""
+
+    def interval_end(self, totals: Totals, lr: float) -> None: ...
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
+
+
+class Profiler(Protocol):
+    """Looks closely at chosen steps."""
+
+    def begin(self, step: int) -> None: ...
+
+    def end(self, step: int) -> None: ...
+
+
+class Keeper(Protocol):
+    """Keeps the state of a run, and knows when it was asked to stop."""
+
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop; called at each step, and while evaluating."""
+
+    def evaluation_begins(self) -> None:
+        """The next calls come from an evaluation."""
+
+    def waits(self) -> None:
+        """This rank has done its part, and waits for the others."""
+
+    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
+        """Collective: keep the state as it stands between two steps."""
+
+    def stop(self) -> NoReturn:
+        """Collective: all ranks have agreed to stop, and the state is kept: raises Stopped."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and for how long."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    update: Update
+    task: Task
+    data: Splits
+    feed: Feed
+    valid_shares: SharesLike
+    schedule: Schedule
+    total_steps: int
+    device: torch.device
+    log_interval: int
+    eval_interval: int
+    checkpoint_interval: int
+    hash_every: int
+    reduction: Reduction = SUM
+    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, for whoever resumes
+
+    def distributed(self, exchange: Exchange) -> Job:
+        """Collective: the same with an optimizer that reduces gradients over ranks."""
+        optimizer = exchange.distribute(
+            self.optimizer, self.model, self.feed.micro_batches, self.reduction
+        )
+        return replace(self, optimizer=optimizer)
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """The order of the samples."""
+        return self.feed.sampler
+
+    @property
+    def counts_vary(self) -> bool:
+        """Whether what the loss is a mean over is known only once it has been computed."""
+        return not self.task.counts_samples or may_skip(self.data.train)
+
+    def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: the model to evaluate and to save, within the context.
+
+        It holds the moving average of the weights where there is one, and the running statistics
+        of all ranks.
+        """
+        average = self.update.average
+        return self.with_all_statistics(average.module if average else self.model, exchange)
+
+    def with_all_statistics(
+        self, model: torch.nn.Module, exchange: Exchange
+    ) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: `model` with the running statistics of all ranks, within the context."""
+        own_samples = self.feed.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
+        return averaged_statistics(model, exchange, own_weight=float(own_samples))
+
+
+@dataclass
+class Position:
+    """How far a run has come; with these two numbers the data goes on where it was."""
+
+    step: int = 0
+    samples_seen: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a finished run ended."""
+
+    totals: Totals
+    evaluation: Evaluation
+    steady_samples_per_s: float
+
+
+def train(
+    job: Job,
+    position: Position,
+    meter: Meter,
+    exchange: Exchange,
+    audit: Audit,
+    observer: Observer,
+    keeper: Keeper,
+    profiler: Profiler,
+) -> Outcome:
+    """Collective: run the job from `position`, which moves along, to its end.
+
+    Raises TrainingError on all ranks when a loss, a gradient or what would be saved is not finite,
+    or ranks have drifted apart; what `audit.end` raises; and Stopped, once all ranks have agreed on
+    it and the state is kept.
+    """
+    job.model.train()
+    evaluation = None
+    if _epoch_ends(job, position) and meter.has_open_epoch:  # a stop has cut its evaluation short
+        evaluation = _end_epoch(job, exchange, meter, observer, keeper)
+        keeper.save(job, meter, evaluation)
+        if meter.stop_agreed:
+            keeper.stop()
+    for data in _steps(job, position, exchange.rank):
+        step = position.step + 1
+        profiler.begin(step)
+        meter.begin_step(step)
+        stop = keeper.stop_requested()
+        sums = train_step(job, exchange, audit, step, data, meter.clock, stop)
+        meter.end_step(sums, step, data.samples)
+        profiler.end(step)
+        position.step, position.samples_seen = step, position.samples_seen + data.samples
+        if step % job.log_interval == 0:
+            observer.interval_end(meter.read_interval(), _lr_in_use(job))
+        if job.hash_every and step % job.hash_every == 0:
+            check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
+        evaluation = None
+        if _epoch_ends(job, position):
+            evaluation = _end_epoch(job, exchange, meter, observer, keeper)
+        due = job.checkpoint_interval and step % job.checkpoint_interval == 0
+        if due or evaluation or meter.stop_agreed:
+            keeper.save(job, meter, evaluation)
+        if meter.stop_agreed and not (evaluation and step == job.total_steps):
+            keeper.stop()
+    if evaluation is None:  # resumed from the checkpoint of the last step
+        evaluation = _evaluate(job, exchange, meter, keeper)
+        keeper.save(job, meter, evaluation)
+    if evaluation is None:
+        keeper.stop()
+    return Outcome(meter.last_epoch or meter.totals(), evaluation, meter.steady_samples_per_s)
+
+
+def _epoch_ends(job: Job, position: Position) -> bool:
+    return position.samples_seen % job.sampler.samples == 0 or position.step == job.total_steps
+
+
+def _end_epoch(
+    job: Job, exchange: Exchange, meter: Meter, observer: Observer, keeper: Keeper
+) -> Evaluation | None:
+    """Collective: evaluate if it is time, and report. A stop meanwhile leaves the epoch open."""
+    meter.collect()
+    if math.isnan(meter.totals().loss):  # losses that are not finite have ended the run already
+        raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
+    epoch, at_end = meter.totals().epoch, meter.totals().step == job.total_steps
+    evaluation = None
+    if epoch % job.eval_interval == 0 or at_end:
+        evaluation = _evaluate(job, exchange, meter, keeper)
+        if evaluation is None:
+            return None
+    observer.epoch_end(meter.close_epoch(), evaluation, _lr_in_use(job))
+    return evaluation
+
+
+def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
+    """Collective: evaluate what would be saved; None when a rank was asked to stop meanwhile."""
+    keeper.evaluation_begins()
+    with job.evaluated_model(exchange) as model:
+        evaluation = evaluate(
+            *(model, job.task, job.data.valid, job.valid_shares, exchange, job.device),
+            keeper.stop_requested,
+            keeper.waits,
+        )
+    meter.stop_agreed = meter.stop_agreed or evaluation is None
+    if evaluation and evaluation.samples == 0:
+        raise TrainingError(_NOTHING_READ.format(part="validate with", data=job.data.name))
+    if evaluation and not math.isfinite(evaluation.loss):
+        raise TrainingError(
+            f"the validation loss is {evaluation.loss} after step {meter.totals().step}: "
+            "the parameters are of no use, and are not saved. Lower --lr, or add --warmup-epochs"
+        )
+    return evaluation
+
+
+def _lr_in_use(job: Job) -> float:
+    return float(job.optimizer.param_groups[0]["lr"])
+
+
+def _steps(job: Job, position: Position, rank: int) -> Iterator[StepData]:
+    """Every step's data from `position`, which the caller moves on, to the end of the run."""
+    while position.step < job.total_steps:
+        yield from job.feed.epoch(position.samples_seen, job.total_steps - position.step, rank)
+
+
+def train_step(
+    job: Job,
+    exchange: Exchange,
+    audit: Audit,
+    step: int,
+    data: StepData,
+    clock: PhaseClock,
+    stop_requested: bool = False,
+) -> StepSums:
+    """Collective: one optimizer update from one global batch, of which `data` is this rank's part.
+
+    Returns the sums of this step over all ranks, still on their way.
+    """
+    for group in job.optimizer.param_groups:
+        group["lr"] = job.schedule(step - 1)
+    job.optimizer.zero_grad()
+    audit.begin(step)
+    sums = StepSums(job.device, job.task.metrics)
+    weight = job.reduction.weight(exchange.size) / data.samples
+    own: list[Loaded] = []
+    for loaded in data.batches:
+        clock.enter("compute")
+        if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+            _backward(job, loaded, weight, sums)
+            if exchange.size > 1:  # kept to find the rank of a gradient that is not finite
+                own.append(loaded)
+        clock.enter("data")
+    clock.enter("exchange")
+    sums.start(exchange, step, stop_requested, clock.take())
+    exchange.reduce_gradients(job.optimizer)
+    audit.end(step)
+    if job.counts_vary:  # known only now: the mean is to be over what was really counted
+        counted = float(sums.total()[COUNT])
+        job.update.rescale(data.samples / counted if counted else 1.0)
+    clock.enter("update")
+    found = job.update.not_finite()
+    if found:
+        faulty = exchange.size == 1 or _own_are_faulty(job, found, own, weight)
+        _refuse_gradients(job, exchange, step, sums, found, faulty)
+    logged = step % job.log_interval == 0
+    sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
+    clock.leave()
+    return sums
+
+
+def _refuse_gradients(
+    job: Job, exchange: Exchange, step: int, sums: StepSums, found: list[str], faulty: bool
+) -> NoReturn:
+    """Collective: raise TrainingError on all ranks, for the gradients of `found` are not finite.
+
+    `faulty`: whether this rank's own are not. A loss that is not finite is the cause, where there
+    is one.
+    """
+    sums.check_losses(exchange, step)
+    faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
+    ranks = [rank for rank, at_fault in enumerate(faulty_ranks) if at_fault]
+    where = f"on {name_ranks(ranks)}" if ranks else "once the ranks' own, all finite, were added up"
+    parameters = sum(1 for _ in job.model.parameters())
+    advice = "look for functions without a derivative where they are used (sqrt or a norm at 0)"
+    if not ranks and job.reduction.compression != "none":
+        advice = f"leave --compression={job.reduction.compression} out, which overflows early"
+    raise TrainingError(
+        f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
+        f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
+        f"made, and nothing of it is saved. Lower --lr, or {advice}"
+    )
+
+
+def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float) -> bool:
+    """Collective where layers are synchronised: compute this rank's own gradients again, which the
+    exchange has overwritten with the sums. Returns whether any of `names` is not finite.
+    """
+    parameters = [job.model.get_parameter(name) for name in names]
+    faulty = False
+    for loaded in own:
+        with job.update.autocast():
+            loss = job.task.loss(job.model, to_device(loaded.batch, job.device)).loss
+        gradients = torch.autograd.grad(loss * weight, parameters, allow_unused=True)
+        known = {str(i): it for i, it in enumerate(gradients) if it is not None}
+        faulty = faulty or bool(not_finite(known))
+    return faulty
+
+
+def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:
+    """Add the weighted gradient of this rank's part of a micro-batch, and its sums."""
+    batch = to_device(loaded.batch, job.device)
+    with job.update.autocast():
+        found = job.task.loss(job.model, batch)
+    found = check_sums(found, job.task, loaded.samples, training=True)
+    job.update.scale(found.loss * weight).backward()
+    sums.add(found, loaded.bad)

@@ -1,0 +1,121 @@
+"""The whole state of a training loop between two steps: taken, and put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.errors import TrainingError, name_ranks
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.parameters import check_equal_on_all_ranks, copied_to_cpu, params_sha256
+from hvdtrain.log import counted
+from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
+from hvdtrain.train.checkpoint import Snapshot
+from hvdtrain.train.finite import find_not_finite
+from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.metering import Meter
+
+
+def capture(
+    job: Job, position: Position, meter: Meter, exchange: Exchange, progress: dict[str, Any]
+) -> Snapshot | None:
+    """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
+
+    `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
+    when parameters have drifted apart, and naming the first that is not finite: such a state is
+    never saved.
+    """
+    meter.collect()
+    check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
+    own = {"buffers": copied_to_cpu(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
+    of_ranks = exchange.all_gather_object(own, "hvdtrain.rank_states")
+    with job.evaluated_model(exchange) as model:
+        weights, digest = copied_to_cpu(model.state_dict()), params_sha256(model)
+    with job.with_all_statistics(job.model, exchange):
+        model_state = copied_to_cpu(job.model.state_dict())
+    snapshot, problem = None, None
+    if exchange.rank == 0:
+        state = {
+            "step": position.step,
+            "samples_seen": position.samples_seen,
+            "parameters": [name for name, _ in job.model.named_parameters()],
+            "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
+            "model": model_state,
+            "optimizer": copied_to_cpu(job.optimizer.state_dict()),
+            "update": copied_to_cpu(job.update.state_dict()),
+            "meter": meter.state_dict(),
+            "ranks": of_ranks,
+            "data": list(job.fingerprints),
+            "progress": progress,
+        }
+        snapshot = Snapshot(position.step, digest, weights, state)
+        problem = find_not_finite(state)
+    problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
+    if problem:
+        raise TrainingError(
+            f"after step {position.step} {problem}: it is not saved. Lower --lr, or add "
+            "--warmup-epochs or --clip-grad"
+        )
+    return snapshot
+
+
+def restore(
+    state: dict[str, Any], job: Job, position: Position, meter: Meter, exchange: Exchange
+) -> str | None:
+    """Put a captured state back into a job whose optimizer is distributed already.
+
+    With as many ranks as before each gets its own buffers and random numbers back, and the run
+    goes on bit for bit. With another number, each gets the running statistics of all, and random
+    numbers go on on the ranks that were there before; returns then what that loses.
+    """
+    job.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    job.update.load_state_dict(state["update"])
+    meter.load_state_dict(state["meter"])
+    position.step, position.samples_seen = state["step"], state["samples_seen"]
+    ranks = state["ranks"]
+    if exchange.rank < len(ranks):
+        _set_rng_state(ranks[exchange.rank]["rng"], job.device)
+    if len(ranks) != exchange.size:
+        synchronised = any(isinstance(module, SyncBatchNorm) for module in job.model.modules())
+        own_statistics = has_batch_norm(job.model) and not synchronised
+        return _describe_loss(len(ranks), exchange.size, own_statistics)
+    own = ranks[exchange.rank]
+    for name, buffer in job.model.named_buffers():
+        buffer.copy_(own["buffers"][name])
+        if job.update.average is not None:
+            job.update.average.module.get_buffer(name).copy_(own["buffers"][name])
+    return None
+
+
+def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
+    text = f"{counted(now, 'worker')} instead of {before}: "
+    if now > before:
+        text += f"the random numbers of {name_ranks([*range(before, now)])} start at the seed"
+    else:
+        text += f"the random numbers of {name_ranks([*range(now, before)])} are dropped"
+    return text + "; running statistics are the average of the old ranks'" * own_statistics
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

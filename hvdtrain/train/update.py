@@ -1,0 +1,96 @@
+"""What becomes of a reduced gradient: unscaling, clipping, the optimizer's step, the average."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hvdtrain.train.finite import not_finite
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Update:
+    """Mixed precision, clipping and the moving average of weights, around one optimizer.
+
+    All of it acts on the gradients after they are reduced, which are the same on every rank, so
+    every rank skips a step with infinite fp16 gradients together, and clips by the same norm.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        amp: str = "none",
+        clip_grad: float | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        """`amp`: none, bf16 or fp16. `clip_grad`: largest norm. `ema_decay`: None: no average."""
+        self._model = model
+        self._device = device
+        self._amp_dtype = AMP_DTYPES.get(amp)
+        self._clip_grad = clip_grad
+        self._scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        self.average: AveragedModel | None = None
+        if ema_decay is not None:
+            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around the forward pass."""
+        enabled = self._amp_dtype is not None
+        return torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=enabled)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to go backward from (fp16: times the loss scale)."""
+        return self._scaler.scale(loss)
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the parameters whose reduced gradient is not finite.
+
+        The same on every rank. None with fp16: such a step is skipped, and the loss scale lowered.
+        """
+        if self._scaler.is_enabled():
+            return []
+        named = self._model.named_parameters()
+        return not_finite({name: p.grad for name, p in named if p.grad is not None})
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def apply(self, optimizer: torch.optim.Optimizer, measure: bool = False) -> torch.Tensor | None:
+        """One step of the optimizer with the gradients as they stand.
+
+        Returns their norm (before clipping) if it was needed, or is to be measured.
+        """
+        self._scaler.unscale_(optimizer)
+        norm = None
+        if self._clip_grad is not None or measure:
+            norm = torch.nn.utils.get_total_norm(self._gradients())
+        if self._clip_grad is not None and norm is not None:
+            parameters = self._model.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if self.average is not None:
+            self.average.update_parameters(self._model)
+        return norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale and the average."""
+        average = self.average.state_dict() if self.average is not None else None
+        return {"scaler": self._scaler.state_dict(), "average": average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
