@@ -18,9 +18,9 @@ import os
 
 import torch
 
-from hvdtrain.cli.train import connect
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, join, joined
+from hvdtrain.run.training import connect
 from hvdtrain.topology import Topology
 from hvdtrain.uncaught import report_uncaught
 

@@ -6,11 +6,17 @@ have us write over any file of the user's; opening a pipe of theirs would wait f
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
+import math
 import os
+import shutil
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from hvdtrain.errors import UsageError
 
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 KEPT = os.O_RDWR | os.O_APPEND | os.O_CREAT | PLAIN
@@ -51,3 +57,105 @@ def write_new(path: Path, content: str | bytes) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, NEW, 0o666), "wb") as stream:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+AT_FDCWD = -100  # linux/fcntl.h: paths are relative to the working directory
+RENAME_EXCHANGE = 2  # linux/fs.h
+# What a file system, a kernel, a C library or a container's filter answers that has no exchange.
+UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+REPLACED = ".replaced"
+
+
+def replace_folder(new: Path, final: Path) -> Path:
+    """Put `new` in the place of the folder `final`; returns where the old one is now.
+
+    Raises OSError; the old folder is then in its place, or where `set_aside` finds it.
+    """
+    try:
+        exchange_names(new, final)
+        return new
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    aside = final.with_name(f".{final.name}{REPLACED}")
+    final.rename(aside)
+    try:
+        new.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    return aside
+
+
+def undo_replacing(folder: Path) -> None:
+    """Put back, or remove, what was set aside in `replace_folder` when it was cut short."""
+    for aside in set_aside(folder):
+        final = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
+        if final.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(final)
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """Return the folders that `undo_replacing` would treat."""
+    return sorted(folder.glob(f".*{REPLACED}"))
+
+
+def exchange_names(one: Path, other: Path) -> None:
+    """Let each of two paths name what the other did, in one step. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):  # glibc before 2.28
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    names = os.fsencode(one), os.fsencode(other)
+    if library.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
+    """Why it could not be written in the end, as far as that can be seen now."""
+    if name is None:
+        return []
+    path = Path(name).absolute()
+    if path.is_dir():
+        reason = "it is a folder; give a file"
+    elif not path.parent.is_dir():
+        reason = "there is no such folder; make it first"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return []
+    return [f"{flag}={name}: cannot be written: {reason}"]
+
+
+def check_json(name: str | None) -> None:
+    """Raises UsageError where it could not be written."""
+    if problems := json_problems(name):
+        raise UsageError(*problems)
+
+
+def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> None:
+    """Nothing without a name; numbers that are not finite become null.
+
+    Raises UsageError where it cannot be written.
+    """
+    if name is None:
+        return
+    text = json.dumps(json_ready(content), indent=2, allow_nan=False) + "\n"
+    try:
+        Path(name).write_text(text, "utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"{flag}={name}: cannot be written: {reason}") from error
+
+
+def json_ready(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,88 +1,113 @@
-"""`hvdtrain compare -np N`: a table, JSON, plots and a page of ways to train on N devices."""
+"""`hvdtrain compare -np N`: ways to train on N devices, on the same work, one after the other."""
 
 from __future__ import annotations
 
-import math
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+import argparse
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.json_file import write_json
-from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
-from hvdtrain.lab.children import fork_server
-from hvdtrain.lab.compare.comparing import Plan, Setting, compare, examine
-from hvdtrain.lab.compare.page import write_page
-from hvdtrain.lab.compare.rows import DISAGREES, FAILED, Row
-from hvdtrain.lab.compare.table import describe, heading, line, notes_of, verdict
-from hvdtrain.lab.systems import ORACLE
-from hvdtrain.lab.systems.work import WorkSpec
-from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.stopping import StopRequests
-from hvdtrain.log import say
+from hvdtrain.errors import UsageError
+from hvdtrain.files import json_problems
+from hvdtrain.plugins import is_plugin
+from hvdtrain.topology import Topology
+
+# The same names as in hvdtrain.lab.systems, which is slow to import (a test).
+SYSTEMS = (
+    "single",
+    "towers",
+    "data_parallel",
+    "ddp",
+    "gather_broadcast",
+    "parameter_server",
+    "parameter_server_async",
+    "ring",
+    "horovod",
+    "model_parallel",
+)
+REDUCTIONS = ("gluon", "tensorflow", "d2l")
+
+HELP = "every way to train on N devices, on the same work, one after the other"
+DESCRIPTION = """\
+Run every way to train on N devices, one after the other, on the same model, data, global batches,
+seed and steps, on this machine: is the result that of a single device? how fast? what is sent?
+
+In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
+tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are reported
+and not judged. A system of your own is a class derived from hvdtrain.lab.systems.Strategy.
+"""
 
 
-def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
-    """Run all systems, one after the other. Returns the exit code."""
-    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
-    context = fork_server()
-    setting = examine(make_plan(arguments, systems))
-    names = [ORACLE, *systems]
-    say(f"{describe(setting)}\n{heading(names)}")
-
-    def show(row: Row, single: Row) -> None:
-        say(line(row, names, single))
-
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
-        rows = compare(setting, Path(folder), context, show)
-    say("\n".join([*notes_of(rows, setting), verdict(rows)]))
-    write_json(arguments["json"], as_json(setting, rows))
-    say(f"written to {write_page(rows, setting, arguments['output'])}")
-    return exit_code(rows)
-
-
-def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Plan:
-    """From flags that were checked."""
-    names = WorkSpec.__dataclass_fields__
-    return Plan(
-        systems=systems,
-        workers=arguments["np"],
-        servers=arguments["servers"],
-        work=WorkSpec(**{name: arguments[name] for name in names}),
-        towers_reduction=arguments["towers_reduction"],
-        towers_dim=arguments["towers_dim"],
-        controller=find_controller(arguments["controller"]),
-        time_limit_s=arguments["time_limit_s"],
-        rounds=arguments["rounds"],
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-np", type=int, required=True, metavar="N", help="workers")
+    add("--model", default="lenet", help="as of train (lenet)")
+    add("--data", default="digits", help="as of train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
+    add("--global-batch-size", type=int, default=256, metavar="B", help="over all workers (256)")
+    add("--steps", type=int, default=30, metavar="S", help="of each system (30)")
+    add("--rounds", type=int, default=1, metavar="R", help="in turns, of which the median (1)")
+    add("--dtype", default="float64", choices=("float32", "float64"), help="(float64)")
+    add("--seed", type=int, default=0, help="of parameters and order (0)")
+    add("--lr", type=float, default=0.05, help="of SGD (0.05)")
+    add("--momentum", type=float, default=0.9, help="of SGD (0.9)")
+    add("--systems", metavar="A,B", help=f"some of {', '.join(SYSTEMS)}, or package.module:Class")
+    add(
+        "--towers-reduction",
+        default="gluon",
+        choices=REDUCTIONS,
+        help="how towers' gradients become one update (gluon)",
+    )
+    add("--towers-dim", type=int, default=0, metavar="D", help="that towers split along (0)")
+    add("--servers", type=int, default=2, metavar="K", help="of parameter servers (2)")
+    add(
+        "--controller",
+        default="auto",
+        choices=("auto", "gloo", "mpi"),
+        help="of horovod; auto: as launch chooses",
+    )
+    add("--time-limit-s", type=float, default=600, metavar="T", help="of each system (600)")
+    add("--json", metavar="FILE", help="write every row with all it holds")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs", "compare"),
+        metavar="DIR",
+        help="where plots and page go (runs/compare)",
     )
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """A wrong result weighs more than one that is missing."""
-    found = {row.status for row in rows}
-    if DISAGREES in found:
-        return EXIT_MISMATCH
-    return EXIT_FAILED if FAILED in found else EXIT_OK
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    """Run all systems. Returns the exit code. Raises UsageError."""
+    systems = check_flags(arguments, unknown)
+    from hvdtrain.lab.compare import command
+
+    return command.run(arguments, systems)
 
 
-def as_json(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything; null stands for a difference that is not finite."""
-    plan = asdict(setting.plan)
-    return {
-        **plan.pop("work"),
-        **plan,
-        "shape": list(setting.shape),
-        "parameters": setting.parameters,
-        "gradient_bytes": setting.gradient_bytes,
-        "rows": [_row_as_json(row) for row in rows],
-    }
-
-
-def _row_as_json(row: Row) -> dict[str, Any]:
-    values = asdict(row)
-    values["traffic"] = {name: t._asdict() for name, t in row.traffic.items()}
-    values["formula"] = row.formula and {name: t._asdict() for name, t in row.formula.items()}
-    if row.difference is not None and not math.isfinite(row.difference):
-        values["difference"] = None
-    return values
+def check_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[str, ...]:
+    """The systems to run. Raises UsageError with every problem of the flags."""
+    problems = [f"{text}: no such flag" for text in unknown]
+    least = {"np": 2, "global_batch_size": 1, "steps": 1, "rounds": 1, "servers": 1}
+    least |= {"seed": 0, "towers_dim": 0}
+    for name, lowest in least.items():
+        if arguments[name] < lowest:
+            flag = "-np" if name == "np" else f"--{name.replace('_', '-')}"
+            problems.append(f"{flag}={arguments[name]}: must be at least {lowest}")
+    for name in ("lr", "time_limit_s"):
+        if not arguments[name] > 0:
+            problems.append(f"--{name.replace('_', '-')}={arguments[name]}: must be above 0")
+    if not 0 <= arguments["momentum"] < 1:
+        problems.append(f"--momentum={arguments['momentum']}: must be from 0 to below 1")
+    if arguments["output"].exists() and not arguments["output"].is_dir():
+        problems.append(f"--output={arguments['output']}: is not a folder; choose another")
+    problems += json_problems(arguments["json"])
+    text = arguments["systems"]
+    systems = SYSTEMS if text is None else tuple(part.strip() for part in text.split(","))
+    problems += [
+        f"--systems={name}: unknown; choose from {', '.join(SYSTEMS)}, or package.module:Class"
+        for name in systems
+        if name not in SYSTEMS and not is_plugin(name)
+    ]
+    if problems:
+        raise UsageError(*problems)
+    return systems

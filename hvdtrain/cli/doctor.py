@@ -9,22 +9,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hvdtrain.cli.host_flags import add_host_flags, attempt, find_hosts, ssh_options
-from hvdtrain.cli.json_file import json_problems, write_json
+from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
+from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor.examining import Wishes, examine
 from hvdtrain.launcher.doctor.facts import failed
 from hvdtrain.launcher.doctor.telling import as_json, tell_findings, tell_verdict
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from hvdtrain.log import say
+from hvdtrain.topology import Topology
 
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # as Linux allows names
 SHOWN_HOSTS = 8
+HELP = "check this machine, or every host of a hostfile"
+DESCRIPTION = (
+    "Check what training on these hosts needs, each check ok, warn or fail, with the fix. Without "
+    "hosts: this machine. Exit code 3: a check failed."
+)
 
 
-def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hvdtrain doctor`."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_host_flags(parser)
     parser.add_argument(
         "--output", default="runs", metavar="DIR", help="where runs will be (default: runs)"
@@ -36,7 +41,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all findings and facts")
 
 
-def run(arguments: dict[str, Any], unknown: list[str]) -> int:
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
     """Examine, tell, and return the exit code: 3 when a check fails."""
     hosts, options, wishes = _read(arguments, unknown)
     for number in (signal.SIGTERM, signal.SIGHUP):

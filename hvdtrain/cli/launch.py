@@ -2,30 +2,315 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import io
 import json
+import os
 import shlex
+import shutil
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.launch_options import Launch, read_launch
-from hvdtrain.cli.live import make_view
-from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure
-from hvdtrain.launcher.command import agent_argv, horovodrun_argv
-from hvdtrain.launcher.hosts import take_slots
+from hvdtrain.cli.flags import (
+    add_host_flags,
+    attempt,
+    find_hosts,
+    read_train_flags,
+    ssh_options,
+)
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, UsageError
+from hvdtrain.launcher.command import agent_argv, find_controller, horovodrun_argv
+from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.recovery import Job, Placed, engine_of
+from hvdtrain.launcher.ranks import Limits
+from hvdtrain.launcher.recovery import Job, JobPlan, Placed, Work, engine_of
+from hvdtrain.launcher.settings import EngineSetting, settings_for
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.verdict import STOPPED, Outcome
+from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, say
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
+from hvdtrain.topology import Topology
+
+HELP = "the same on several workers and hosts, checked, watched and restarted"
+DESCRIPTION = """\
+Train on several workers, on this machine or on several: checks first, then horovodrun, a log for
+each rank, progress, a verdict, and restarts from the last checkpoint.
+
+    hvdtrain launch -np 4 -- train --model lenet
+    hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
+    hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
+
+Hosts are those of -H or --hostfile, else those of Slurm or the MPI Operator, else this machine.
+"""
+WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
+BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_batch_size")
 
 
-def run(arguments: dict[str, Any], unknown: list[str]) -> int:
-    """Returns the exit code: the first failing worker's, or 128 + n after signal n."""
+@dataclass(frozen=True)
+class Launch:
+    """All that `hvdtrain launch` was told."""
+
+    plan: JobPlan
+    work: Work
+    settings: Sequence[EngineSetting]
+    log_dir: Path
+    config: TrainConfig | None  # of `train`
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """horovodrun's names where it has them."""
+    parser.add_argument("-np", type=int, metavar="N", help="workers (default: all slots)")
+    add_host_flags(parser)
+    parser.add_argument(
+        "--controller",
+        choices=("auto", "gloo", "mpi"),
+        default="auto",
+        help="what Horovod negotiates and reduces over (default: mpi where it is there)",
+    )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="until all workers run, and for each until its first step (default: 600)",
+    )
+    parser.add_argument(
+        "--watchdog-timeout-s",
+        type=float,
+        metavar="S",
+        help="end the job after so long without progress; of other scripts, without output "
+        f"(default: {WATCHDOG_S:g}; {SCRIPT_WATCHDOG_S:g})",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="one log a rank (default: the run's logs/, or logs/ for other scripts)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="after failures, from the newest good checkpoint (default: 0)",
+    )
+    parser.add_argument(
+        "--min-np", type=int, metavar="N", help="restart with so few workers (default: -np)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print horovodrun's command; contact no host"
+    )
+    parser.add_argument("--verbose", action="store_true", help="say more in horovodrun.log")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- train ... | -- python SCRIPT ..."
+    )
+
+
+def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
+    """Raises UsageError with every problem of the flags, the hosts and the command."""
+    if unknown:  # what follows was not taken for what it is either
+        raise UsageError(*(_explain_unknown(text, arguments) for text in unknown))
+    problems: list[str] = []
+    command = [*arguments["command"]]
+    arguments = dict(arguments)
+    if command[:1] == ["--"]:
+        del command[0]
+    if command[:2] == ["hvdtrain", "train"]:  # as one would type it without `launch`
+        del command[0]
+    problems += _check_command(command)
+    if arguments["watchdog_timeout_s"] is None:
+        ours = command[:1] == ["train"]
+        arguments["watchdog_timeout_s"] = WATCHDOG_S if ours else SCRIPT_WATCHDOG_S
+    problems += _check_numbers(arguments)
+    hosts = attempt(problems, lambda: _find_hosts(arguments))
+    workers = arguments["np"] or sum(host.slots for host in hosts or ())
+    if hosts and arguments["np"] is not None and arguments["np"] > 0:
+        attempt(problems, lambda: take_slots(hosts, workers))
+    if hosts and 0 < workers < (arguments["min_np"] or 0):
+        problems.append(f"--min-np={arguments['min_np']}: is above the {workers} workers of -np")
+    ssh = attempt(problems, lambda: ssh_options(arguments))
+    controller = attempt(problems, lambda: find_controller(arguments["controller"]))
+    config = None
+    if command[:1] == ["train"]:
+        config = attempt(problems, lambda: _read_train(command[1:]))
+        if config is not None:
+            attempt(problems, lambda: _check_weights(config, workers, arguments))
+            attempt(problems, lambda: _check_resume(config, arguments["restarts"]))
+    if problems or hosts is None or ssh is None or controller is None:
+        raise UsageError(*problems)
+    limits = Limits(arguments["start_timeout_s"], arguments["watchdog_timeout_s"])
+    settings = settings_for(
+        controller, os.environ, limits.watchdog_timeout_s, ours=config is not None
+    )
+    plan = JobPlan(
+        workers=workers,
+        min_workers=arguments["min_np"] or workers,
+        hosts=hosts,
+        controller=controller,
+        interface=arguments["network_interface"],
+        ssh=ssh,
+        limits=limits,
+        restarts=arguments["restarts"],
+        settings={setting.name: setting.value for setting in settings},
+        verbose=arguments["verbose"],
+    )
+    log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
+    return Launch(plan, _make_work(command, config, workers), settings, log_dir, config)
+
+
+def _make_work(command: list[str], config: TrainConfig | None, workers: int) -> Work:
+    """A restarted `train` resumes, and keeps its global batch on whatever number of workers."""
+    if config is None:
+        return Work(command, command)
+    train = [sys.executable, "-m", "hvdtrain.cli", "train"]
+    flags = command[1:]
+    if config.batch.batch_size is not None and not _holds_run(config):  # else the run has its own
+        batch = str(config.batch.resolve(workers))
+        flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
+    return Work([*train, *command[1:]], [*train, *flags, "--resume", "auto"])
+
+
+def _check_command(command: list[str]) -> list[str]:
+    """What can be said of it before it is started on any host."""
+    if not command:
+        return ["nothing to launch: give `-- train ...` or `-- python SCRIPT ...`"]
+    name = command[0]
+    if name == "train" or shutil.which(name, path=_search_path()):
+        return []
+    if Path(name).suffix == ".py":
+        return [f"{name}: is no command; a Python script is launched by `-- python {name} ...`"]
+    reason = "is a file that may not be executed" if Path(name).is_file() else "no such command"
+    return [
+        f"{name or repr(name)}: {reason}; give `-- train ...`, `-- python SCRIPT ...`, or a "
+        "command that is on PATH"
+    ]
+
+
+def _explain_unknown(text: str, arguments: dict[str, Any]) -> str:
+    flag = text.partition("=")[0]
+    known = [f"--{name.replace('_', '-')}" for name in arguments if name not in ("command", "run")]
+    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
+    hint = close[0].replace("--np", "-np") if close else "hvdtrain launch --help"
+    return f"{flag}: no such flag; {'did you mean' if close else 'see'} {hint}"
+
+
+def _without(flags: list[str], names: Sequence[str]) -> list[str]:
+    """The flags but for these, which take a value each."""
+    kept, skip = [], False
+    for part in flags:
+        if not skip and part.partition("=")[0] not in names:
+            kept.append(part)
+        skip = not skip and part in names
+    return kept
+
+
+def _holds_run(config: TrainConfig) -> bool:
+    """Whether there is a run to go on with or, without --resume, one that must not be touched."""
+    if config.run.resume is None:
+        return CONFIG in occupants(config.folder)
+    return (config.folder / CONFIG).exists()
+
+
+def _read_train(flags: list[str]) -> TrainConfig:
+    try:
+        config = read_train_flags("hvdtrain train", flags)
+    except UsageError as error:
+        raise UsageError(*(f"train: {problem}" for problem in error.problems)) from None
+    folder = config.folder
+    if config.run.resume is None and _holds_run(config):
+        raise UsageError(
+            f"train: --experiment={folder.name}: {folder} already holds a run; nothing was "
+            "changed. Choose another --experiment or --output, add --resume auto, or remove it"
+        )
+    return config
+
+
+def _check_resume(config: TrainConfig, restarts: int) -> None:
+    resume = config.run.resume
+    if restarts and resume not in (None, "auto"):
+        raise UsageError(
+            f"train: --resume={resume}: a restart goes on from the newest checkpoint instead. Go "
+            "back to this one without --restarts first, then use --resume auto"
+        )
+
+
+def _check_weights(config: TrainConfig, workers: int, arguments: dict[str, Any]) -> None:
+    if workers > 0:
+        config.batch.weights(workers)
+    if config.batch.rank_weights and (arguments["min_np"] or workers) != workers:
+        raise UsageError(
+            f"--min-np={arguments['min_np']}: --rank-weights={config.batch.rank_weights} are for "
+            f"{workers} workers; leave one of them out"
+        )
+
+
+def _check_numbers(arguments: dict[str, Any]) -> list[str]:
+    problems = []
+    for flag, smallest in (("np", 1), ("min_np", 1), ("restarts", 0)):
+        value = arguments[flag]
+        if value is not None and value < smallest:
+            shown = "-np " if flag == "np" else f"--{flag.replace('_', '-')}="
+            problems.append(f"{shown}{value}: must be at least {smallest}")
+    if arguments["np"] is not None and arguments["np"] > MOST_SLOTS:
+        problems.append(f"-np {arguments['np']}: must be at most {MOST_SLOTS:,}")
+    for flag in ("start_timeout_s", "watchdog_timeout_s"):
+        value = arguments[flag]
+        if not 0 < value < float("inf"):
+            problems.append(
+                f"--{flag.replace('_', '-')}={value:g}: must be a number of seconds above 0"
+            )
+    if arguments["min_np"] is not None and not arguments["restarts"]:
+        problems.append("--min-np: is for restarts; add --restarts R")
+    interface = arguments["network_interface"]
+    if interface is not None and not _is_interface(interface):
+        problems.append(
+            f"--network-interface={interface}: this machine has none of this name "
+            f"(it has {', '.join(name for _, name in _interfaces())})"
+        )
+    if arguments["log_dir"] is not None and arguments["log_dir"].is_file():
+        problems.append(f"--log-dir={arguments['log_dir']}: is a file; choose another")
+    return problems
+
+
+def _interfaces() -> list[tuple[int, str]]:
+    return socket.if_nameindex()
+
+
+def _is_interface(name: str) -> bool:
+    return any(name == known for _, known in _interfaces())
+
+
+def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
+    found = find_hosts(arguments)
+    if found:
+        return found
+    if arguments["np"] is None:
+        raise UsageError("how many workers? Give -np N, or hosts by -H or --hostfile")
+    return (Host("localhost", max(1, arguments["np"]), source="-np"),)
+
+
+def _search_path() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    """Launch. Returns the exit code: the first failing worker's, or 128 + n after signal n.
+
+    Raises UsageError.
+    """
+    if topology.launched:
+        raise UsageError(
+            "launch starts the workers itself: run it once, and not by horovodrun, mpirun or srun"
+        )
     launch = read_launch(arguments, unknown)
     if arguments["dry_run"]:
         return _dry_run(launch)

@@ -1,121 +1,153 @@
-"""`hvdtrain plan`: a table, JSON and a plot of what N workers would do."""
+"""`hvdtrain plan`: predicted step time and efficiency on N workers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
+from hvdtrain.errors import UsageError
+from hvdtrain.files import json_problems
+from hvdtrain.topology import Topology
 
-from hvdtrain.cli.json_file import write_json
-from hvdtrain.errors import EXIT_OK
-from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
-from hvdtrain.lab.plan.counting import build_layers, share_out
-from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.lab.plan.network import Network, measure_network, read_network
-from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.plots import write_plot
-from hvdtrain.lab.plan.predicting import (
-    Prediction,
-    Setting,
-    Useful,
-    largest_useful,
-    predict_all,
-    worker_counts,
+MOST_WORKERS = 1 << 20
+LEAST, MOST = 1e-9, 1e9  # of what has a unit: beyond lies a mistake
+HELP = "predict step time and efficiency on N workers, from latency, bandwidth and compute"
+DESCRIPTION = """\
+Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
+ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
+
+Efficiency is throughput on N / (N x throughput on 1). The largest useful N is the largest up to
+which it is at least --min-efficiency. Nothing is fitted to results of training: a step's phases and
+the moment at which each gradient is ready are measured here (or given), latency and bandwidth too.
+
+    hvdtrain plan --model resnet18 --data synthetic:3x224x224 --batch-size 16
+    hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
+        --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
+"""
+FROM_0 = ("latency_us", "intra_latency_us", "cycle_time_ms", "fusion_bytes", "negotiation_us")
+ABOVE_0 = (
+    *("bandwidth_gbit_s", "intra_bandwidth_gbit_s", "step_time_s", "compute_speed"),
+    "time_limit_s",
 )
-from hvdtrain.lab.plan.profiles import Profile, read_profile, write_profile
-from hvdtrain.lab.plan.table import describe, describe_useful, table
-from hvdtrain.lab.systems.work import WorkSpec
-from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.stopping import StopRequests
-from hvdtrain.log import say
-
-MODEL, DATA, BATCH_SIZE, STEPS = "lenet", "digits", 32, 30
-BITS, GIGA, MICRO, MILLI = 8, 1e9, 1e-6, 1e-3
+AT_LEAST_1 = ("batch_size", "steps", "workers_per_host", "cores_per_host", "servers")
+OF_MODEL = ("model", "data", "batch_size", "steps", "step_time_s")
 
 
-def run(arguments: dict[str, Any]) -> int:
-    """Measure what is not given, predict, and tell. Returns the exit code."""
-    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
-    torch.set_num_threads(1)
-    network = read_network(arguments["network"]) if arguments["network"] else None
-    profile = find_profile(arguments)
-    if arguments["save_profile"]:
-        write_profile(profile, arguments["save_profile"])
-    if network is None and arguments["latency_us"] is None:
-        network = measure_network(
-            find_controller(arguments["controller"]), arguments["time_limit_s"]
-        )
-    setting = make_setting(arguments, profile, network)
-    most, least = arguments["max_workers"], arguments["min_efficiency"]
-    predictions = predict_all(setting, worker_counts(most))
-    useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
-    say("\n".join([*describe(setting, network), *table(predictions)]))
-    say("\n".join(describe_useful(useful, least)))
-    write_json(arguments["json"], as_json(setting, network, predictions, useful))
-    say(f"written to {write_plot(predictions, useful, least, profile, arguments['output'])}")
-    return EXIT_OK
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    compute = parser.add_argument_group("what a worker computes")
+    add = compute.add_argument
+    add("--model", help="as of train (lenet)")
+    add("--data", help="as of train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
+    add("--batch-size", type=int, metavar="B", help="of each worker (32)")
+    add("--steps", type=int, metavar="S", help="that are measured (30)")
+    add("--step-time-s", type=float, metavar="T", help="of one device: not measured, but as given")
+    add("--profile", type=Path, metavar="FILE", help="instead: from --save-profile, or by hand")
+    add("--save-profile", type=Path, metavar="FILE", help="write what was measured")
+    add("--compute-speed", type=float, default=1, metavar="X", help="of a device, x this one (1)")
+    _add_network_flags(parser.add_argument_group("what connects them"))
+    _add_training_flags(parser.add_argument_group("how gradients travel"))
+    add = parser.add_argument_group("what is told").add_argument
+    add("--max-workers", type=int, default=1024, metavar="N", help="(1024)")
+    add("--min-efficiency", type=float, default=0.5, metavar="E", help="that is useful (0.5)")
+    add("--json", metavar="FILE", help="write every prediction and all it was made from")
+    add("--output", type=Path, default=Path("runs", "plan"), help="of the plot (runs/plan)")
 
 
-def find_profile(arguments: dict[str, Any]) -> Profile:
-    """From a file, a given time, or a measurement. Raises UsageError."""
-    if arguments["profile"]:
-        return read_profile(arguments["profile"])
-    model, data = arguments["model"] or MODEL, arguments["data"] or DATA
-    batch_size = arguments["batch_size"] or BATCH_SIZE
-    if arguments["step_time_s"]:
-        layers = build_layers(model, data, arguments["data_dir"], "float32")
-        return share_out(layers, f"{model} on {data}", batch_size, arguments["step_time_s"])
-    return measure_profile(
-        WorkSpec(
-            model=model,
-            data=data,
-            data_dir=arguments["data_dir"],
-            global_batch_size=batch_size,
-            steps=WARM_UP_STEPS + (arguments["steps"] or STEPS),
-            dtype="float32",
-            seed=0,
-            lr=0.01,
-            momentum=0.9,
-        )
+def _add_network_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--latency-us", type=float, metavar="L", help="of a message; none: it is measured")
+    add("--bandwidth-gbit-s", type=float, metavar="B", help="of a host, in each direction")
+    add("--network", type=Path, metavar="FILE", help="from hvdtrain.lab.plan.probe on two hosts")
+    add("--workers-per-host", type=int, default=1, metavar="K", help="(1)")
+    add("--intra-latency-us", type=float, metavar="L", help="in a host (as between hosts)")
+    add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="in a host (as between hosts)")
+    add("--cores-per-host", type=int, metavar="C", help="that its workers share (enough)")
+    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help="that is measured")
+    add("--time-limit-s", type=float, default=120, metavar="T", help="of that (120)")
+
+
+def _add_training_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--servers", type=int, metavar="K", help="parameter servers (one a host)")
+    add("--fusion-bytes", type=int, default=0, metavar="F", help="in one exchange (0: no fusion)")
+    add("--cycle-time-ms", type=float, default=1, metavar="C", help="as HOROVOD_CYCLE_TIME (1)")
+    add(
+        "--negotiation",
+        default="tree",
+        choices=("tree", "linear"),
+        help="how ranks agree on what is ready; linear: Horovod before June 2018 (tree)",
     )
+    add("--negotiation-us", type=float, metavar="L", help="of each of its messages (the latency)")
 
 
-def make_setting(arguments: dict[str, Any], profile: Profile, network: Network | None) -> Setting:
-    """From flags that were checked; `network` where latency and bandwidth are not among them."""
-    between = network.link if network else _link(arguments, "")
-    inside = between
-    if arguments["intra_latency_us"] is not None:
-        inside = _link(arguments, "intra_")
-    message_s = network.negotiation_message_s if network else None
-    if arguments["negotiation_us"] is not None:
-        message_s = arguments["negotiation_us"] * MICRO
-    return Setting(
-        profile=profile,
-        cluster=Cluster(between, inside, arguments["workers_per_host"], arguments["servers"]),
-        queue=Queue(arguments["cycle_time_ms"] * MILLI, arguments["fusion_bytes"]),
-        negotiation=arguments["negotiation"],
-        negotiation_message_s=message_s,
-        cores_per_host=arguments["cores_per_host"],
-        compute_speed=arguments["compute_speed"],
-    )
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    """Measure what is not given, and predict. Returns the exit code. Raises UsageError."""
+    check_flags(arguments, unknown, topology)
+    from hvdtrain.lab.plan import command
+
+    return command.run(arguments)
 
 
-def as_json(
-    setting: Setting,
-    network: Network | None,
-    predictions: list[Prediction],
-    useful: dict[str, Useful],
-) -> dict[str, Any]:
-    """Everything."""
-    return {
-        **asdict(setting),
-        "network": network.as_json() if network else None,
-        "predictions": [asdict(prediction) for prediction in predictions],
-        "largest_useful": {method: asdict(one) for method, one in useful.items()},
-    }
+def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> None:
+    """Raises UsageError with every problem of the flags, or of a start by horovodrun."""
+    problems = [f"{text}: no such flag" for text in unknown]
+    if topology.launched:
+        problems.append("plan starts the workers that it measures: run it once, not by horovodrun")
+    problems += _out_of_range(arguments)
+    problems += _contradictions(arguments)
+    output = arguments["output"]
+    if output.exists() and not output.is_dir():
+        problems.append(f"--output={output}: is not a folder; choose another")
+    for name in ("json", "save_profile"):
+        problems += json_problems(arguments[name], _flag(name))
+    if problems:
+        raise UsageError(*problems)
 
 
-def _link(arguments: dict[str, Any], prefix: str) -> Link:
-    bandwidth = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA / BITS
-    return Link(arguments[f"{prefix}latency_us"] * MICRO, bandwidth)
+def _out_of_range(arguments: dict[str, Any]) -> list[str]:
+    ranges: list[tuple[str, Callable[[float], bool], str]]
+    ranges = [(name, lambda value: 0 <= value <= MOST, f"from 0 to {MOST:g}") for name in FROM_0]
+    ranges += [
+        (name, lambda value: LEAST <= value <= MOST, f"from {LEAST:g} to {MOST:g}")
+        for name in ABOVE_0
+    ]
+    ranges += [(name, lambda value: value >= 1, "at least 1") for name in AT_LEAST_1]
+    ranges += [
+        ("max_workers", lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),
+        ("min_efficiency", lambda value: 0 < value <= 1, "above 0, and 1 at most"),
+    ]
+    return [
+        f"{_flag(name)}={value}: must be {text}"
+        for name, holds, text in ranges
+        if (value := arguments[name]) is not None and not (math.isfinite(value) and holds(value))
+    ]
+
+
+def _contradictions(arguments: dict[str, Any]) -> list[str]:
+    given = {name for name, value in arguments.items() if value is not None}
+    problems = []
+    if "profile" in given:
+        too_many = [_flag(name) for name in (*OF_MODEL, "save_profile") if name in given]
+        if too_many:
+            problems.append(f"{', '.join(too_many)}: not beside --profile, which says it all")
+    if {"steps", "step_time_s"} <= given:
+        problems.append("--steps: nothing is measured where --step-time-s is given")
+    flags = {"latency_us", "bandwidth_gbit_s"} & given
+    if len(flags) == 1:
+        problems.append("--latency-us, --bandwidth-gbit-s: give both, or neither")
+    if flags and "network" in given:
+        problems.append("--network: not beside --latency-us and --bandwidth-gbit-s")
+    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"} & given
+    if len(inside) == 1:
+        problems.append("--intra-latency-us, --intra-bandwidth-gbit-s: give both, or neither")
+    if inside and arguments["workers_per_host"] == 1:
+        problems.append("--intra-...: a host has one worker; give --workers-per-host too")
+    return problems
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -2,131 +2,141 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-
-from hvdtrain.cli.json_file import check_json, write_json
-from hvdtrain.cli.train import connect_workers
-from hvdtrain.cli.verify_options import VerifyOptions
-from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch
-from hvdtrain.exchange import agree
-from hvdtrain.lab.verify import Case, Result, plan_cases, run_cases
-from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
-from hvdtrain.lab.verify.report import COLUMNS, as_json, explain, size_text, table_row
-from hvdtrain.log import say
-from hvdtrain.ring import Transport
-from hvdtrain.run.failure import leave_at_once, tell
+from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
-if TYPE_CHECKING:
-    from hvdtrain.exchange.horovod import HorovodExchange
+# The names of hvdtrain.lab.verify, which is slow to import (a test compares them).
+OPERATIONS = (
+    "allreduce-sum",
+    "allreduce-average",
+    "allreduce-min",
+    "allreduce-max",
+    "reducescatter-sum",
+    "reducescatter-average",
+    "allgather",
+    "broadcast",
+)
+DTYPES = ("float16", "float32", "float64", "int32", "int64")
+FAULTS = (
+    "bitflip",
+    "drop-rank",
+    "sum-for-mean",
+    "mean-for-sum",
+    "swap-results",
+    "stale",
+    "nan",
+    "half-precision",
+)
+SIZES = "0,4,4100,64K,4M"
+FULL_SIZES = "0,4,1K,4100,64K,65540,1M,4M,16M,64M"
+MOST_BYTES = 1 << 30
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-# Horovod's own default, in bytes. Without it groups would not travel fused; what is submitted alone
-# does not in any case. (Training in hvdtrain does without fusion.)
-FUSION_THRESHOLD = 64 << 20
+HELP = "prove this installation's collectives, under horovodrun -np N"
+DESCRIPTION = """\
+Prove this installation's collectives: operations by dtypes, sizes and ways of submission, against
+a ring in plain Python, which shares no code with Horovod.
 
+A result must lie within the proven rounding bound (an average of integers: within one, as its
+fraction is cut off; other integers, min, max, and what is only carried: be equal), hold the same
+bits on every rank, and, where nothing lets the order of summation change, hold them again in every
+run. Values differ by rank and position; special ones are subnormal, infinite, not a number,
+cancelling or overflowing.
 
-def run(options: VerifyOptions, topology: Topology) -> int:
-    """Collective: verify; failures are told here. Returns the exit code."""
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_THRESHOLD))
-    torch.set_num_threads(1)
-    exchange = connect_workers()
-    try:
-        with exchange.peer_failures():
-            results = _run(options, exchange)
-            exchange.close()
-        _judge(options, exchange, results)
-    except Exception as error:
-        leave_at_once(tell(error, topology))
-    return EXIT_OK
+busbw is that of nccl-tests, for the largest size: the buffer's bytes by the slowest rank's time
+(median of 3), by 2(N-1)/N for allreduce, (N-1)/N for allgather and reducescatter, 1 for broadcast.
 
-
-def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
-    """Collective: run all cases; rank 0 prints the table and writes the JSON."""
-    first = exchange.rank == 0
-    agree(exchange, "json", lambda: check_json(options.json) if first else None)
-    transport = exchange.ring()
-    if first:
-        say(_header(options, exchange))
-    results = _results(options, exchange, transport)
-    transport.close()
-    if first and options.json:
-        _write(Path(options.json), options, exchange, results)
-    return results
-
-
-def _results(
-    options: VerifyOptions, exchange: HorovodExchange, transport: Transport
-) -> list[Result]:
-    """Collective: every case's outcome. A row of the table is printed as soon as it is known."""
-    cases = plan_cases(options.operations, options.dtypes, options.sizes, exchange.size)
-    runner: Runner = HonestRunner(exchange)
-    if options.fault:
-        runner = FaultyRunner(runner, options.fault, transport, options.seed)
-
-    def repeatable(case: Case) -> bool:
-        # A tensor alone has nothing to be fused with.
-        return exchange.repeatable or case.submission == "alone"
-
-    results = []
-    outcomes = run_cases(cases, runner, transport, options.seed, repeatable)
-    for _, row in itertools.groupby(outcomes, lambda r: (r.case.operation.name, r.case.dtype)):
-        results += (of_row := list(row))
-        if exchange.rank == 0:
-            say(table_row(of_row))
-    return results
+Exit code 17: a result is wrong. With --inject: the fault was found, as it must be; 1: it was not.
+"""
 
 
-def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Result]) -> None:
-    """Say that all is right, or raise: the same on every rank."""
-    wrong = [result for result in results if not result.ok]
-    total = f"{len(results)} cases on {exchange.size} workers ({exchange.controller})"
-    if options.fault is None:
-        if wrong:
-            raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))
-        if exchange.rank == 0:
-            say(f"verify: {total}: all right")
-        return
-    spoiled = [result for result in results if result.spoiled]
-    found = [result for result in wrong if result.spoiled]
-    honest = [result for result in wrong if not result.spoiled]
-    if honest:  # a fault of the installation's own
-        raise VerifyMismatch(explain(honest[0], len(honest) - 1))
-    if not spoiled:
-        raise HvdtrainError(
-            f"verify: {options.fault} was not injected: it changes nothing in any of these {total}"
-        )
-    told = f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(found)}"
-    if not found:
-        raise HvdtrainError(f"verify: {told}: each time it stayed within the rounding bound")
-    raise VerifyMismatch(f"{explain(found[0], 0)}\n  {told}")
-
-
-def _header(options: VerifyOptions, exchange: HorovodExchange) -> str:
-    threshold = int(os.environ["HOROVOD_FUSION_THRESHOLD"])
-    fused = f"fused up to {size_text(threshold)}" if threshold else "not fused"
-    fault = f"; injecting {options.fault}" if options.fault else ""
-    return (
-        f"verify: {exchange.size} workers ({exchange.controller}), seed {options.seed}, tensors "
-        f"submitted together or as a group are {fused}{fault}\n{COLUMNS}"
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--full", action="store_true", help=f"sizes up to 64 MiB: --sizes {FULL_SIZES}"
     )
+    parser.add_argument(
+        "--ops", metavar="A,B", help=f"some of {', '.join(OPERATIONS)}; or allreduce for all four"
+    )
+    parser.add_argument("--dtypes", metavar="A,B", help=f"some of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--sizes", metavar="A,B", help=f"bytes, with K, M or G for powers of 1024 ({SIZES})"
+    )
+    parser.add_argument(
+        "--inject", metavar="FAULT", help=f"spoil results, to see it found: {', '.join(FAULTS)}"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every case's outcome")
+    parser.add_argument("--seed", type=int, default=0, help="of values and faults (default: 0)")
 
 
-def _write(
-    path: Path, options: VerifyOptions, exchange: HorovodExchange, results: list[Result]
-) -> None:
-    content = {
-        "workers": exchange.size,
-        "controller": exchange.controller,
-        "seed": options.seed,
-        "fault": options.fault,
-        "fusion_threshold_bytes": int(os.environ["HOROVOD_FUSION_THRESHOLD"]),
-        "right": sum(result.ok for result in results),
-        "wrong": sum(not result.ok for result in results),
-        "cases": [as_json(result) for result in results],
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    """Collective: verify. Returns the exit code. Raises UsageError."""
+    options = read_options(arguments, unknown, topology)
+    from hvdtrain.lab.verify import command
+
+    return command.run(command.VerifyOptions(**options), topology)
+
+
+def read_options(
+    arguments: dict[str, Any], unknown: list[str], topology: Topology
+) -> dict[str, Any]:
+    """Return what is to be verified: the fields of VerifyOptions.
+
+    Raises UsageError with every problem of the flags, or of a start without workers.
+    """
+    problems = [f"{text}: no such flag" for text in unknown]
+    if topology.size < 2:
+        problems.append(
+            "verify compares workers: start two or more, as in "
+            "`horovodrun -np 2 --gloo hvdtrain verify`"
+        )
+    if arguments["full"] and arguments["sizes"]:
+        problems.append("--full and --sizes: give one of them")
+    if arguments["seed"] < 0:
+        problems.append(f"--seed={arguments['seed']}: must be at least 0")
+    fault = arguments["inject"]
+    if fault is not None and fault not in FAULTS:
+        problems.append(f"--inject={fault}: unknown; choose from {', '.join(FAULTS)}")
+    operations = _choose("--ops", arguments["ops"], OPERATIONS, problems)
+    dtypes = _choose("--dtypes", arguments["dtypes"], DTYPES, problems)
+    sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
+    if problems:
+        raise UsageError(*problems)
+    return {
+        "operations": operations,
+        "dtypes": dtypes,
+        "sizes": sizes,
+        "fault": fault,
+        "json": arguments["json"],
+        "seed": arguments["seed"],
     }
-    write_json(path, content)
+
+
+def _choose(
+    flag: str, text: str | None, known: Sequence[str], problems: list[str]
+) -> tuple[str, ...]:
+    """The known names that `text` lists, in their own order; a name also stands for its kinds."""
+    if text is None:
+        return tuple(known)
+    chosen = set()
+    for part in text.split(","):
+        matches = {name for name in known if name == part or name.startswith(f"{part}-")}
+        if not matches:
+            problems.append(f"{flag}={part}: unknown; choose from {', '.join(known)}")
+        chosen |= matches
+    return tuple(name for name in known if name in chosen)
+
+
+def _sizes(text: str, problems: list[str]) -> tuple[int, ...]:
+    sizes = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,12})([KMG]?)", part.upper())
+        size = int(match[1]) * UNITS[match[2]] if match else -1
+        if not 0 <= size <= MOST_BYTES:
+            problems.append(f"--sizes={part}: bytes from 0 to 1G were expected, such as 4100 or 4M")
+        sizes.add(size)
+    return tuple(sorted(sizes))

@@ -1,198 +1,42 @@
-"""`hvdtrain verify-resume -- train ...`: does this model and configuration resume exactly?
-
-Trains once without interruption, and again while workers are stopped (SIGTERM) and killed
-(SIGKILL) at random moments and the run is resumed each time. The final parameters must have the
-same hash. Standard library only, as it starts everything as commands.
-"""
+"""`hvdtrain verify-resume -- train ...`: does this model and configuration resume exactly?"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import random
-import re
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
+from typing import Any
 
-from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
-from hvdtrain.launcher.processes import command_of, marked
-from hvdtrain.log import say
+from hvdtrain.cli.flags import read_train_flags
+from hvdtrain.errors import UsageError
+from hvdtrain.topology import Topology
 
-MARK = "HVDTRAIN_VERIFY_RESUME"
-POLL_S = 0.02
-LARGEST_DELAY_S = 1.5
-VANISH_S = 30.0
+HELP = "prove that a configuration resumes exactly: -- train ..."
+DESCRIPTION = "Train once without and once with interruptions, and compare the parameters."
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is verified."""
-
-    train_flags: list[str]
-    workers: int
-    controller: str  # gloo or mpi
-    cuts: int
-    seed: int
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-np", type=int, default=1, metavar="N", help="workers (default: 1)")
+    parser.add_argument("--controller", choices=("gloo", "mpi"), default="gloo")
+    parser.add_argument("--cuts", type=int, default=6, help="interruptions (default: 6)")
+    parser.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
+    parser.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
 
 
-def verify_resume(plan: Plan) -> int:
-    """Run the certificate; returns the exit code (17: the parameters differ)."""
-    for flag in ("--output", "--experiment", "--resume"):
-        if any(part == flag or part.startswith(flag + "=") for part in plan.train_flags):
-            raise UsageError(f"{flag} is chosen by verify-resume: leave it out")
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-resume-") as scratch:
-        reference = Run(plan, Path(scratch), "reference")
-        reference.start()
-        reference.wait_for_success()
-        expected = reference.summary()["params_sha256"]
-        say(f"uninterrupted: {expected}")
-        hashes = _interrupted_hashes(plan, Path(scratch))
-    different = sum(found != expected for found in hashes)
-    say(
-        f"{plan.cuts} cuts in {len(hashes)} runs on {plan.workers} workers ({plan.controller}): "
-        + ("every run ended with the same parameters" if not different else f"{different} DIFFER")
-    )
-    return EXIT_MISMATCH if different else EXIT_OK
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+    """Verify. Returns the exit code. Raises UsageError."""
+    command = [part for part in arguments["train"] if part != "--"]
+    if unknown or command[:1] != ["train"]:
+        raise UsageError("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
+    if arguments["np"] < 1 or arguments["cuts"] < 1:
+        raise UsageError(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+    read_train_flags("train", command[1:])  # bad flags end here, before anything starts
+    from hvdtrain.lab.verify_resume import ResumeTrial, verify_resume
 
-
-def _interrupted_hashes(plan: Plan, folder: Path) -> list[str]:
-    """The final hashes of as many runs as it takes to make all cuts."""
-    dice = random.Random(plan.seed)
-    hashes: list[str] = []
-    cuts = 0
-    while cuts < plan.cuts or not hashes:
-        run = Run(plan, folder, f"interrupted-{len(hashes)}")
-        while cuts < plan.cuts:
-            run.start()
-            kind = signal.SIGTERM if cuts % 2 else signal.SIGKILL
-            if not run.cut(kind, dice, after_checkpoint=cuts % 4 != 3):
-                break  # it came to its end first
-            cuts += 1
-        if not run.finished():
-            run.start()
-            run.wait_for_success()
-        hashes.append(run.summary()["params_sha256"])
-        say(f"interrupted:   {hashes[-1]}")
-    return hashes
-
-
-class Run:
-    """One run directory, and the job that is working in it."""
-
-    def __init__(self, plan: Plan, folder: Path, name: str) -> None:
-        self._plan = plan
-        self._path = folder / name
-        self._log = folder / f"{name}.log"
-        self._mark = f"{os.getpid()}-{name}"
-        command = [sys.executable, "-m", "hvdtrain.cli", "train", *plan.train_flags]
-        command += ["--output", str(folder), "--experiment", name, "--resume", "auto"]
-        if plan.workers > 1:
-            horovodrun = str(Path(sys.executable).parent / "horovodrun")
-            launcher = [horovodrun, "-np", str(plan.workers), f"--{plan.controller}"]
-            command = [*launcher, *command]
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start or resume the job, in a process group of its own."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env=os.environ | {MARK: self._mark, "PATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def cut(self, kind: signal.Signals, dice: random.Random, after_checkpoint: bool) -> bool:
-        """Send a signal to one worker at a random moment; False where the job ended before.
-
-        `after_checkpoint`: the moment lies after this start has written a checkpoint, maybe
-        within the saving of the next; else anywhere from the first step on.
-        """
-        before = self._progress(after_checkpoint)
-        while self._progress(after_checkpoint) == before:
-            if not self._is_running():
-                self.wait_for_success()
-                return False
-            time.sleep(POLL_S)
-        time.sleep(dice.uniform(0, LARGEST_DELAY_S))
-        workers = self._workers()
-        if not self._is_running() or not workers:
-            self.wait_for_success()
-            return False
-        rank = dice.choice(sorted(workers))
-        try:
-            os.kill(workers[rank], kind)
-        except ProcessLookupError:
-            self.wait_for_success()
-            return False
-        self._wait_until_gone()
-        resumed = re.findall(r"resume: (.*)", self._log.read_text(errors="replace"))
-        say(
-            f"cut: {kind.name} to rank {rank}, last checkpoint {self._last()}"
-            f" (this start: {resumed[-1].strip() if resumed else 'from the beginning'})"
+    return verify_resume(
+        ResumeTrial(
+            train_flags=command[1:],
+            workers=arguments["np"],
+            controller=arguments["controller"],
+            cuts=arguments["cuts"],
+            seed=arguments["seed"],
         )
-        return not self.finished()
-
-    def wait_for_success(self) -> None:
-        """Raises TrainingError, with the job's last lines, unless it ends with a finished run."""
-        assert self._process is not None
-        self._process.wait()
-        self._wait_until_gone()
-        if not self.finished():
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-            raise TrainingError(f"verify-resume: the training itself fails:\n{tail}")
-
-    def finished(self) -> bool:
-        try:
-            return bool(self.summary()["status"] == "finished")
-        except (OSError, ValueError):
-            return False
-
-    def summary(self) -> dict[str, str]:
-        """What the run's summary.json holds."""
-        found: dict[str, str] = json.loads((self._path / "summary.json").read_text("utf-8"))
-        return found
-
-    def _progress(self, by_checkpoint: bool) -> object:
-        if by_checkpoint:
-            return self._last()
-        metrics = self._path / "metrics.jsonl"
-        return metrics.stat().st_mtime_ns if metrics.exists() else None
-
-    def _last(self) -> str:
-        pointer = self._path / "checkpoints" / "last"
-        return pointer.read_text("utf-8").strip() if pointer.exists() else "none"
-
-    def _is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _workers(self) -> dict[int, int]:
-        """Process id by rank of the workers that are alive."""
-        found = {}
-        for pid, environment in marked(MARK, self._mark).items():
-            command = command_of(pid)
-            if "hvdtrain.cli" in command and not re.search("horovodrun|mpirun", command):
-                rank = environment.get("HOROVOD_RANK") or environment.get("OMPI_COMM_WORLD_RANK")
-                found[int(rank or 0)] = pid
-        return found
-
-    def _wait_until_gone(self) -> None:
-        """Until the launcher and all its workers have ended; kills what does not."""
-        assert self._process is not None
-        deadline = time.monotonic() + VANISH_S
-        while (self._is_running() or marked(MARK, self._mark)) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        for pid in marked(MARK, self._mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+    )

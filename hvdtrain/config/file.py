@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import typing
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import Option, as_flat_dict, nearest, train_options
 from hvdtrain.errors import UsageError
 
 _BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
-ELSEWHERE = {  # what other programs call our options
-    "learning_rate": "lr",
-    "optimizer": "opt",
-    "scheduler": "sched",
-    "lr_scheduler": "sched",
-    "dataset": "data",
-    "arch": "model",
-    "num_epochs": "epochs",
-    "max_epochs": "epochs",
-    "num_workers": "workers",
-    "grad_clip": "clip_grad",
-}
-
-
-@dataclass(frozen=True)
-class Option:
-    """One field of one group of the configuration."""
-
-    group: str
-    name: str
-    type: type
-    optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    learns: bool
-    short: str
 
 
 def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any], list[str]]:
@@ -73,12 +46,6 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
     return values, problems
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant."""
-    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)
-    return ELSEWHERE.get(close[0], close[0]) if close else None
-
-
 def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any]) -> Any:
     """One value in its option's type. Raises ValueError with the reason when there is none."""
     option = options.get(name)
@@ -96,3 +63,45 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
     except (ValueError, KeyError):
         kind = option.type.__name__
         raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None
+
+
+def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
+    """The configuration from defaults, then the YAML file, then flags.
+
+    `arguments`: what the parser found; `unknown`: what it could not place. Raises UsageError with
+    every problem of the flags, the file and all groups.
+    """
+    options = train_options()
+    flags = {name: value for name, value in arguments.items() if name in options}
+    file = arguments.get("config")
+    in_file, problems = ({}, []) if file is None else read_options(Path(file), options)
+    values = in_file | flags
+    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if one in flags and other not in flags:
+            values.pop(other, None)
+    problems += [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
+    groups: dict[str, Any] = {}
+    for group, group_type in typing.get_type_hints(TrainConfig).items():
+        own = {name: value for name, value in values.items() if options[name].group == group}
+        try:
+            groups[group] = group_type(**own)
+        except UsageError as error:
+            problems.extend(error.problems)
+    if unknown and not problems:
+        problems.append(f"not understood: {' '.join(unknown)}")
+    if problems:
+        raise UsageError(*problems)
+    return TrainConfig(**groups)
+
+
+def dump_yaml(config: TrainConfig) -> str:
+    """The configuration as `--config` reads it."""
+    import yaml
+
+    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False)).rstrip()
+
+
+def _explain_unknown(text: str, options: dict[str, Option]) -> str:
+    flag = text.partition("=")[0]
+    near = nearest(flag.lstrip("-").replace("-", "_"), options)
+    return f"{flag}: no such flag" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")

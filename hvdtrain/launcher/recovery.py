@@ -51,7 +51,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """What `hvdtrain launch` was told."""
 
     workers: int
@@ -83,7 +83,7 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: JobPlan,
         work: Work,
         logs: Logs,
         stop: StopRequests,
@@ -242,7 +242,7 @@ def _names(hosts: Sequence[Host]) -> str:
     return ", ".join(f"{host.address}:{host.slots}" for host in hosts)
 
 
-def engine_of(plan: Plan, placed: Placed, names: Sequence[str]) -> Engine:
+def engine_of(plan: JobPlan, placed: Placed, names: Sequence[str]) -> Engine:
     """What horovodrun is told; `names`: the hosts' as it takes them."""
     return Engine(
         workers=placed.workers,

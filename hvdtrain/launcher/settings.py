@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     """One environment variable."""
 
     name: str
@@ -17,11 +17,11 @@ class Setting:
 
 def settings_for(
     controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, ours: bool
-) -> list[Setting]:
+) -> list[EngineSetting]:
     """The settings of a job. `ours`: its workers are `hvdtrain train`, which sets its own."""
     stall_s = str(max(1, round(watchdog_timeout_s)))
     found = [
-        Setting(
+        EngineSetting(
             "HOROVOD_FUSION_THRESHOLD",
             "0",
             "each tensor by itself: runs repeat, and it is the fastest on few workers",
@@ -29,7 +29,7 @@ def settings_for(
     ]
     if controller == "mpi":
         found.append(
-            Setting(
+            EngineSetting(
                 "OMPI_MCA_mpi_yield_when_idle",
                 "1",
                 "Open MPI spins while it waits, which takes compute time from full cores",
@@ -37,12 +37,12 @@ def settings_for(
         )
     if not ours:
         found += [
-            Setting(
+            EngineSetting(
                 "HOROVOD_STALL_CHECK_TIME_SECONDS",
                 str(max(1, min(60, round(watchdog_timeout_s / 2)))),
                 "Horovod warns when some ranks wait for others",
             ),
-            Setting(
+            EngineSetting(
                 "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
                 stall_s,
                 "and ends the job, as --watchdog-timeout-s says",

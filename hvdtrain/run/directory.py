@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.files import open_kept, open_to_read, write_new
+from hvdtrain.files import json_ready, open_kept, open_to_read, write_new
 from hvdtrain.log import say
 
 LOCK = ".lock"
@@ -190,14 +190,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def json_ready(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

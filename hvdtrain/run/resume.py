@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from hvdtrain.cli.options import as_flat_dict, train_options
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.file import Option
+from hvdtrain.config.options import Option, as_flat_dict, train_options
 from hvdtrain.data.fingerprint import difference
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange

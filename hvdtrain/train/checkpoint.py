@@ -24,8 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
-from hvdtrain.files import write_new
-from hvdtrain.renaming import replace_folder, set_aside, undo_replacing
+from hvdtrain.files import replace_folder, set_aside, undo_replacing, write_new
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"

@@ -19,7 +19,7 @@ from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.audit.capture import LocalGradients
 from hvdtrain.audit.parts import Piece
-from hvdtrain.cli.options import build_config
+from hvdtrain.config.file import build_config
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.exchange import Reduction

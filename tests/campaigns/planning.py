@@ -32,7 +32,7 @@ from hvdtrain.lab.plan.costs import Cluster
 from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.lab.plan.network import measure_network, read_network
 from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.predicting import Setting, predict
+from hvdtrain.lab.plan.predicting import Scenario, predict
 from hvdtrain.lab.plan.profiles import read_profile
 from hvdtrain.lab.systems.work import WorkSpec
 from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
@@ -122,7 +122,7 @@ def measured_table(measured: dict[str, Any]) -> list[str]:
 
 
 def _row(
-    setting: Setting, controller: str, model: str, workers: int, rates: dict[str, list[float]]
+    setting: Scenario, controller: str, model: str, workers: int, rates: dict[str, list[float]]
 ) -> str:
     """Efficiency is the median of the ratios within rounds."""
     predicted = predict(setting, "ring", workers)
@@ -137,14 +137,14 @@ def _row(
     )
 
 
-def _setting(measured: dict[str, Any], controller: str, model: str) -> Setting:
+def _setting(measured: dict[str, Any], controller: str, model: str) -> Scenario:
     """This machine: one host, whose workers share its cores."""
     with tempfile.TemporaryDirectory() as name:
         profile_file, network_file = Path(name, "profile"), Path(name, "network")
         profile_file.write_text(json.dumps(measured["profiles"][model]))
         network_file.write_text(json.dumps(measured["networks"][controller]))
         profile, network = read_profile(profile_file), read_network(network_file)
-    return Setting(
+    return Scenario(
         profile=profile,
         cluster=Cluster(network.link, network.link, workers_per_host=max(WORKERS)),
         queue=Queue(network.cycle_s),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hvdtrain.lab.plan.costs import Cluster, Link
 from hvdtrain.lab.plan.counting import Layer, build_layers, share_out
 from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.predicting import Setting, predict
+from hvdtrain.lab.plan.predicting import Scenario, predict
 
 GBIT = 1e9 / 8
 IMAGENET = "synthetic:3x224x224,classes=1000"
@@ -120,7 +120,7 @@ def layers_of(model: str) -> list[Layer]:
 
 def predicted_efficiencies(point: Published, layers: list[Layer]) -> tuple[float, float]:
     """With overlap and without, relative to `point.base` workers, as the published one is."""
-    setting = Setting(
+    setting = Scenario(
         profile=share_out(layers, point.model, point.batch_size, point.step_s),
         cluster=point.cluster,
         queue=point.queue,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.compare_options import SYSTEMS
+from hvdtrain.cli.compare import SYSTEMS
 from tests.parallel.launching import Finished, hvdtrain, run
 
 Rows = dict[str, dict]

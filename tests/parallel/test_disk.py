@@ -63,7 +63,7 @@ def test_a_disk_that_fails(script: str, reason: str, controller: str, tmp_path: 
     ruined = on_a_small_disk(script, tmp_path / "disk", controller)
     assert "first: 1" in ruined.output, ruined.output
     assert reason in ruined.output, ruined.output
-    assert "hvdtrain/cli/train.py" not in ruined.output, ruined.output  # a traceback
+    assert "hvdtrain/run/training.py" not in ruined.output, ruined.output  # a traceback
     assert "resume: going on from" in ruined.output, ruined.output
     assert "second: 0" in ruined.output, ruined.output
     summary, _ = summary_and_weights(tmp_path / "undisturbed")

@@ -11,7 +11,7 @@ from hvdtrain.data.fashion_mnist import FILES, FOLDER
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench.classic import (
     SETTINGS,
-    Plan,
+    ClassicPlan,
     Result,
     Setting,
     as_json,
@@ -24,7 +24,7 @@ from hvdtrain.lab.bench.plots import draw_classic
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
-PLAN = Plan(
+PLAN = ClassicPlan(
     model="lenet",
     data="digits",
     data_dir="data",
@@ -35,7 +35,7 @@ PLAN = Plan(
 )
 
 
-def run(plan: Plan, setting: Setting, folder: Path) -> Result:
+def run(plan: ClassicPlan, setting: Setting, folder: Path) -> Result:
     """The first epoch takes longer; the rest 4, 2 and 1 s."""
     seconds = 4.0 / setting.workers * 256 / setting.global_batch_size
     return Result([9.0, seconds, seconds], 0.75)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from hvdtrain.cli import _parser
-from hvdtrain.cli.bench_options import check_bench_flags
+from hvdtrain.cli import make_parser
+from hvdtrain.cli.bench import check_flags
 from hvdtrain.data import load_dataset
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench import images
@@ -25,7 +25,7 @@ from hvdtrain.lab.bench.scaling import (
     LIMIT,
     OURS,
     Case,
-    Plan,
+    ScalingPlan,
     Starter,
     _is_train,
     examine,
@@ -43,14 +43,14 @@ from hvdtrain.topology import Topology
 
 def read(*flags: str, topology: Topology | None = None) -> dict:
     """What these flags of `bench` come to."""
-    arguments, unknown = _parser().parse_known_args(["bench", *flags])
-    return check_bench_flags(vars(arguments), unknown, topology or Topology())
+    arguments, unknown = make_parser().parse_known_args(["bench", *flags])
+    return check_flags(vars(arguments), unknown, topology or Topology())
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> ScalingPlan:
     values = {"models": {"lenet": 8, "mlp": 4}, "workers": (1, 2), "modes": ("weak", "strong")}
     values |= {"rounds": 2, "turn_s": 0.1, "controller": "gloo", "time_limit_s": 60.0}
-    return Plan(**values | changes)  # type: ignore[arg-type]
+    return ScalingPlan(**values | changes)  # type: ignore[arg-type]
 
 
 def test_each_model_has_its_usual_batch() -> None:
@@ -191,7 +191,7 @@ def test_ratios_and_efficiency(tmp_path: Path) -> None:
     assert first.efficiency == dict.fromkeys(CONTESTANTS)
 
 
-def measured(one: Plan, folder: Path) -> dict:
+def measured(one: ScalingPlan, folder: Path) -> dict:
     folder.mkdir()
     return measure(one, start, folder, lambda line: None)[0]
 

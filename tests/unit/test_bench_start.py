@@ -17,7 +17,7 @@ from hvdtrain.lab.bench.start import (
     PARTS,
     TORCHRUN,
     TRAIN,
-    Plan,
+    StartPlan,
     PulseReader,
     Started,
     marks_of,
@@ -29,7 +29,7 @@ from hvdtrain.lab.bench.start import (
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
-PLAN = Plan(workers=2, rounds=3, controller="mpi", time_limit_s=60.0)
+PLAN = StartPlan(workers=2, rounds=3, controller="mpi", time_limit_s=60.0)
 TOTALS = {LAUNCH: 6.0, TORCHRUN: 4.0}
 
 

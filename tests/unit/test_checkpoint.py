@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from hvdtrain import renaming
-from hvdtrain.cli.options import build_config
-from hvdtrain.cli.train import run
+from hvdtrain.config.file import build_config
+from hvdtrain.run.training import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.parameters import params_sha256

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hvdtrain
-from hvdtrain.cli.options import train_options
+from hvdtrain.config.options import train_options
 
 ROOT = Path(hvdtrain.__file__).parents[1]
 CALL = "import sys; from hvdtrain.cli import main; sys.exit(main())"

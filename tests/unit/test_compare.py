@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hvdtrain.cli import _parser
-from hvdtrain.cli.compare import as_json, exit_code
-from hvdtrain.cli.compare_options import SYSTEMS, check_compare_flags
+from hvdtrain.cli import make_parser
+from hvdtrain.lab.compare.command import as_json, exit_code
+from hvdtrain.cli.compare import SYSTEMS, check_flags
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.children import MARK, ChildFailure, Commanded, explain
-from hvdtrain.lab.compare.comparing import Plan, Setting, examine, make_spec
+from hvdtrain.lab.compare.comparing import ComparisonPlan, Comparison, examine, make_spec
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
     AGREES,
@@ -45,8 +45,8 @@ PHASES_S = dict(zip(PHASES, (0.001, 0.020, 0.003, 0.0005), strict=True))
 
 def flags(*arguments: str) -> tuple[str, ...]:
     """The systems that these flags ask for."""
-    parsed, unknown = _parser().parse_known_args(["compare", *arguments])
-    return check_compare_flags(vars(parsed), unknown)
+    parsed, unknown = make_parser().parse_known_args(["compare", *arguments])
+    return check_flags(vars(parsed), unknown)
 
 
 def test_all_systems_run_unless_some_are_named() -> None:
@@ -73,11 +73,11 @@ def test_all_problems_of_the_flags_are_told_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 9
 
 
-def make_plan(**changes: object) -> Plan:
+def make_plan(**changes: object) -> ComparisonPlan:
     work = work_spec(**changes.pop("work", {}))  # type: ignore[arg-type]
     values = {"systems": ("ring",), "workers": 2, "servers": 2, "towers_reduction": "gluon"}
     values |= {"towers_dim": 0, "controller": "gloo", "time_limit_s": 5.0, "rounds": 1}
-    return Plan(work=work, **values | changes)  # type: ignore[arg-type]
+    return ComparisonPlan(work=work, **values | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ ROWS = [
 ]
 
 
-def setting() -> Setting:
-    return Setting(make_plan(), (1, 28, 28), 1000, 8000, True, "")
+def setting() -> Comparison:
+    return Comparison(make_plan(), (1, 28, 28), 1000, 8000, True, "")
 
 
 def test_the_table_tells_each_row() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from hvdtrain.cli.options import build_config
+from hvdtrain.config.file import build_config
 from hvdtrain.config import BatchConfig, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from hvdtrain.errors import UsageError
 from tests.unit.test_options import TEXT, parse, problems

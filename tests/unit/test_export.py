@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hvdtrain
-import hvdtrain.cli.export as command
+import hvdtrain.weights.export as command
 from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot

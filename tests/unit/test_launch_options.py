@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.launch_options import (
+from hvdtrain.cli.launch import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
     Launch,
     add_launch_flags,
     read_launch,
 )
-from hvdtrain.cli.options import Parser
+from hvdtrain.cli.flags import Parser
 from hvdtrain.launcher.hosts import Host
 
 TRAIN = [sys.executable, "-m", "hvdtrain.cli", "train"]
@@ -34,7 +34,7 @@ def plain_place(tmp_path: Path, monkeypatch) -> None:
     for name in list(os.environ):
         if name.startswith(("SLURM_", "HOROVOD_", "OMPI_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("hvdtrain.cli.host_flags.hosts_of_site", _hosts_of_site_without_files)
+    monkeypatch.setattr("hvdtrain.cli.flags.hosts_of_site", _hosts_of_site_without_files)
 
 
 def _hosts_of_site_without_files(environment: dict[str, str]) -> tuple[Host, ...]:

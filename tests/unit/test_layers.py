@@ -38,7 +38,7 @@ LAYERS = {
     "hvdtrain.log": 0,
     "hvdtrain.plugins": 0,
     "hvdtrain.pulse": 0,
-    "hvdtrain.renaming": 0,
+    "hvdtrain.files": 0,
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,
     "hvdtrain.uncaught": 0,
@@ -162,7 +162,7 @@ def test_the_restricted_libraries_are_used_where_they_may_be() -> None:
             "only hvdtrain.exchange.horovod may import",
         ),
         (
-            "hvdtrain.cli.train",
+            "hvdtrain.run.training",
             "from horovod import run",
             "only hvdtrain.exchange.horovod may import",
         ),
@@ -189,7 +189,7 @@ def test_the_checker_catches(module: str, source: str, expected: str) -> None:
             "import horovod.torch as hvd\nfrom hvdtrain.ring import gamma",
         ),
         ("hvdtrain.launcher.install.machine", "from hvdtrain.errors import UsageError"),
-        ("hvdtrain.cli.train", "from hvdtrain.launcher import install\nimport torch"),
+        ("hvdtrain.run.training", "from hvdtrain.launcher import install\nimport torch"),
     ],
 )
 def test_the_checker_lets_pass(module: str, source: str) -> None:
@@ -203,13 +203,13 @@ def test_a_new_module_needs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert violations("hvdtrain.brand_new", "") == [
         "hvdtrain.brand_new has no layer: add it to the table"
     ]
-    assert violations("hvdtrain.cli.train", "import hvdtrain.brand_new") != []
+    assert violations("hvdtrain.run.training", "import hvdtrain.brand_new") != []
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("hvdtrain.cli.options", ["numpy", "torch", "horovod"]),
+        ("hvdtrain.cli.flags", ["numpy", "torch", "horovod"]),
         ("hvdtrain.launcher.install.__main__", ["numpy", "torch", "horovod", "yaml", "mpi4py"]),
         ("hvdtrain.ring.transports.tcp", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.ring.transports.mpi", ["torch", "horovod", "mpi4py"]),

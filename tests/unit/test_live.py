@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hvdtrain.cli import live
-from hvdtrain.cli.live import LiveView, PlainView, headline, make_view, render, slow_ranks
+from hvdtrain.launcher import view as live
+from hvdtrain.launcher.view import LiveView, PlainView, headline, make_view, render, slow_ranks
 from hvdtrain.launcher.ranks import Rank
 from hvdtrain.launcher.supervise import Watch
 
@@ -247,7 +247,7 @@ def test_a_job_outlives_its_terminal(both: bool) -> None:
     exception: it would kill the workers before they could save, and lose its exit code.
     """
     code = (
-        "import sys; from hvdtrain.cli.live import make_view; from hvdtrain.launcher.supervise "
+        "import sys; from hvdtrain.launcher.view import make_view; from hvdtrain.launcher.supervise "
         "import Watch; from hvdtrain.log import complain\n"
         "view = make_view(2, sys.stdout, 'LOGS'); view.tell('a'); sys.stdin.readline()\n"
         "for n in range(3): view.line(0, 'b' * 9999); view.tell('c'); view.update(Watch([]))\n"

@@ -11,15 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli.options import (
-    Option,
-    Parser,
-    add_train_flags,
-    as_flat_dict,
-    build_config,
-    dump_yaml,
-    train_options,
-)
+from hvdtrain.cli.flags import Parser, add_train_flags
+from hvdtrain.config.options import Option, as_flat_dict, train_options
+from hvdtrain.config.file import build_config, dump_yaml
 from hvdtrain.config import BatchConfig, TrainConfig
 from hvdtrain.errors import UsageError
 

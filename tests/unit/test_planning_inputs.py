@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli import _parser
-from hvdtrain.cli.plan_options import check_plan_flags
+from hvdtrain.cli import make_parser
+from hvdtrain.cli.plan import check_flags
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.lab.plan.costs import Cluster, Link, ring
 from hvdtrain.lab.plan.network import Point, fit, read_network
@@ -24,8 +24,8 @@ from tests.unit.plans import PROFILE, write
 
 def flags(*arguments: str) -> dict[str, Any]:
     """What these flags come to, once they are checked."""
-    parsed, unknown = _parser().parse_known_args(["plan", *arguments])
-    check_plan_flags(vars(parsed), unknown, Topology())
+    parsed, unknown = make_parser().parse_known_args(["plan", *arguments])
+    check_flags(vars(parsed), unknown, Topology())
     return vars(parsed)
 
 
@@ -86,10 +86,10 @@ def test_all_problems_of_the_flags_at_once() -> None:
 
 def test_it_is_run_once() -> None:
     """Fails when every worker of a job begins to plan, and to start workers."""
-    parsed, unknown = _parser().parse_known_args(["plan"])
+    parsed, unknown = make_parser().parse_known_args(["plan"])
     launched = Topology(rank=0, size=2, launched=True)
     with pytest.raises(UsageError, match="not by horovodrun"):
-        check_plan_flags(vars(parsed), unknown, launched)
+        check_flags(vars(parsed), unknown, launched)
 
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.lab.plan.counting import build_layers, count_layers, share_out
 from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.lab.plan.overlap import Queue
 from hvdtrain.lab.plan.plots import draw_plot
-from hvdtrain.lab.plan.predicting import METHODS, Setting, largest_useful, predict_all
+from hvdtrain.lab.plan.predicting import METHODS, Scenario, largest_useful, predict_all
 from hvdtrain.lab.plan.profiles import write_profile
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
@@ -100,7 +100,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 def run_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "plan", *arguments])
-    monkeypatch.setattr("hvdtrain.cli.plan.StopRequests", lambda: None)
+    monkeypatch.setattr("hvdtrain.lab.plan.command.StopRequests", lambda: None)
     return main()
 
 
@@ -142,8 +142,8 @@ def test_bad_files_end_with_2_before_anything_is_measured(
     def never(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("hvdtrain.cli.plan.measure_network", never)
-    monkeypatch.setattr("hvdtrain.cli.plan.measure_profile", never)
+    monkeypatch.setattr("hvdtrain.lab.plan.command.measure_network", never)
+    monkeypatch.setattr("hvdtrain.lab.plan.command.measure_profile", never)
     path = write(tmp_path, {"name": 3})
     assert run_plan(monkeypatch, f"--profile={path}", f"--output={tmp_path}") == 2
     assert run_plan(monkeypatch, f"--network={path}", f"--output={tmp_path}") == 2
@@ -163,7 +163,7 @@ def test_models_that_are_not_there(
 
 def test_the_plot_shows_every_prediction(tmp_path: Path) -> None:
     """Fails when a method is left out, or a curve is not what was predicted."""
-    setting = Setting(PROFILE, Cluster(Link(1e-4, 1e8), Link(1e-5, 1e9), 4), Queue())
+    setting = Scenario(PROFILE, Cluster(Link(1e-4, 1e8), Link(1e-5, 1e9), 4), Queue())
     counts = [1, 2, 4, 8, 16]
     predictions = predict_all(setting, counts)
     useful = {method: largest_useful(setting, method, 16, 0.5) for method in METHODS}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
 from hvdtrain.lab.plan.overlap import Queue, exchange, fuse
 from hvdtrain.lab.plan.predicting import (
-    Setting,
+    Scenario,
     compute_factor,
     largest_useful,
     predict,
@@ -37,9 +37,9 @@ def profile(*rows: tuple[int, float], **changes: object) -> Profile:
     return Profile(**values | changes)  # type: ignore[arg-type]
 
 
-def setting(found: Profile, link: Link = LINK, **changes: object) -> Setting:
+def setting(found: Profile, link: Link = LINK, **changes: object) -> Scenario:
     values = {"profile": found, "cluster": Cluster(link, link), "queue": ONE_EACH}
-    return Setting(**values | changes)  # type: ignore[arg-type]
+    return Scenario(**values | changes)  # type: ignore[arg-type]
 
 
 # Each exchange takes a second a byte, and 10 s.

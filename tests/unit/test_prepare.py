@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.cli.options import build_config
+from hvdtrain.config.file import build_config
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError

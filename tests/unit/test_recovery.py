@@ -17,7 +17,7 @@ from hvdtrain.launcher import recovery, stopping
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.ranks import Limits
-from hvdtrain.launcher.recovery import FRUITLESS, Job, Plan, Work, channel_address
+from hvdtrain.launcher.recovery import FRUITLESS, Job, JobPlan, Work, channel_address
 from hvdtrain.launcher.ssh import SshOptions
 from hvdtrain.launcher.stopping import StopRequests, spared_by_slurm
 from hvdtrain.launcher.verdict import Outcome
@@ -33,7 +33,7 @@ class Scripted(Job):
     """Its starts end as they are told to; nothing is run."""
 
     def __init__(self, restarts: int, ends: list[Outcome | Exception], folder: Path) -> None:
-        plan = Plan(
+        plan = JobPlan(
             workers=1,
             min_workers=1,
             hosts=(Host("localhost"),),

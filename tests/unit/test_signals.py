@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.options import build_config
-from hvdtrain.cli.train import run
+from hvdtrain.config.file import build_config
+from hvdtrain.run.training import run
 from hvdtrain.errors import Stopped
 from hvdtrain.run import signals
 from hvdtrain.run.signals import SIGNALS, StopSignals

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.cli import compare_options
+from hvdtrain.cli import compare as compare_options
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.systems import SYSTEMS, Strategy, find_strategy
 from hvdtrain.lab.systems.data_parallel import NO_GPU, TorchDataParallel

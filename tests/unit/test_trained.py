@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import hvdtrain as package
-from hvdtrain.cli.trained import _format_of
+from hvdtrain.run.trained import _format_of
 from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
 

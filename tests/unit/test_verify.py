@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.cli import verify_options
+from hvdtrain.cli import verify as verify_options
 from hvdtrain.lab.verify import Case, Result, faults, plan_cases, run_cases
 from hvdtrain.lab.verify.cases import DTYPES, OPERATIONS, make_values
 from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner, Tensors

@@ -50,7 +50,7 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClassicPlan:
     """What `hvdtrain bench classic` was told."""
 
     model: str
@@ -80,8 +80,8 @@ def data_that_is_there(data_dir: Path) -> str:
 
 
 def measure(
-    plan: Plan,
-    run: Callable[[Plan, Setting, Path], Result],
+    plan: ClassicPlan,
+    run: Callable[[ClassicPlan, Setting, Path], Result],
     folder: Path,
     tell: Callable[[str], None],
 ) -> Results:
@@ -101,7 +101,7 @@ def measure(
     return results
 
 
-def train(plan: Plan, setting: Setting, folder: Path) -> Result:
+def train(plan: ClassicPlan, setting: Setting, folder: Path) -> Result:
     """One run, under `hvdtrain launch`. Raises ChildFailure."""
     flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
     flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
@@ -123,7 +123,7 @@ def epoch_time(results: list[Result]) -> float:
     )
 
 
-def table(plan: Plan, results: Results) -> str:
+def table(plan: ClassicPlan, results: Results) -> str:
     """A row a setting: ours, and what was published."""
     lines = [
         f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
@@ -150,7 +150,7 @@ def table(plan: Plan, results: Results) -> str:
     return "\n".join(lines)
 
 
-def as_json(plan: Plan, results: Results) -> dict[str, Any]:
+def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
     """Everything."""
     alone_s = epoch_time(results[SETTINGS[0]])
     rows = [

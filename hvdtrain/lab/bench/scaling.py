@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """What `hvdtrain bench scaling` was told."""
 
     models: Mapping[str, int]  # and the samples a worker
@@ -86,7 +86,7 @@ class Plan:
         return list(dict.fromkeys(found))
 
 
-def examine(plan: Plan) -> None:
+def examine(plan: ScalingPlan) -> None:
     """Raises UsageError for models that cannot be built, and batches too large or too small."""
     problems: list[str] = []
     for model in plan.models:
@@ -121,7 +121,7 @@ Start = Callable[[Case, str, Path], Contestant]
 
 
 def measure(
-    plan: Plan, start: Start, folder: Path, tell: Callable[[str], None]
+    plan: ScalingPlan, start: Start, folder: Path, tell: Callable[[str], None]
 ) -> tuple[Rates, list[str]]:
     """All cases, one after the other; what went wrong is told at once, and returned too."""
     rates: Rates = {}
@@ -141,7 +141,11 @@ def measure(
 
 
 def measure_case(
-    plan: Plan, case: Case, start: Start, folder: Path, note: Callable[[str, ChildFailure], None]
+    plan: ScalingPlan,
+    case: Case,
+    start: Start,
+    folder: Path,
+    note: Callable[[str, ChildFailure], None],
 ) -> dict[str, list[float]]:
     """All rounds of a case. A contestant that fails is left out of it."""
     running: dict[str, Contestant] = {}

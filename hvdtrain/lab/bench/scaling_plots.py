@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
-from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, Plan, Rates
+from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, Rates, ScalingPlan
 from hvdtrain.lab.bench.scaling_results import Point
 from hvdtrain.lab.charts import GREY, PALETTE, WIDTH, Plot, dress, new_figure, set_text
 
@@ -20,13 +20,13 @@ PANEL_WIDTH = WIDTH / 2
 ROW_HEIGHT = 0.42  # inches
 
 
-def draw_plots(plan: Plan, rates: Rates, points: Sequence[Point]) -> list[Plot]:
+def draw_plots(plan: ScalingPlan, rates: Rates, points: Sequence[Point]) -> list[Plot]:
     """Every plot for which there are results."""
     done = [point for point in points if point.samples_per_s[OURS]]
     return [_draw_speed(plan, done), _draw_ratios(plan, rates, done)] if done else []
 
 
-def _draw_speed(plan: Plan, points: Sequence[Point]) -> Plot:
+def _draw_speed(plan: ScalingPlan, points: Sequence[Point]) -> Plot:
     """A row a mode, a column a model: samples/s over N."""
     models = list(dict.fromkeys(point.case.model for point in points))
     width = max(WIDTH, PANEL_WIDTH * len(models))
@@ -68,7 +68,7 @@ def _draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _draw_ratios(plan: Plan, rates: Rates, points: Sequence[Point]) -> Plot:
+def _draw_ratios(plan: ScalingPlan, rates: Rates, points: Sequence[Point]) -> Plot:
     """A row a point: the ratios of all rounds as dots, their medians as lines."""
     figure = new_figure(WIDTH, 1.3 + ROW_HEIGHT * len(points))
     axes = figure.add_subplot()

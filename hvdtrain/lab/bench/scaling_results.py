@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.lab.bench.rounds import Ratio, spread
-from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, WEAK, Case, Plan, Rates
+from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, WEAK, Case, Rates, ScalingPlan
 from hvdtrain.log import counted
 
 NOTHING = "-"
@@ -27,7 +27,7 @@ class Point:
     efficiency: dict[str, float | None]  # speed over N times that of one worker; None: not known
 
 
-def points_of(plan: Plan, rates: Rates) -> list[Point]:
+def points_of(plan: ScalingPlan, rates: Rates) -> list[Point]:
     """By mode, model and workers. A case that belongs to two modes stands in both."""
     return [
         _point(plan, rates, mode, model, workers)
@@ -37,7 +37,7 @@ def points_of(plan: Plan, rates: Rates) -> list[Point]:
     ]
 
 
-def _point(plan: Plan, rates: Rates, mode: str, model: str, workers: int) -> Point:
+def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> Point:
     case = plan.case(mode, model, workers)
     found = rates[case]
     speed = {name: median(found[name]) for name in CONTESTANTS}
@@ -77,7 +77,7 @@ HEADINGS = (
 )
 
 
-def table(plan: Plan, points: Sequence[Point]) -> str:
+def table(plan: ScalingPlan, points: Sequence[Point]) -> str:
     """One part for each mode."""
     rounds = counted(plan.rounds, "round")
     lines = [
@@ -122,7 +122,7 @@ def _with_spread(ratio: Ratio | None) -> str:
 
 
 def as_json(
-    plan: Plan, rates: Rates, points: Sequence[Point], problems: Sequence[str]
+    plan: ScalingPlan, rates: Rates, points: Sequence[Point], problems: Sequence[str]
 ) -> dict[str, Any]:
     """Everything; null stands for a run that failed."""
     return {

@@ -43,7 +43,7 @@ TRAIN_FLAGS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """What `hvdtrain bench start` was told."""
 
     workers: int
@@ -64,7 +64,7 @@ Starts = dict[str, list[Started]]
 
 
 def measure(
-    plan: Plan,
+    plan: StartPlan,
     run: Callable[[str, Path], Started],
     folder: Path,
     tell: Callable[[str], None],
@@ -94,7 +94,7 @@ def ratios_of(starts: Starts) -> dict[str, Ratio]:
 class Runner:
     """Runs one command once."""
 
-    plan: Plan
+    plan: StartPlan
 
     def __call__(self, name: str, folder: Path) -> Started:
         """Raises ChildFailure."""
@@ -197,7 +197,7 @@ class PulseReader:
                 return
 
 
-def table(plan: Plan, starts: Starts) -> str:
+def table(plan: StartPlan, starts: Starts) -> str:
     """Medians, in seconds, and ratios."""
     rounds = counted(plan.rounds, "round")
     lines = [

@@ -21,7 +21,7 @@ JUDGED_DTYPE = "float64"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What `hvdtrain compare` was told."""
 
     systems: tuple[str, ...]
@@ -36,10 +36,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Comparison:
     """What all rows have in common, as the reader is told."""
 
-    plan: Plan
+    plan: ComparisonPlan
     shape: tuple[int, ...]
     parameters: int
     gradient_bytes: int
@@ -47,7 +47,7 @@ class Setting:
     why_not: str  # it may not be judged
 
 
-def examine(plan: Plan) -> Setting:
+def examine(plan: ComparisonPlan) -> Comparison:
     """Build the work once, and find every system. Raises UsageError, before anything starts."""
     problems: list[str] = []
     for name in plan.systems:
@@ -68,7 +68,7 @@ def examine(plan: Plan) -> Setting:
         why_not = "the model has batch norm or dropout, which depend on how samples are shared out"
     elif plan.work.dtype != JUDGED_DTYPE:
         why_not = f"in {plan.work.dtype} differences of rounding grow; judged is --dtype float64"
-    return Setting(
+    return Comparison(
         plan=plan,
         shape=shape,
         parameters=sum(p.numel() for p in work.model.parameters()),
@@ -79,7 +79,7 @@ def examine(plan: Plan) -> Setting:
 
 
 def compare(
-    setting: Setting, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
+    setting: Comparison, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
 ) -> list[Row]:
     """Run every system, `single` first, and all of them again in each round; a failure is a row
     too. `show` is told of each row once it is whole, and of that of `single`.
@@ -101,7 +101,7 @@ def compare(
     return rows
 
 
-def make_spec(plan: Plan, system: str, folder: Path) -> Spec:
+def make_spec(plan: ComparisonPlan, system: str, folder: Path) -> Spec:
     """What the processes of one system are told."""
     return Spec(
         system=system,
@@ -117,7 +117,9 @@ def make_spec(plan: Plan, system: str, folder: Path) -> Spec:
     )
 
 
-def _run(spec: Spec, setting: Setting, context: ForkServerContext, oracle: Weights | None) -> Row:
+def _run(
+    spec: Spec, setting: Comparison, context: ForkServerContext, oracle: Weights | None
+) -> Row:
     strategy = find_strategy(spec.system)
     against = None if spec.system == ORACLE else oracle
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import __version__
-from hvdtrain.lab.compare.comparing import Setting
+from hvdtrain.lab.compare.comparing import Comparison
 from hvdtrain.lab.compare.plots import draw_plots
 from hvdtrain.lab.compare.rows import FAILED, ORACLE, Row
 from hvdtrain.lab.compare.table import MB, describe, explain, result_of, speedup, verdict
@@ -17,13 +17,13 @@ from hvdtrain.train.metering import PHASES
 TEMPLATE = "compare.html.jinja"
 
 
-def write_page(rows: Sequence[Row], setting: Setting, folder: Path) -> Path:
+def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
     """Write plots and page into the folder, the page last; returns the page's path."""
     pictures = take_pictures(draw_plots(rows))
     return save(render_page(rows, setting, pictures), pictures, folder)
 
 
-def render_page(rows: Sequence[Row], setting: Setting, pictures: Sequence[Picture]) -> str:
+def render_page(rows: Sequence[Row], setting: Comparison, pictures: Sequence[Picture]) -> str:
     """The page; whatever comes from files or flags is escaped."""
     return (
         templates(Path(__file__).parent)

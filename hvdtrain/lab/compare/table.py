@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.lab.compare.comparing import Setting
+from hvdtrain.lab.compare.comparing import Comparison
 from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
@@ -31,7 +31,7 @@ ABOVE = "ms a step"
 MB = 1e6
 
 
-def describe(setting: Setting) -> str:
+def describe(setting: Comparison) -> str:
     """What all rows have in common."""
     plan, work = setting.plan, setting.plan.work
     shape = "x".join(map(str, setting.shape))
@@ -90,7 +90,7 @@ def speedup(row: Row, single: Row | None) -> str:
     return f"{row.samples_per_s / single.samples_per_s:.2f}"
 
 
-def notes_of(rows: Sequence[Row], setting: Setting) -> list[str]:
+def notes_of(rows: Sequence[Row], setting: Comparison) -> list[str]:
     """What each row ran as, and what a reader should know of it."""
     lines = [f"  {row.system}: {'; '.join(explain(row))}" for row in rows]
     lines.append("  memory is the sum of the processes' peaks; what they share counts for each")

@@ -12,7 +12,7 @@ from hvdtrain.lab.plan.stragglers import slowdown
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """All that a prediction is made from."""
 
     profile: Profile
@@ -49,7 +49,7 @@ class Useful:
     is_limit: bool  # it is the largest N that was asked for
 
 
-def compute_factor(setting: Setting, workers: int) -> float:
+def compute_factor(setting: Scenario, workers: int) -> float:
     """How many times as long computing takes as in the profile.
 
     Slower for the slowest of N, by the spread that was measured; and where a host has more workers
@@ -60,7 +60,7 @@ def compute_factor(setting: Setting, workers: int) -> float:
     return slowdown(setting.profile.step_times_s, workers) * shared / setting.compute_speed
 
 
-def predict(setting: Setting, method: str, workers: int) -> Prediction:
+def predict(setting: Scenario, method: str, workers: int) -> Prediction:
     """The batch of each worker stays as it is (weak scaling)."""
     profile, cluster = setting.profile, setting.cluster
     factor = compute_factor(setting, workers)
@@ -91,7 +91,7 @@ def predict(setting: Setting, method: str, workers: int) -> Prediction:
     )
 
 
-def _negotiation_s(setting: Setting, workers: int) -> float:
+def _negotiation_s(setting: Scenario, workers: int) -> float:
     message_s = setting.negotiation_message_s
     if message_s is None:
         message_s = setting.cluster.bottleneck(workers).latency_s
@@ -103,7 +103,7 @@ def worker_counts(most: int) -> list[int]:
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
-def largest_useful(setting: Setting, method: str, most: int, least_efficiency: float) -> Useful:
+def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: float) -> Useful:
     """Searched among the table's N first, then by bisection between the last that is good and the
     first that is not.
     """
@@ -121,10 +121,10 @@ def largest_useful(setting: Setting, method: str, most: int, least_efficiency: f
     return Useful(good, predict(setting, method, good).efficiency, is_limit=False)
 
 
-def _is_good(setting: Setting, method: str, workers: int, least_efficiency: float) -> bool:
+def _is_good(setting: Scenario, method: str, workers: int, least_efficiency: float) -> bool:
     return predict(setting, method, workers).efficiency >= least_efficiency
 
 
-def predict_all(setting: Setting, counts: Sequence[int]) -> list[Prediction]:
+def predict_all(setting: Scenario, counts: Sequence[int]) -> list[Prediction]:
     """Every method at every N."""
     return [predict(setting, method, workers) for workers in counts for method in METHODS]

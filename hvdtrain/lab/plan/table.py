@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
 from hvdtrain.lab.plan.network import Network
 from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.predicting import Prediction, Setting, Useful
+from hvdtrain.lab.plan.predicting import Prediction, Scenario, Useful
 from hvdtrain.lab.plan.profiles import Profile
 from hvdtrain.log import counted
 
@@ -15,7 +15,7 @@ WIDTH = 20  # of a method's two columns
 MB = 1e6
 
 
-def describe(setting: Setting, network: Network | None) -> list[str]:
+def describe(setting: Scenario, network: Network | None) -> list[str]:
     """What the predictions are made from."""
     return [
         *_describe_profile(setting.profile, setting.compute_speed),
@@ -50,7 +50,7 @@ def _describe_profile(profile: Profile, speed: float) -> list[str]:
     return [*lines, f"  {spread}"]
 
 
-def _describe_cluster(setting: Setting, network: Network | None) -> list[str]:
+def _describe_cluster(setting: Scenario, network: Network | None) -> list[str]:
     cluster = setting.cluster
     source = "as given"
     if network:

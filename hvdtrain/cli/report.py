@@ -6,17 +6,24 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.cli.flags import refuse_unknown
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
+from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
     from hvdtrain.lab.report.runs import Run
 
 FOLDER = "report"
+HELP = "plots of runs, and one page that compares them"
+DESCRIPTION = (
+    "Read what runs have left, also those that were killed or still go on, and write plots (PNG) "
+    "and index.html: one page that holds them all, with what each run came to and the options in "
+    "which they differ."
+)
 
 
-def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hvdtrain report`."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--output",
@@ -26,18 +33,15 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: dict[str, Any], unknown: list[str]) -> int:
+def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
     """Read all runs, then write their report. Returns the exit code."""
-    if unknown:
-        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain report --help)")
+    refuse_unknown(unknown, "report")
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
     runs = _read(paths, folder)
-    from hvdtrain.lab.report.page import (
-        write_report,  # matplotlib starts here, once the runs are good
-    )
+    from hvdtrain.lab.report import page  # matplotlib starts here, once the runs are good
 
-    say(str(write_report(runs, folder)))
+    say(str(page.write_report(runs, folder)))
     return EXIT_OK
 
 

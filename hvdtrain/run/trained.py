@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from hvdtrain.cli.json_file import write_json
-from hvdtrain.cli.options import build_config, train_options
-from hvdtrain.cli.trained_options import CODE, OVERRIDES
 from hvdtrain.config.fields import positive, require
+from hvdtrain.config.file import build_config
+from hvdtrain.config.options import MAY_NAME_CODE, train_options
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image
@@ -21,6 +20,7 @@ from hvdtrain.data.splits import ImageFormat
 from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
 from hvdtrain.plugins import is_plugin, refuse_code_of
@@ -38,8 +38,11 @@ Takeaway = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
 
-def evaluate(arguments: dict[str, Any]) -> int:
-    """Evaluate a checkpoint on its validation data, or on other data. Returns the exit code."""
+def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
+    """Evaluate a checkpoint on its validation data, or on other data. Returns the exit code.
+
+    `overrides`: the options of training that `arguments` may replace.
+    """
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
     if "config" not in takeaway:
@@ -47,7 +50,7 @@ def evaluate(arguments: dict[str, Any]) -> int:
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
-    config = build_config(_chosen(source, stored, OVERRIDES, arguments), [])
+    config = build_config(_chosen(source, stored, overrides, arguments), [])
     task = build_task(config)
     _refuse_other_classes(task, takeaway, config.data.data)
     data = build_data(task, config)
@@ -117,7 +120,11 @@ def _chosen(
     Raises UsageError for code that the checkpoint alone names, unless it is to be trusted.
     """
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    left = {f"--{name}": stored.get(name) for name in CODE if name in names and name not in given}
+    left = {
+        f"--{name}": stored.get(name)
+        for name in MAY_NAME_CODE
+        if name in names and name not in given
+    }
     if not arguments["trust_code"]:
         refuse_code_of(source, left)
     return stored | given

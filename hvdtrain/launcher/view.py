@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from hvdtrain.cli.terminal import Output, SteadyView
 from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
+from hvdtrain.launcher.terminal import Output, SteadyView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

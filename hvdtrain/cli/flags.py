@@ -1,0 +1,144 @@
+"""Flags that several commands share: those of `train`, of hosts, and of output files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.config.file import build_config
+from hvdtrain.config.options import train_options
+from hvdtrain.errors import UsageError
+from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
+from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.sites import hosts_of_site
+from hvdtrain.launcher.ssh import SshOptions
+
+Found = TypeVar("Found")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of ending the process, so that one rank can speak for all.
+
+    Flags may be spelled with `_` in place of `-`.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        own = words.index("--") if "--" in words else len(words)
+        spelled = [self._spell(word) for word in words[:own]]
+        return super().parse_known_args(spelled + words[own:], namespace)
+
+    def _spell(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        dashed = flag.replace("_", "-")
+        known = flag.startswith("--") and dashed in self._option_string_actions
+        return f"{dashed}{equals}{value}" if known else word
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --config, --print-config, and a flag for each option."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="options by name; flags win")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the configuration and end"
+    )
+    sections: dict[str, argparse._ArgumentGroup] = {}
+    for option in train_options().values():
+        section = sections.get(option.group) or parser.add_argument_group(option.group)
+        sections[option.group] = section
+        spellings = [f"--{option.name.replace('_', '-')}"]
+        if option.short:
+            spellings.insert(0, option.short)
+        if option.type is bool:
+            section.add_argument(
+                *spellings,
+                dest=option.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=option.help.replace("%", "%%"),
+            )
+            continue
+        default = "" if option.default is None else f" (default: {option.default})"
+        section.add_argument(
+            *spellings,
+            dest=option.name,
+            type=option.type,
+            choices=option.choices or None,
+            default=argparse.SUPPRESS,
+            metavar=None if option.choices else option.type.__name__.upper(),
+            help=(option.help + default).replace("%", "%%"),
+        )
+
+
+def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
+    """Return the configuration of a `train ...` that another command starts.
+
+    Raises UsageError with every problem of the flags.
+    """
+    parser = Parser(prog=prog, allow_abbrev=False)
+    add_train_flags(parser)
+    arguments, unknown = parser.parse_known_args(flags)
+    if arguments.print_config:
+        raise UsageError("--print-config starts no workers: give it to `hvdtrain train`")
+    return build_config(vars(arguments), unknown)
+
+
+def add_host_flags(parser: argparse.ArgumentParser) -> None:
+    """horovodrun's names."""
+    group = parser.add_argument_group("hosts (default: Slurm's or the MPI Operator's, else this)")
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="A:2,B:4", help="hosts and their slots")
+    hosts.add_argument(
+        *("--hostfile", "-hostfile"), metavar="FILE", help="a line for each host: NAME slots=N"
+    )
+    group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="of sshd on all hosts")
+    group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key")
+    group.add_argument(
+        "--network-interface", metavar="NAME", help="of the network between hosts (default: found)"
+    )
+
+
+def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
+    """Those of the flags, else the site's, else none. Raises UsageError with all problems."""
+    if arguments["hosts"] is not None:
+        return parse_host_list(arguments["hosts"])
+    if arguments["hostfile"] is not None:
+        return read_hostfile(Path(arguments["hostfile"]))
+    return hosts_of_site(os.environ)
+
+
+def ssh_options(arguments: dict[str, Any]) -> SshOptions:
+    """Raises UsageError with all problems."""
+    return SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
+
+
+def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
+    """The result, or None and its problems added to the others."""
+    try:
+        return action()
+    except UsageError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def refuse_unknown(unknown: Sequence[str], command: str) -> None:
+    """Raise UsageError where something on the command line was not understood."""
+    if unknown:
+        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain {command} --help)")
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="run the code that the checkpoint names, also where the command line does not name it",
+    )
