@@ -72,8 +72,6 @@ def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-
-
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The option that was probably meant."""
     close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)

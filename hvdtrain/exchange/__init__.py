@@ -1,7 +1,7 @@
 """What training needs of the other ranks, as a contract, and its form for a single process.
 
-The training loop is handed an Exchange and never learns which one it has. `hvdtrain.exchange.horovod` holds
-the one over Horovod.
+The training loop is handed an Exchange and never learns which one it has.
+`hvdtrain.exchange.horovod` holds the one over Horovod.
 """
 
 from __future__ import annotations

@@ -352,7 +352,8 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
 def prove() -> int:
     """Collective: one all-reduce whose result is known. Returns the exit code.
 
-    `launch/setup` runs it by `horovodrun -np 2 python -m hvdtrain.exchange.horovod` on each controller.
+    `launch/setup` runs it by `horovodrun -np 2 python -m hvdtrain.exchange.horovod` on each
+    controller.
     """
     exchange = HorovodExchange()
     own = torch.arange(1000, dtype=torch.float64) + 1000 * exchange.rank

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launcher.cluster_engine import Engine
-from hvdtrain.launcher.cluster_image import ensure_image
+from launch.containers.engine import Engine
+from launch.containers.image import ensure_image
 from tests.cluster import trials as containers
 from tests.cluster.containers import ROOT
 from tests.hosts import trials as hosts

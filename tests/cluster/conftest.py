@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.cluster_engine import Engine
-from hvdtrain.launcher.cluster_image import ensure_image
+from launch.containers.engine import Engine
+from launch.containers.image import ensure_image
 from tests.cluster.containers import ROOT, Containers, cluster_of_three
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.launcher.cluster_engine import launcher_argv
+from launch.containers.engine import launcher_argv
 
 ROOT = Path(__file__).parents[2]
 RUNS = "/home/hvdtrain/runs"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from hvdtrain.launcher.cluster_image import dockerfile_default
+from launch.containers.image import dockerfile_default
 from tests.cluster.containers import ROOT, docker, must, wait_for
 
 LARGEST = 1.8e9  # bytes; 1.45e9 when it was measured

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, load_model
 
 from hvdtrain import renaming
 from hvdtrain.config.file import build_config
-from hvdtrain.run.training import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.parameters import params_sha256
 from hvdtrain.models import build_model
+from hvdtrain.run.training import run
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError, UsageError
-from hvdtrain.launcher import cluster, cluster_engine, cluster_keys
+from hvdtrain.launcher import cluster_keys
+from launch.containers import __main__ as cluster
+from launch.containers import engine as cluster_engine
 from tests.unit.programs import put
 
 ROOT = Path(__file__).parents[2]

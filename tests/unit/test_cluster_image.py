@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher import cluster_engine, cluster_image, cluster_wheels
+from launch.containers import engine as cluster_engine
+from launch.containers import image as cluster_image
+from launch.containers import wheels as cluster_wheels
 from tests.unit.programs import put
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +115,7 @@ def test_every_input_of_the_image_reaches_the_engine() -> None:
         for line in (ROOT / ".dockerignore").read_text().splitlines()
         if line.startswith("!")
     ]
-    hashed = [*cluster_image.SOURCES, "hvdtrain", "docker/ca", "docker/wheels"]
+    hashed = [*cluster_image.SOURCES, "hvdtrain", "launch/install", "docker/ca", "docker/wheels"]
     for source in sources:
         assert any(source == name or source.startswith(f"{name}/") for name in allowed), source
         assert any(source == name or source.startswith(f"{name}/") for name in hashed), source

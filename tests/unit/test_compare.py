@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from hvdtrain.cli import make_parser
-from hvdtrain.lab.compare.command import as_json, exit_code
 from hvdtrain.cli.compare import SYSTEMS, check_flags
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.children import MARK, ChildFailure, Commanded, explain
-from hvdtrain.lab.compare.comparing import ComparisonPlan, Comparison, examine, make_spec
+from hvdtrain.lab.compare.command import as_json, exit_code
+from hvdtrain.lab.compare.comparing import Comparison, ComparisonPlan, examine, make_spec
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
     AGREES,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.install import horovod_wheel
-from hvdtrain.launcher.install.horovod_source import EDITS, SourceEditError, apply_edits
-from hvdtrain.launcher.install.horovod_wheel import WheelInputs, cached_wheel, obtain_wheel
-from hvdtrain.launcher.install.machine import Mpi
+from launch.install import horovod_wheel
+from launch.install.horovod_source import EDITS, SourceEditError, apply_edits
+from launch.install.horovod_wheel import WheelInputs, cached_wheel, obtain_wheel
+from launch.install.machine import Mpi
 
 MPI = Mpi("4.1.4", "system")
 INPUTS = WheelInputs(

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.install import machine, packages
-from hvdtrain.launcher.install.machine import Mpi, Requirement
+from launch.install import machine, packages
+from launch.install.machine import Mpi, Requirement
 from tests.unit.programs import put
 
-program = importlib.import_module("hvdtrain.launcher.install.__main__")
+program = importlib.import_module("launch.install.__main__")
 
 ROOT = Path(__file__).parents[2]
 MPI = Mpi("4.1.4", "system")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli.flags import Parser
 from hvdtrain.cli.launch import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
@@ -16,7 +17,6 @@ from hvdtrain.cli.launch import (
     add_launch_flags,
     read_launch,
 )
-from hvdtrain.cli.flags import Parser
 from hvdtrain.launcher.hosts import Host
 
 TRAIN = [sys.executable, "-m", "hvdtrain.cli", "train"]

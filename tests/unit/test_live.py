@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from hvdtrain.launcher import view as live
-from hvdtrain.launcher.view import LiveView, PlainView, headline, make_view, render, slow_ranks
 from hvdtrain.launcher.ranks import Rank
 from hvdtrain.launcher.supervise import Watch
+from hvdtrain.launcher.view import LiveView, PlainView, headline, make_view, render, slow_ranks
 
 FIGURES = {"epoch": 2, "loss": 0.12345, "samples_per_s": 2033.4, "step_s": 0.5, "total_steps": 230}
 
@@ -247,8 +247,8 @@ def test_a_job_outlives_its_terminal(both: bool) -> None:
     exception: it would kill the workers before they could save, and lose its exit code.
     """
     code = (
-        "import sys; from hvdtrain.launcher.view import make_view; from hvdtrain.launcher.supervise "
-        "import Watch; from hvdtrain.log import complain\n"
+        "import sys; from hvdtrain.launcher.view import make_view\n"
+        "from hvdtrain.launcher.supervise import Watch; from hvdtrain.log import complain\n"
         "view = make_view(2, sys.stdout, 'LOGS'); view.tell('a'); sys.stdin.readline()\n"
         "for n in range(3): view.line(0, 'b' * 9999); view.tell('c'); view.update(Watch([]))\n"
         "view.close(); sys.stdout.write('d'); complain('e'); sys.exit(7)"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli.flags import Parser, add_train_flags
-from hvdtrain.config.options import Option, as_flat_dict, train_options
-from hvdtrain.config.file import build_config, dump_yaml
 from hvdtrain.config import BatchConfig, TrainConfig
+from hvdtrain.config.file import build_config, dump_yaml
+from hvdtrain.config.options import Option, as_flat_dict, train_options
 from hvdtrain.errors import UsageError
 
 OPTIONS = train_options()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.config.file import build_config
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.file import build_config
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess

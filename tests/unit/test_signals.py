@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config.file import build_config
-from hvdtrain.run.training import run
 from hvdtrain.errors import Stopped
 from hvdtrain.run import signals
 from hvdtrain.run.signals import SIGNALS, StopSignals
+from hvdtrain.run.training import run
 from hvdtrain.topology import Topology
 
 

@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import hvdtrain as package
-from hvdtrain.run.trained import _format_of
 from hvdtrain.errors import UsageError
+from hvdtrain.run.trained import _format_of
 from tests.unit.folders import make_class, make_folder, pixels
 
 ROOT = Path(package.__file__).parents[1]

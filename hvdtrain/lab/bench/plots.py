@@ -7,8 +7,7 @@ import statistics
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from hvdtrain.lab.bench.classic import PUBLISHED, SETTINGS, Results, epoch_time
-from hvdtrain.lab.bench.classic import ClassicPlan
+from hvdtrain.lab.bench.classic import PUBLISHED, SETTINGS, ClassicPlan, Results, epoch_time
 from hvdtrain.lab.bench.start import PARTS, Starts, medians_of_parts
 from hvdtrain.lab.charts import GREY, PALETTE, WIDTH, Plot, new_figure, set_text
 

@@ -1,9 +1,9 @@
 """One process of a system that is compared.
 
-Under horovodrun it is `python -m hvdtrain.lab.systems.process SPEC`, and its number is its rank. All
-others are forked from a server that has imported this module, as importing torch takes seconds. It
-leaves `process-NUMBER.json`, with what it has measured
-or with what went wrong, and `process-NUMBER.safetensors`, with the parameters that it holds.
+Under horovodrun it is `python -m hvdtrain.lab.systems.process SPEC`, and its number is its rank.
+All others are forked from a server that has imported this module, as importing torch takes seconds.
+It leaves `process-NUMBER.json`, with what it has measured or with what went wrong, and
+`process-NUMBER.safetensors`, with the parameters that it holds.
 """
 
 from __future__ import annotations

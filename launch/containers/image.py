@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.cluster_engine import Engine, EngineError
-from hvdtrain.launcher.cluster_wheels import put_wheels, remove_wheels
-from hvdtrain.launcher.install.horovod_wheel import cache_folder
 from hvdtrain.log import say
+from launch.containers.engine import Engine, EngineError
+from launch.containers.wheels import put_wheels, remove_wheels
+from launch.install.horovod_wheel import cache_folder
 
 NAME = "hvdtrain"
 DOCKERFILE = Path("docker", "Dockerfile")
@@ -101,7 +101,7 @@ def put_authorities(root: Path) -> None:
 def _inputs(root: Path) -> Iterator[Path]:
     yield root / DOCKERFILE
     yield from (root / name for name in SOURCES)
-    for folder in ("hvdtrain", "docker/ca", "docker/wheels"):
+    for folder in ("hvdtrain", "launch/install", "docker/ca", "docker/wheels"):
         for path in sorted((root / folder).rglob("*")):
             ours = folder == "docker/wheels" and FROM_HOST in path.parts
             if path.is_file() and not ours and "__pycache__" not in path.parts:

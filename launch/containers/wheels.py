@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
-from hvdtrain.launcher.install.horovod_wheel import BUILD_TOOLS, cache_folder, edits_sha256
+from launch.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
+from launch.install.horovod_wheel import BUILD_TOOLS, cache_folder, edits_sha256
 
 IMAGE_PYTHON = "3.11"  # Debian bookworm's
 IMAGE_GLIBC = 36  # 2.36

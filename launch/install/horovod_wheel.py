@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.launcher.install.horovod_source import (
+from launch.install.horovod_source import (
     EDITS,
     HOROVOD_SHA256,
     HOROVOD_VERSION,
     apply_edits,
 )
-from hvdtrain.launcher.install.machine import Mpi
+from launch.install.machine import Mpi
 
 # CMake 3.26 knows C++17 for every compiler that torch supports; 4 is the newest tried.
 BUILD_TOOLS = ("cmake>=3.26,<5", "setuptools>=65,<100", "wheel>=0.40,<1", "packaging>=23,<30")

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from hvdtrain.launcher.install import horovod_wheel, machine, packages
-from hvdtrain.launcher.install.horovod_source import HOROVOD_VERSION
-from hvdtrain.launcher.install.machine import Mpi, Requirement
+from launch.install import horovod_wheel, machine, packages
+from launch.install.horovod_source import HOROVOD_VERSION
+from launch.install.machine import Mpi, Requirement
 
 EXTRAS = "distributed,test"
 IMAGE_EXTRAS = "distributed"

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PreflightError, UsageError
-from hvdtrain.launcher.cluster_engine import Engine, EngineError, launcher_argv
-from hvdtrain.launcher.cluster_image import ensure_image
 from hvdtrain.launcher.cluster_keys import PORT
 from hvdtrain.launcher.hostfile import parse_hostfile
 from hvdtrain.log import complain, counted, say
+from launch.containers.engine import Engine, EngineError, launcher_argv
+from launch.containers.image import ensure_image
 
 COMMANDS = ("up", "run", "doctor", "logs", "down")
 HOME = "/home/hvdtrain"

@@ -1,0 +1,1 @@
+"""Hosts made of containers on this machine: `launch/cluster`."""
