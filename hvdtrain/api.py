@@ -20,9 +20,9 @@ import torch
 
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, join, joined
+from hvdtrain.log import report_uncaught
 from hvdtrain.run.training import connect
 from hvdtrain.topology import Topology
-from hvdtrain.uncaught import report_uncaught
 
 
 def init() -> Exchange:

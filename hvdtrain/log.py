@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
 from typing import TextIO
+
+from hvdtrain.errors import HvdtrainError
 
 
 def say(text: str) -> None:
@@ -37,3 +42,23 @@ def discard(stream: TextIO) -> None:
 def counted(number: int, noun: str) -> str:
     """'1 file', '2,000 files'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+_PACKAGE = Path(__file__).parent
+_before = sys.excepthook
+
+
+def report_uncaught() -> None:
+    """From now on, end this process in this way where it would end with such an error."""
+    sys.excepthook = _report
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, HvdtrainError):
+        _before(kind, error, trace)
+        return
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    complain(f"hvdtrain: error{place}: {error}")
+    raise SystemExit(error.exit_code)  # the interpreter ends with it, in good order

@@ -28,11 +28,10 @@ from hvdtrain.audit.auditor import Auditor, AuditRecord
 from hvdtrain.audit.bound import BoundCheck
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Reduction, SingleProcess, joined
-from hvdtrain.log import complain, counted
+from hvdtrain.log import complain, counted, report_uncaught
 from hvdtrain.ring import Transport
 from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.topology import Topology
-from hvdtrain.uncaught import report_uncaught
 
 DEFAULT_EVERY = 100
 

@@ -12,9 +12,14 @@ from typing import Any, NoReturn
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.files import json_problems, write_json
-from hvdtrain.launcher.doctor.examining import Wishes, examine
+from hvdtrain.launcher.doctor.examination import (
+    Wishes,
+    as_json,
+    examine,
+    tell_findings,
+    tell_verdict,
+)
 from hvdtrain.launcher.doctor.facts import failed
-from hvdtrain.launcher.doctor.telling import as_json, tell_findings, tell_verdict
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from hvdtrain.log import say

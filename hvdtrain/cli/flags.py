@@ -13,8 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.config.file import build_config
 from hvdtrain.config.options import train_options
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
-from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
 

@@ -26,15 +26,19 @@ from hvdtrain.cli.flags import (
 )
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, UsageError
-from hvdtrain.launcher.command import agent_argv, find_controller, horovodrun_argv
+from hvdtrain.launcher.command import (
+    EngineSetting,
+    agent_argv,
+    find_controller,
+    horovodrun_argv,
+    settings_for,
+)
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
+from hvdtrain.launcher.job import Job, JobPlan, Placed, Work, engine_of
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.ranks import Limits
-from hvdtrain.launcher.recovery import Job, JobPlan, Placed, Work, engine_of
-from hvdtrain.launcher.settings import EngineSetting, settings_for
+from hvdtrain.launcher.ranks import STOPPED, Limits, Outcome
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.stopping import StopRequests
-from hvdtrain.launcher.verdict import STOPPED, Outcome
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, occupants

@@ -6,7 +6,7 @@
 The agent outlives its worker until the launcher says "leave", so that horovodrun, which ends all
 when one ends, does not end workers that are still saving. When the launcher is gone or cannot be
 reached, the agent stops its worker and leaves; when the agent is killed, its guard kills the
-worker (hvdtrain/launcher/guard.py). So nothing is ever left behind.
+worker (hvdtrain/launcher/worker.py). So nothing is ever left behind.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ import time
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
-from hvdtrain.launcher.doctor.tickets import remove_ticket
-from hvdtrain.launcher.guard import run_guarded
-from hvdtrain.launcher.orders import Orders, read_orders
-from hvdtrain.launcher.placement import Placement, worker_environment
-from hvdtrain.launcher.protocol import ALIVE_EVERY_S, Connection, ConnectionLost, Message, connect
-from hvdtrain.launcher.worker import CANNOT_START, Worker
-from hvdtrain.launcher.worker_pulse import WorkerPulse
+from hvdtrain.launcher.command import Placement, worker_environment
+from hvdtrain.launcher.protocol import (
+    ALIVE_EVERY_S,
+    Connection,
+    ConnectionLost,
+    Message,
+    WorkerPulse,
+    connect,
+)
+from hvdtrain.launcher.tickets import Orders, read_orders, remove_ticket
+from hvdtrain.launcher.worker import CANNOT_START, Worker, run_guarded
 from hvdtrain.log import complain
 
 TICK_S = 0.1

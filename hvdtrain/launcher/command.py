@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.placement import ENGINE_PREFIXES
+from hvdtrain.launcher.tickets import Orders
+from hvdtrain.pulse import RING_TOKEN
+from hvdtrain.topology import Topology
 
 # Of the user's variables, those that the engines themselves need: Gloo's horovodrun puts its whole
 # environment on every worker's command line, where all users of a host can read it.
@@ -113,3 +115,117 @@ def mpi_prefix() -> str | None:
 
 def _is_secret(name: str) -> bool:
     return any(word in name for word in SECRET_WORDS)
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """One environment variable."""
+
+    name: str
+    value: str
+    why: str
+
+
+def settings_for(
+    controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, ours: bool
+) -> list[EngineSetting]:
+    """The settings of a job. `ours`: its workers are `hvdtrain train`, which sets its own."""
+    stall_s = str(max(1, round(watchdog_timeout_s)))
+    found = [
+        EngineSetting(
+            "HOROVOD_FUSION_THRESHOLD",
+            "0",
+            "each tensor by itself: runs repeat, and it is the fastest on few workers",
+        ),
+    ]
+    if controller == "mpi":
+        found.append(
+            EngineSetting(
+                "OMPI_MCA_mpi_yield_when_idle",
+                "1",
+                "Open MPI spins while it waits, which takes compute time from full cores",
+            )
+        )
+    if not ours:
+        found += [
+            EngineSetting(
+                "HOROVOD_STALL_CHECK_TIME_SECONDS",
+                str(max(1, min(60, round(watchdog_timeout_s / 2)))),
+                "Horovod warns when some ranks wait for others",
+            ),
+            EngineSetting(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+                stall_s,
+                "and ends the job, as --watchdog-timeout-s says",
+            ),
+        ]
+    return [setting for setting in found if setting.name not in environment]
+
+
+# What the engines give their workers, and settings of theirs: as this host has them.
+ENGINE_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
+# What belongs to a host and a login rather than to the user's work.
+HOST_NAMES = frozenset(
+    ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
+    + ("XDG_RUNTIME_DIR", "_")
+)
+HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
+# By which the launcher tells where rank 0 is, once that is settled.
+MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One worker's."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Placement:
+        """As horovodrun or mpirun tells it. Raises UsageError when neither has."""
+        topology = Topology.from_environment(environment)
+        sizes = [environment[name] for name in _LOCAL_SIZES if name in environment]
+        if not topology.launched or not sizes:
+            raise UsageError("agents are started by `hvdtrain launch`, through horovodrun")
+        return cls(topology.rank, topology.size, topology.local_rank, int(sizes[0]))
+
+
+def worker_environment(
+    orders: Orders, placement: Placement, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The user's variables, this host's own, the engine's, and the names that scripts look for.
+
+    Compute threads are shared out over the workers of a host, unless OMP_NUM_THREADS says so.
+    """
+    of_host = {
+        name: value
+        for name, value in environment.items()
+        if name in HOST_NAMES or name.startswith((*HOST_PREFIXES, *ENGINE_PREFIXES))
+    }
+    of_user = {
+        name: value
+        for name, value in orders.environment.items()
+        if name not in HOST_NAMES and not name.startswith(HOST_PREFIXES)
+    }
+    of_job = {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_size),
+        "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
+        "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
+        RING_TOKEN: orders.ring_token,
+    }
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // placement.local_size)),
+        "PYTHONUNBUFFERED": "1",  # a log that lags behind explains nothing
+        "PYTHONFAULTHANDLER": "1",  # a SIGABRT, ours or native code's, leaves Python stacks
+    }
+    # horovodrun sets PYTHONUNBUFFERED for the agent; here it is the user's.
+    own = {name: value for name, value in environment.items() if name not in defaults}
+    return own | defaults | of_user | of_host | of_job

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import os
+import re
+import select
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launcher.host_names import name_key, name_problem, shown, user_problem
 
 MOST_SLOTS = 65_536
 SHOWN_HOSTS = 8  # in a message
@@ -54,3 +60,228 @@ def _count_slots(hosts: Sequence[Host]) -> str:
     if len(hosts) > SHOWN_HOSTS:
         shown += f", and {len(hosts) - SHOWN_HOSTS} more"
     return f"the hosts have {total} slot{'s' * (total != 1)} ({shown})"
+
+
+MOST_HOSTS = 16_384
+MOST_BYTES = 2**20  # 64 for each of them
+LONGEST_LINE = 4096
+MOST_PROBLEMS = 20  # told at once
+SILENCE_S = 10.0  # of a pipe that is given as the hostfile
+
+SLOTS = ("slots", "cpu", "count")
+MAX_SLOTS = tuple(f"max_{word}" for word in SLOTS) + tuple(f"{word}_max" for word in SLOTS)
+USERNAME = ("username", "user_name")
+UNDERSTOOD = "slots=N, max_slots=N or username=NAME"
+
+
+class HostCollector:
+    """Hosts as they are read, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._hosts: dict[str, Host] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether enough problems were found that the rest need not be read."""
+        return len(self.problems) >= MOST_PROBLEMS
+
+    def add(self, host: Host) -> None:
+        """Take a host whose name is good."""
+        first = self._hosts.setdefault(name_key(host.name), host)
+        if first is not host:
+            self.problems.append(_same_host(first, host))
+        elif len(self._hosts) > MOST_HOSTS:
+            self.problems.append(f"{host.source}: more than {MOST_HOSTS:,} hosts")
+
+    def finish(self, empty: str) -> tuple[Host, ...]:
+        """The hosts; UsageError with every problem. `empty`: what is wrong when there are none."""
+        if self.full:
+            self.problems.append(f"(these are the first {len(self.problems)}; more may follow)")
+        if not self._hosts and not self.problems:
+            self.problems.append(empty)
+        if self.problems:
+            raise UsageError(*self.problems)
+        return tuple(self._hosts.values())
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file; UsageError names each bad line as FILE:LINE."""
+    return parse_hostfile(_decode(_read_bytes(path), path), path)
+
+
+def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
+    """The hosts of a file's text. `path`: where it is from, for the message."""
+    collector = HostCollector()
+    for number, line in enumerate(_lines(text), 1):
+        if not line or line.isspace():
+            continue
+        source = f"{path}:{number}"
+        if len(line) > LONGEST_LINE:
+            collector.problems.append(f"{source}: longer than {LONGEST_LINE:,} characters")
+        else:
+            _take_line(collector, _without_comment(line), source)
+        if collector.full:
+            break
+    return collector.finish(
+        f"{path}: no hosts in it; write one line for each host, such as `alpha slots=2`"
+    )
+
+
+def parse_host_list(text: str) -> tuple[Host, ...]:
+    """The hosts of `-H a:2,b:4,user@c:1,[fe80::1]:2`."""
+    collector = HostCollector()
+    if len(text) > MOST_BYTES:
+        raise UsageError(f"-H: longer than {MOST_BYTES:,} characters; write a hostfile instead")
+    for number, entry in enumerate(text.split(","), 1):
+        problems: list[str] = []
+        if not entry.strip():
+            problems.append("is empty; hosts are separated by one comma, such as alpha:2,beta:4")
+        else:
+            user, name, slots = parse_host(entry.strip(), problems)
+        if not problems:
+            collector.add(Host(name, slots or 1, user, "-H"))
+        collector.problems += [f"-H: entry {number}: {problem}" for problem in problems]
+        if collector.full:
+            break
+    return collector.finish("-H: no hosts in it")
+
+
+def parse_host(text: str, problems: list[str]) -> tuple[str | None, str, int | None]:
+    """User, name and slots of `[user@]name[:slots]`; what is wrong is added to `problems`."""
+    user, at, rest = text.rpartition("@")
+    name, slots = rest, None
+    if rest.startswith("["):
+        name, closing, tail = rest[1:].partition("]")
+        if not closing or ":" not in name or (tail and not tail.startswith(":")):
+            problems.append(f"{shown(rest)}: brackets hold an IPv6 address, as in [fe80::1]:2")
+            return user or None, name, None
+        slots = tail[1:] if tail else None
+    elif rest.count(":") == 1:
+        name, _, slots = rest.partition(":")
+    if problem := name_problem(name):
+        problems.append(problem)
+    if at and (problem := user_problem(user)):
+        problems.append(problem)
+    count = None if slots is None else parse_slots(slots, rest, problems)
+    return user or None, name, count
+
+
+def parse_slots(text: str, whole: str, problems: list[str]) -> int | None:
+    """A number of slots. `whole`: what it is a part of, for the message."""
+    digits = text.lstrip("0")
+    if re.fullmatch("[0-9]+", text) and 0 < len(digits) < 10 and int(digits) <= MOST_SLOTS:
+        return int(digits)
+    problems.append(
+        f"{shown(whole)}: the number of slots must be a whole number from 1 to {MOST_SLOTS:,}"
+    )
+    return None
+
+
+def _same_host(first: Host, second: Host) -> str:
+    """Slots are not added up: a host that stands twice is mostly a slip."""
+    before = "before" if first.source == second.source else f"at {first.source}"
+    other = "" if first.address == second.address else f" (as {first.address})"
+    return (
+        f"{second.source}: {second.address} stands already {before}{other}; keep one of the two, "
+        "with the slots of both"
+    )
+
+
+def _take_line(collector: HostCollector, line: str, source: str) -> None:
+    words = re.sub(r"\s*=\s*", "=", line).split()
+    if not words:
+        return
+    problems: list[str] = []
+    if "=" in words[0]:
+        problems.append(f"{shown(words[0])}: the name of a host must stand before it")
+        user, name, slots = None, "", None
+    else:
+        user, name, slots = parse_host(words[0], problems)
+    user, slots = _parse_options(words[1:], user, slots, problems)
+    if not problems:
+        collector.add(Host(name, slots or 1, user, source))
+    collector.problems += [f"{source}: {problem}" for problem in problems]
+
+
+def _parse_options(
+    words: Iterable[str], user: str | None, slots: int | None, problems: list[str]
+) -> tuple[str | None, int | None]:
+    """User and slots after what stands behind the host's name."""
+    most: int | None = None
+    unknown = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        kind = key.lower().replace("-", "_") if equals else None
+        if kind in SLOTS:
+            if slots is not None:
+                problems.append(f"{shown(word)}: the number of slots is given twice")
+            slots = parse_slots(value, word, problems) or slots
+        elif kind in MAX_SLOTS:
+            most = parse_slots(value, word, problems)
+        elif kind in USERNAME:
+            if user is not None and user != value:
+                problems.append(f"{shown(word)}: the user is {shown(user)} already")
+            elif problem := user_problem(value):
+                problems.append(problem)
+            user = value
+        else:
+            unknown.append(shown(word))
+    if unknown:
+        what = ", ".join(unknown[:4])
+        problems.append(f"{what}: not understood; after a host's name may stand {UNDERSTOOD}")
+    if most and slots and slots > most:
+        problems.append(f"slots={slots} is above max_slots={most}; lower one or raise the other")
+    return user, slots or most
+
+
+def _without_comment(line: str) -> str:
+    return re.split("#|//", line, maxsplit=1)[0]
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as editors count them (`str.splitlines` also ends lines at rarer characters)."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def _decode(data: bytes, path: Path) -> str:
+    """Text of any bytes: what is not ASCII may stand in comments and is refused in names."""
+    for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        if data.startswith(mark):
+            return data.decode("utf-16", "replace")
+    if b"\0" in data:
+        line = data[: data.index(b"\0")].count(b"\n") + 1
+        raise UsageError(f"{path}:{line}: holds a zero byte, so this is not a text file")
+    return data.decode("utf-8-sig", "replace")
+
+
+def _read_bytes(path: Path) -> bytes:
+    """What the file holds; never more than MOST_BYTES, and a silent pipe is not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _read_within_limits(descriptor, path)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such hostfile; check the path") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder; a hostfile is a text file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: the hostfile cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise UsageError(f"{shown(str(path))}: not a name that a hostfile can have") from None
+
+
+def _read_within_limits(descriptor: int, path: Path) -> bytes:
+    data = b""
+    while len(data) <= MOST_BYTES:
+        if not select.select([descriptor], [], [], SILENCE_S)[0]:
+            raise UsageError(f"{path}: nothing came from this pipe for {SILENCE_S:.0f} s")
+        part = os.read(descriptor, MOST_BYTES + 1 - len(data))
+        if not part:
+            return data
+        data += part
+    raise UsageError(
+        f"{path}: larger than {MOST_BYTES / 2**20:.0f} MiB; is this really a hostfile?"
+    )

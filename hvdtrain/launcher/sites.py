@@ -15,8 +15,14 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.host_names import LONGEST_NAME, name_problem, shown
-from hvdtrain.launcher.hostfile import MOST_BYTES, MOST_HOSTS, HostCollector, read_hostfile
-from hvdtrain.launcher.hosts import MOST_SLOTS, Host
+from hvdtrain.launcher.hosts import (
+    MOST_BYTES,
+    MOST_HOSTS,
+    MOST_SLOTS,
+    Host,
+    HostCollector,
+    read_hostfile,
+)
 
 MPI_HOSTFILE = Path("/etc/mpi/hostfile")  # where the Kubeflow MPI Operator mounts it
 NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the second in old versions

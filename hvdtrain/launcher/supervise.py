@@ -22,9 +22,8 @@ from typing import Any
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.protocol import Message
-from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
+from hvdtrain.launcher.ranks import Evidence, Limits, Outcome, Rank, judge, silent_ranks
 from hvdtrain.launcher.stopping import spared_by_slurm
-from hvdtrain.launcher.verdict import Evidence, Outcome, judge
 
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for the other ranks to end, and rank 0 to write its summary

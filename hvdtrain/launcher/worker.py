@@ -1,6 +1,6 @@
 """A worker: the command that an agent starts, often a shell, and all that the command starts.
 
-The agent is a subreaper (hvdtrain/launcher/guard.py), so all of it stays below the agent, also what
+The agent is a subreaper (see `run_guarded`), so all of it stays below the agent, also what
 outlives its parent or has a session of its own. Of these processes one may speak: it writes to the
 pulse pipe (hvdtrain/pulse.py), and it is the one that can save.
 """
@@ -14,10 +14,12 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from types import FrameType
 
-from hvdtrain.launcher.guard import PR_SET_PDEATHSIG
-from hvdtrain.launcher.orders import Orders
+from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.processes import descendants, id_within, process_state, reap
+from hvdtrain.launcher.tickets import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
 NEXT_S = 0.5  # for a shell to end after what it has waited for
@@ -144,3 +146,69 @@ class Worker:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
+
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+KILL_S = 5.0  # a process that the kernel holds in a system call may take longer: it is left to it
+ROUND_S = 0.02
+
+
+def run_guarded(work: Callable[[], int]) -> int:
+    """Run `work` in a child process. Returns its exit code, when nothing it has started is left."""
+    become_subreaper()
+    guard = os.getpid()
+    agent = os.fork()
+    if not agent:
+        os.setsid()  # mpirun kills the guard's whole group
+        become_subreaper()
+        _end_with(guard)
+        return work()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, number)
+            os.kill(agent, signal.SIGCONT)
+
+    for number in PASSED_ON:
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    codes: dict[int, int] = {}
+    while agent not in codes:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        reap(codes)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    kill_descendants()
+    return codes[agent] if codes[agent] >= 0 else 128 - codes[agent]
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of those below it whose parents end."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants() -> None:
+    """Kill all processes below this one, and wait for their ends."""
+    deadline = time.monotonic() + KILL_S
+    while reap({}) and time.monotonic() < deadline:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(ROUND_S)
+
+
+def _end_with(guard: int) -> None:
+    """End this process, and all below it, as soon as its parent has ended.
+
+    By SIGCONT: it also reaches a process that has been stopped.
+    """
+
+    def look(*_: object) -> None:
+        if os.getppid() != guard:
+            kill_descendants()
+            os._exit(EXIT_FAILED)
+
+    signal.signal(signal.SIGCONT, look)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    look()  # it may have ended already

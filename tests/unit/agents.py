@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.channel import Channel
-from hvdtrain.launcher.doctor.tickets import ticket_paths, write_ticket
-from hvdtrain.launcher.orders import Orders
 from hvdtrain.launcher.processes import descendants
 from hvdtrain.launcher.protocol import Message
+from hvdtrain.launcher.tickets import Orders, ticket_paths, write_ticket
 
 TOKEN = "the token of this job"
 JOB = "test-job"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.launcher.doctor import checks, machine_checks, network
+from hvdtrain.launcher.doctor.examination import tell_findings, tell_verdict
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Facts, Finding
 from hvdtrain.launcher.doctor.ring import Ring, check_ring, last_words
-from hvdtrain.launcher.doctor.telling import tell_findings, tell_verdict
 
 GIB = 1 << 30
 HOSTS = ("alpha", "beta", "gamma")

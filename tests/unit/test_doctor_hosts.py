@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.launcher.doctor.examining import Wishes, examine
+from hvdtrain.launcher.doctor.examination import Wishes, examine
 from hvdtrain.launcher.doctor.facts import Finding
-from hvdtrain.launcher.doctor.running import Preflight, preflight
+from hvdtrain.launcher.doctor.preflight import Preflight, preflight
 from hvdtrain.launcher.doctor.sessions import open_sessions
 from hvdtrain.launcher.doctor.ssh_failures import Attempt, explain
-from hvdtrain.launcher.doctor.tickets import Ticket, read_ticket
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
+from hvdtrain.launcher.tickets import Ticket, read_ticket
 from tests.unit.sshd import ADDRESS, Sshd, free_port, running_sshd
 
 HERE, THERE = Host("localhost", 2), Host(ADDRESS, 2)

@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.launcher import addresses
-from hvdtrain.launcher.doctor import children, gathering, machine, probe, tickets
-from hvdtrain.launcher.doctor.reaching import Listener, reach_all
+from hvdtrain.launcher import addresses, tickets
+from hvdtrain.launcher.doctor import children, machine, probe
+from hvdtrain.launcher.doctor import software as gathering
+from hvdtrain.launcher.doctor.network import Listener, reach_all
 from hvdtrain.launcher.doctor.ring import ring_environment, run_ring
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from tests.unit.programs import put

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.hostfile import (
+from hvdtrain.launcher.hosts import (
     LONGEST_LINE,
     MOST_BYTES,
     MOST_HOSTS,
     MOST_PROBLEMS,
+    MOST_SLOTS,
+    Host,
     parse_host_list,
     read_hostfile,
+    take_slots,
 )
-from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 
 EXAMPLE = Path(__file__).parents[2] / "launch/hosts.example"
 QUICK_S = 20.0  # generous on a loaded machine; what is unbounded takes minutes or never ends
@@ -261,7 +263,7 @@ def test_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(writing)
     assert read_hostfile(Path(f"/dev/fd/{reading}"))[0].slots == 2
     os.close(reading)
-    monkeypatch.setattr("hvdtrain.launcher.hostfile.SILENCE_S", 0.1)
+    monkeypatch.setattr("hvdtrain.launcher.hosts.SILENCE_S", 0.1)
     reading, writing = os.pipe()
     with pytest.raises(UsageError, match="nothing came from this pipe"):
         read_hostfile(Path(f"/dev/fd/{reading}"))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.host_names import name_key
-from hvdtrain.launcher.hostfile import parse_host_list, read_hostfile
-from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
+from hvdtrain.launcher.hosts import MOST_SLOTS, Host, parse_host_list, read_hostfile, take_slots
 
 # One tmp_path for all examples is meant: each example writes the file anew.
 EXAMPLES = settings(

@@ -18,8 +18,8 @@ from hvdtrain.launcher.command import (
     find_mpirun,
     horovodrun_argv,
     mpi_prefix,
+    settings_for,
 )
-from hvdtrain.launcher.settings import settings_for
 
 BIN = str(Path(sys.executable).parent)
 START = [f"{BIN}/horovodrun", "-np"]

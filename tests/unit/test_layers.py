@@ -43,7 +43,6 @@ LAYERS = {
     "hvdtrain.pulse": 0,
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,
-    "hvdtrain.uncaught": 0,
 }
 LIBRARIES = {"hvdtrain.config.file": {"yaml"}, "hvdtrain.launcher.view": {"rich"}}  # used late
 VERSION = "hvdtrain.__version__"  # a plain constant

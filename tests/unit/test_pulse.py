@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PeerFailure, TrainingError
-from hvdtrain.launcher.worker_pulse import STEPS_SHOWN, WorkerPulse
+from hvdtrain.launcher.protocol import STEPS_SHOWN, WorkerPulse
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL, Pulse
 
 pytestmark = pytest.mark.timeout(60)

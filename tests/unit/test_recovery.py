@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError, Stopped
-from hvdtrain.launcher import recovery, stopping
+from hvdtrain.launcher import job as recovery
+from hvdtrain.launcher import stopping
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.job import FRUITLESS, Job, JobPlan, Work, channel_address
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.ranks import Limits
-from hvdtrain.launcher.recovery import FRUITLESS, Job, JobPlan, Work, channel_address
+from hvdtrain.launcher.ranks import Limits, Outcome
 from hvdtrain.launcher.ssh import SshOptions
 from hvdtrain.launcher.stopping import StopRequests, spared_by_slurm
-from hvdtrain.launcher.verdict import Outcome
 
 FINE, AWAY = Outcome(0), PreflightError("away")
 

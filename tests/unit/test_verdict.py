@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launcher.ranks import Limits, Rank
-from hvdtrain.launcher.verdict import Evidence, judge
+from hvdtrain.launcher.ranks import Evidence, Limits, Rank, judge
 
 LOGS = Path("logs")
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.lab.children import ONE_THREAD, Commanded, watch
-from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv
-from hvdtrain.launcher.settings import settings_for
+from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv, settings_for
 from hvdtrain.run.records import METRICS
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]

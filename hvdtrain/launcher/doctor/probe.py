@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.addresses import interface_of, interfaces, is_loopback
-from hvdtrain.launcher.doctor.gathering import gather, quick_sources
-from hvdtrain.launcher.doctor.tickets import write_ticket
+from hvdtrain.launcher.doctor.software import gather, quick_sources
 from hvdtrain.launcher.processes import marked
+from hvdtrain.launcher.tickets import write_ticket
 
 MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # in the environment of what the doctor starts, to find it again
@@ -72,8 +72,8 @@ class Probe:
 
     def _all(self, request: Request) -> Answer:
         """The quick facts and all others; those that take a process, at once."""
-        from hvdtrain.launcher.doctor.children import child_sources
         from hvdtrain.launcher.doctor.machine import machine_sources
+        from hvdtrain.launcher.doctor.software import child_sources
 
         with ThreadPoolExecutor() as threads:
             parts = [
@@ -87,13 +87,13 @@ class Probe:
         return found
 
     def _listen(self) -> dict[str, Any]:
-        from hvdtrain.launcher.doctor.reaching import Listener
+        from hvdtrain.launcher.doctor.network import Listener
 
         self._listener = Listener()
         return {"port": self._listener.port, "token": self._listener.token}
 
     def _reach(self, request: Request) -> Answer:
-        from hvdtrain.launcher.doctor.reaching import reach_all
+        from hvdtrain.launcher.doctor.network import reach_all
 
         return gather({"reached": lambda: reach_all(request["targets"])})
 

@@ -11,12 +11,12 @@ from typing import Any
 from hvdtrain.launcher.addresses import ANYWHERE, interfaces, is_loopback
 from hvdtrain.launcher.doctor import checks
 from hvdtrain.launcher.doctor.facts import ByHost, Facts, Finding
-from hvdtrain.launcher.doctor.gathering import gather, quick_sources
 from hvdtrain.launcher.doctor.sessions import NoAnswer, Reply, Session, on_all, open_sessions
+from hvdtrain.launcher.doctor.software import gather, quick_sources
 from hvdtrain.launcher.doctor.ssh_failures import Attempt, explain
-from hvdtrain.launcher.doctor.tickets import Ticket
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.launcher.tickets import Ticket
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from hvdtrain.errors import EXIT_OK, PreflightError
 from hvdtrain.launcher.addresses import ANYWHERE, interfaces
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.command import (
+    MASTER_ADDR,
+    MASTER_PORT,
     Engine,
     agent_argv,
     engine_environment,
@@ -22,17 +24,14 @@ from hvdtrain.launcher.command import (
     mpi_prefix,
 )
 from hvdtrain.launcher.doctor.facts import Finding
-from hvdtrain.launcher.doctor.running import Preflight, preflight
-from hvdtrain.launcher.doctor.tickets import Ticket, remove_ticket
+from hvdtrain.launcher.doctor.preflight import Preflight, preflight
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.orders import Orders
-from hvdtrain.launcher.placement import MASTER_ADDR, MASTER_PORT
-from hvdtrain.launcher.ranks import Limits, Rank
+from hvdtrain.launcher.ranks import Limits, Outcome, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.supervise import Supervisor, Watch
-from hvdtrain.launcher.verdict import Outcome
+from hvdtrain.launcher.tickets import Orders, Ticket, remove_ticket
 from hvdtrain.pulse import RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

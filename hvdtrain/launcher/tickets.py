@@ -6,6 +6,8 @@ It goes through a file that the user alone can read, since what horovodrun hands
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import pwd
@@ -13,9 +15,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.errors import PreflightError
 
 STALE_S = 86400.0  # agents read theirs at the start
 
@@ -97,3 +101,34 @@ def _write_private(path: Path, text: str) -> None:
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
+
+
+@dataclass(frozen=True)
+class Orders:
+    """One job's."""
+
+    token: str  # shared by the launcher and the agents
+    command: list[str]  # of a worker
+    folder: str  # in which it runs
+    environment: dict[str, str]  # the user's, where launch was called
+
+    @property
+    def ring_token(self) -> str:
+        """The workers' secret: it does not give away the job's own."""
+        return hmac.new(self.token.encode(), b"ring", hashlib.sha256).hexdigest()
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_orders(job: str) -> tuple[Orders, tuple[str, int]]:
+    """This host's orders, and where the launcher listens. Raises PreflightError without them."""
+    found = read_ticket(job)
+    if found is None:
+        raise PreflightError(
+            f"job {job} has left no orders on {socket.gethostname()}. Agents are started by "
+            "`hvdtrain launch` alone"
+        )
+    fields = json.loads(found["ticket"])
+    address, port = found["channel"]
+    return Orders(**fields), (address, port)
