@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from hvdtrain import renaming
+from hvdtrain import files
 from hvdtrain.config.file import build_config
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
@@ -310,7 +310,7 @@ def without_exchange() -> None:
     def unsupported(one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    renaming.exchange_names = unsupported
+    files.exchange_names = unsupported
 
 
 def kill() -> None:
@@ -361,12 +361,12 @@ def test_a_checkpoint_that_cannot_be_put_back_is_named(tmp_path: Path, monkeypat
     honest = Path.rename
 
     def once(self: Path, target: Path) -> Path:
-        if str(target).endswith(renaming.REPLACED):
+        if str(target).endswith(files.REPLACED):
             return honest(self, target)
         return fill_disk()
 
     monkeypatch.setattr(Path, "rename", once)
-    monkeypatch.setattr(renaming, "exchange_names", lambda *_: exec("raise OSError(22, 'x')"))
+    monkeypatch.setattr(files, "exchange_names", lambda *_: exec("raise OSError(22, 'x')"))
     with pytest.raises(TrainingError, match=r"one is called \.step-00000001\.replaced: --resume"):
         save(tmp_path, small(1, again=True))
     monkeypatch.undo()
@@ -380,7 +380,7 @@ def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "content").write_text(name)
-    renaming.exchange_names(tmp_path / "one", tmp_path / "other")
+    files.exchange_names(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "content").read_text() == "other"
     assert (tmp_path / "other" / "content").read_text() == "one"
 

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from hvdtrain.launcher import addresses, tickets
-from hvdtrain.launcher.doctor import children, machine, probe
+from hvdtrain.launcher.doctor import machine, probe
+from hvdtrain.launcher.doctor import software as children
 from hvdtrain.launcher.doctor import software as gathering
 from hvdtrain.launcher.doctor.network import Listener, reach_all
 from hvdtrain.launcher.doctor.ring import ring_environment, run_ring

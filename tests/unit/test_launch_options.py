@@ -14,7 +14,7 @@ from hvdtrain.cli.launch import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
     Launch,
-    add_launch_flags,
+    add_flags,
     read_launch,
 )
 from hvdtrain.launcher.hosts import Host
@@ -47,7 +47,7 @@ def read(*flags: str) -> Launch:
     """As `hvdtrain launch FLAGS` would."""
     parser = Parser(allow_abbrev=False)
     commands = parser.add_subparsers(parser_class=Parser, dest="run")
-    add_launch_flags(commands.add_parser("launch", allow_abbrev=False))
+    add_flags(commands.add_parser("launch", allow_abbrev=False))
     arguments, unknown = parser.parse_known_args(["launch", *flags])
     return read_launch(vars(arguments), unknown)
 
@@ -256,7 +256,7 @@ def test_the_command_is_found_where_workers_find_it(tmp_path: Path, monkeypatch)
 def test_every_flag_is_explained(capsys) -> None:
     """Fails when a flag has no help, or the help cannot be printed."""
     parser = argparse.ArgumentParser()
-    add_launch_flags(parser)
+    add_flags(parser)
     text = parser.format_help()
     assert all(action.help for action in parser._actions if action.dest != "command")
     assert "--watchdog-timeout-s" in text and "%" not in text
