@@ -20,8 +20,8 @@ import torch
 
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, join, joined
+from hvdtrain.exchange.connect import connect
 from hvdtrain.log import report_uncaught
-from hvdtrain.run.training import connect
 from hvdtrain.topology import Topology
 
 

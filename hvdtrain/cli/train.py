@@ -29,6 +29,11 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
         if topology.rank == 0:
             say(dump_yaml(config))
         return EXIT_OK
-    from hvdtrain.run import training  # torch starts here, once the configuration is good
+    # torch starts here, once the configuration is good
+    from hvdtrain.run.training import join_session, training_run
+    from hvdtrain.train.loop import train
 
-    return training.run(config, topology)
+    with join_session(config, topology) as session, training_run(config, session) as ready:
+        if ready is not None:
+            ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
+    return EXIT_OK

@@ -10,8 +10,7 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.run.ledger import NoReport, Report
 from hvdtrain.run.signals import StopSignals
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.loop import Job, Position
-from hvdtrain.train.metering import Meter
+from hvdtrain.train.loop import Job, State
 from hvdtrain.train.state import capture
 
 
@@ -21,13 +20,11 @@ class RunKeeper:
     def __init__(
         self,
         exchange: Exchange,
-        position: Position,
         report: Report | NoReport,
         signals: StopSignals,
         pulse: Pulse,
     ) -> None:
         self._exchange = exchange
-        self._position = position
         self._report = report
         self._signals = signals
         self._pulse = pulse
@@ -44,10 +41,10 @@ class RunKeeper:
         self._report.check_saved()
         return self._signals.requested is not None
 
-    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
+    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         progress = self._report.progress()
         self.waits()
-        snapshot = capture(job, self._position, meter, self._exchange, progress)
+        snapshot = capture(job, state, self._exchange, progress)
         self._pulse.beat("save")
         self._report.saved(snapshot, evaluation)
 

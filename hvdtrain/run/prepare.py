@@ -24,7 +24,7 @@ from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import check_sums
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
-from hvdtrain.train.loop import Job
+from hvdtrain.train.loop import Intervals, Job
 from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.schedule import make_schedule, scaled_lr
 from hvdtrain.train.update import Update
@@ -90,10 +90,12 @@ def prepare(
         schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
         total_steps=total_steps,
         device=device,
-        log_interval=config.run.log_interval,
-        eval_interval=config.run.eval_interval,
-        checkpoint_interval=config.run.checkpoint_interval,
-        hash_every=config.check.hash_every,
+        intervals=Intervals(
+            log=config.run.log_interval,
+            evaluation=config.run.eval_interval,
+            checkpoint=config.run.checkpoint_interval,
+            hash=config.check.hash_every,
+        ),
         reduction=SUM if compression == "none" else Reduction("average", compression),
         fingerprints=source.fingerprints,
     )

@@ -1,16 +1,19 @@
-"""`hvdtrain train`: puts the parts together, runs the loop, leaves a summary however it ends."""
+"""One training run on this rank, put together: exchange, data, model, ledger, audit, signals."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
-from hvdtrain.errors import EXIT_OK, PeerFailure, PreflightError, Stopped
-from hvdtrain.exchange import Exchange, SingleProcess, agree
+from hvdtrain.errors import PeerFailure, Stopped
+from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.stalls import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.stalls import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
@@ -30,19 +33,29 @@ from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_chang
 from hvdtrain.run.signals import StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.train.loop import Job, Position, train
-from hvdtrain.train.metering import Meter
+from hvdtrain.train.loop import Hooks, Job, Outcome, State
 from hvdtrain.train.state import restore
 
-if TYPE_CHECKING:
-    from hvdtrain.exchange.horovod import HorovodExchange
+
+@dataclass(frozen=True)
+class Session:
+    """What lives as long as this process is a worker."""
+
+    exchange: Exchange
+    topology: Topology
+    signals: StopSignals
+    pulse: Pulse
 
 
-def run(config: TrainConfig, topology: Topology) -> int:
-    """Collective: one training run; its failures are told here. Returns the exit code."""
+@contextmanager
+def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
+    """Collective: join the other workers, and leave together with them.
+
+    A failure within is printed; of several workers, the process ends with its exit code at once.
+    """
     pulse = Pulse.from_environment()
     keep_freed_memory()
-    if config.run.profile is not None:  # Horovod wants to know when it starts
+    if config.run.profile is not None:  # Horovod reads it when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     if not pulse.is_watched:  # else the launcher's watchdog judges, which sees every rank
         os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
@@ -56,28 +69,37 @@ def run(config: TrainConfig, topology: Topology) -> int:
         exchange.watch_stalls(stalled)
         try:
             with exchange.peer_failures():
-                _run(config, exchange, topology, signals, pulse)
+                yield Session(exchange, topology, signals, pulse)
                 exchange.close()
         except Exception as error:
             pulse.end(error)
+            if exchange.size == 1:
+                raise
             exit_code = tell(error, topology)
             if exchange.rank > 0:
-                exchange.abandon()  # rank 0 hears of it, and can write its summary
-            if exchange.size > 1:
-                leave_at_once(exit_code)
-            return exit_code
-    return EXIT_OK
+                exchange.abandon()  # rank 0 notices, and can write its summary
+            leave_at_once(exit_code)
 
 
-def _run(
-    config: TrainConfig,
-    exchange: Exchange,
-    topology: Topology,
-    signals: StopSignals,
-    pulse: Pulse,
-) -> None:
-    """Collective: prepare on all ranks, and train once all of them can."""
-    pulse.beat("prepare")
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that is ready: `run.finish(train(run.job, run.state, session.exchange, run.hooks))`."""
+
+    job: Job
+    state: State
+    hooks: Hooks
+    finish: Callable[[Outcome], None]  # collective: ends the audit, and completes the ledger
+
+
+@contextmanager
+def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun | None]:
+    """Collective: prepare a run on all ranks, and make it ready once all of them can train it.
+
+    Yields None where `--resume auto` finds a run that has finished. Within the context, failures
+    reach the ledger.
+    """
+    exchange = session.exchange
+    session.pulse.beat("prepare")
     found = agree(exchange, "resume", lambda: find_resumable(config, exchange))
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
@@ -85,46 +107,50 @@ def _run(
     if resumed and resumed.finished:
         if found:
             say(verdict(resumed.finished, str(found.directory.path)))
+        yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
-    source = find_source(config, exchange, topology.local_rank)
-    if resumed and resumed.state:
+    source = find_source(config, exchange, session.topology.local_rank)
+    saved = resumed.state if resumed else None
+    if saved:
         agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
         # The weights are those of the checkpoint.
         config = replace(config, model=replace(config.model, pretrained=None))
     job = agree(
-        exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
+        exchange,
+        "prepare",
+        lambda: prepare(config, batch_size, source, exchange, session.topology),
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
-    report = agree(exchange, "output", lambda: _open_report(config, job, exchange, found, pulse))
+    report = agree(
+        exchange, "output", lambda: _open_report(config, job, exchange, found, session.pulse)
+    )
     try:
-        with exchange.peer_failures(), exits_as_failures():
-            state = resumed.state if resumed else None
-            _train(config, job, state, exchange, order, report, signals, pulse)
+        with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
+            yield _make_ready(config, job, saved, order, session, report, stack)
     except BaseException as error:
-        signals.ignore()  # the summary is being written
+        session.signals.ignore()  # the summary is being written
         report.fail(error)
         raise
     finally:
         report.close()
 
 
-def _train(
+def _make_ready(
     config: TrainConfig,
     job: Job,
-    state: dict[str, Any] | None,
-    exchange: Exchange,
+    saved: dict[str, Any] | None,
     order: KnownOrder | None,
+    session: Session,
     report: Report | NoReport,
-    signals: StopSignals,
-    pulse: Pulse,
-) -> None:
-    """Collective: train what was prepared, from the beginning or from `state`."""
+    stack: ExitStack,
+) -> TrainingRun:
+    """Collective: distribute the optimizer, go to the saved state, connect the audit's ring."""
+    exchange, signals = session.exchange, session.signals
     job = job.distributed(exchange)
-    position = Position()
-    meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
-    if state:
-        lost = restore(state, job, position, meter, exchange)
+    state = State.at_start(job, exchange, session.pulse)
+    if saved:
+        lost = restore(saved, job, state, exchange)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
     audit = make_audit(config, job, exchange, order, report)
@@ -134,39 +160,17 @@ def _train(
         leave_at_once(error.exit_code)
 
     signals.training_starts(note=report.fail, give_up=give_up)
-    keeper = RunKeeper(exchange, position, report, signals, pulse)
+    keeper = RunKeeper(exchange, report, signals, session.pulse)
     steps = config.run.profile and profiled_steps(config.run.profile)
-    folder = config.folder / "profile"
-    profiler = StepProfiler(steps or None, folder, exchange)
-    try:
-        outcome = train(job, position, meter, exchange, audit, report, keeper, profiler)
-    finally:
+    profiler = StepProfiler(steps or None, config.folder / "profile", exchange)
+    stack.callback(profiler.close)
+
+    def finish(outcome: Outcome) -> None:
         profiler.close()
-    audit.close()
-    report.finish(outcome)
+        audit.close()
+        report.finish(outcome)
 
-
-def connect(topology: Topology) -> Exchange:
-    """Collective: join the other workers, if a launcher started this process as one of several.
-
-    Raises UsageError where that launcher's processes cannot be joined.
-    """
-    if topology.launched:
-        return connect_workers()
-    topology.check_joined(1)
-    return SingleProcess()
-
-
-def connect_workers() -> HorovodExchange:
-    """Collective: join the other workers. Raises PreflightError where Horovod does not work."""
-    try:
-        from hvdtrain.exchange.horovod import HorovodExchange
-    except ImportError as error:
-        raise PreflightError(
-            f"Horovod cannot be loaded here: {error}. Run launch/setup, or install "
-            "hvdtrain[distributed]"
-        ) from error
-    return HorovodExchange()
+    return TrainingRun(job, state, Hooks(audit, report, keeper, profiler), finish)
 
 
 def _open_report(

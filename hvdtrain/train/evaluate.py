@@ -29,6 +29,10 @@ class Evaluation:
     tables: dict[str, list[Any]]  # sums, such as the confusion matrix
 
 
+class Interrupted(Exception):
+    """A rank was asked to stop while the ranks evaluated."""
+
+
 def class_accuracy(confusion: list[list[float]]) -> list[float | None]:
     """Of each class's samples, the part that was recognised; None without samples.
 
@@ -46,12 +50,13 @@ def evaluate(
     device: torch.device,
     stop_requested: Callable[[], bool] = lambda: False,
     waits: Callable[[], None] = lambda: None,
-) -> Evaluation | None:
-    """Collective: the means of loss and metrics, and the tables, over all of `split`.
+) -> Evaluation:
+    """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share (empty where there are fewer samples than ranks). What is added over
-    ranks are sums, in float64, where counts are exact up to 2^53; never means. None where a rank
-    found `stop_requested` on its way. `waits` is called before waiting for the other ranks.
+    ranks are sums, in float64, where counts are exact up to 2^53; never means. `waits` is called
+    before waiting for the other ranks. Raises Interrupted on all ranks where one of them found
+    `stop_requested` on its way.
     """
     was_training = model.training
     model.eval()
@@ -77,9 +82,9 @@ def evaluate(
                 total += sums.metrics[name].double().reshape(-1).cpu()
     model.train(was_training)
     waits()
-    totals = exchange.sum_later(torch.cat([heads, *rest]), "hvdtrain.train.evaluate")()
+    totals = exchange.sum_later(torch.cat([heads, *rest]), "hvdtrain.evaluate")()
     if totals[STOP]:
-        return None
+        raise Interrupted
     return _as_evaluation(totals, task)
 
 

@@ -26,9 +26,10 @@ from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError, name_ranks
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.exchange.parameters import check_equal_on_all_ranks
+from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.train.batchnorm import averaged_statistics
-from hvdtrain.train.evaluate import Evaluation, evaluate
+from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.finite import not_finite
 from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
 from hvdtrain.train.schedule import Schedule
@@ -41,14 +42,14 @@ class Audit(Protocol):
     """Checks the reduced gradients of chosen steps; does nothing at the others."""
 
     def begin(self, step: int) -> None:
-        """Before the backward pass of a step (counted from 1)."""
+        """Prepare for a step (counted from 1), before its backward pass."""
 
     def end(self, step: int) -> None:
-        """Collective: after the gradients are reduced, before they are used."""
+        """Collective: check the gradients, which are reduced and not used yet."""
 
 
 class Observer(Protocol):
-    """Is told what happens; writes and prints it."""
+    """Receives what happens; writes and prints it."""
 
     def interval_end(self, totals: Totals, lr: float) -> None: ...
 
@@ -64,22 +65,42 @@ class Profiler(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps the state of a run, and knows when it was asked to stop."""
+    """Saves the state of a run, and knows when it was asked to stop."""
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop; called at each step, and while evaluating."""
+        """Return whether this rank was asked to stop; called at each step, and in evaluations."""
 
     def evaluation_begins(self) -> None:
-        """The next calls come from an evaluation."""
+        """Note that the next calls come from an evaluation."""
 
     def waits(self) -> None:
-        """This rank has done its part, and waits for the others."""
+        """Note that this rank has done its part, and waits for the others."""
 
-    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
-        """Collective: keep the state as it stands between two steps."""
+    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
+        """Collective: save the state as it stands between two steps."""
 
     def stop(self) -> NoReturn:
-        """Collective: all ranks have agreed to stop, and the state is kept: raises Stopped."""
+        """Collective: end the run, whose state is saved, by raising Stopped."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What accompanies the loop."""
+
+    audit: Audit
+    observer: Observer
+    keeper: Keeper
+    profiler: Profiler
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How often something is done: every so many steps (of `evaluation`: epochs); 0: never."""
+
+    log: int
+    evaluation: int
+    checkpoint: int
+    hash: int
 
 
 @dataclass(frozen=True)
@@ -96,10 +117,7 @@ class Job:
     schedule: Schedule
     total_steps: int
     device: torch.device
-    log_interval: int
-    eval_interval: int
-    checkpoint_interval: int
-    hash_every: int
+    intervals: Intervals
     reduction: Reduction = SUM
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, for whoever resumes
 
@@ -146,6 +164,20 @@ class Position:
 
 
 @dataclass(frozen=True)
+class State:
+    """Where a run stands: both parts move along with it."""
+
+    position: Position
+    meter: Meter
+
+    @classmethod
+    def at_start(cls, job: Job, exchange: Exchange, pulse: Pulse | None = None) -> State:
+        """Return the state before the first step."""
+        meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
+        return cls(Position(), meter)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a finished run ended."""
 
@@ -154,54 +186,46 @@ class Outcome:
     steady_samples_per_s: float
 
 
-def train(
-    job: Job,
-    position: Position,
-    meter: Meter,
-    exchange: Exchange,
-    audit: Audit,
-    observer: Observer,
-    keeper: Keeper,
-    profiler: Profiler,
-) -> Outcome:
-    """Collective: run the job from `position`, which moves along, to its end.
+def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
+    """Collective: run the job from `state`, which moves along, to its end.
 
     Raises TrainingError on all ranks when a loss, a gradient or what would be saved is not finite,
-    or ranks have drifted apart; what `audit.end` raises; and Stopped, once all ranks have agreed on
-    it and the state is kept.
+    or ranks have drifted apart; what the audit raises; and Stopped, once all ranks have agreed on
+    it and the state is saved.
     """
+    position, meter, keeper = state.position, state.meter, hooks.keeper
     job.model.train()
     evaluation = None
-    if _epoch_ends(job, position) and meter.has_open_epoch:  # a stop has cut its evaluation short
-        evaluation = _end_epoch(job, exchange, meter, observer, keeper)
-        keeper.save(job, meter, evaluation)
-        if meter.stop_agreed:
-            keeper.stop()
-    for data in _steps(job, position, exchange.rank):
-        step = position.step + 1
-        profiler.begin(step)
-        meter.begin_step(step)
-        stop = keeper.stop_requested()
-        sums = train_step(job, exchange, audit, step, data, meter.clock, stop)
-        meter.end_step(sums, step, data.samples)
-        profiler.end(step)
-        position.step, position.samples_seen = step, position.samples_seen + data.samples
-        if step % job.log_interval == 0:
-            observer.interval_end(meter.read_interval(), _lr_in_use(job))
-        if job.hash_every and step % job.hash_every == 0:
-            check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
-        evaluation = None
-        if _epoch_ends(job, position):
-            evaluation = _end_epoch(job, exchange, meter, observer, keeper)
-        due = job.checkpoint_interval and step % job.checkpoint_interval == 0
-        if due or evaluation or meter.stop_agreed:
-            keeper.save(job, meter, evaluation)
-        if meter.stop_agreed and not (evaluation and step == job.total_steps):
-            keeper.stop()
-    if evaluation is None:  # resumed from the checkpoint of the last step
-        evaluation = _evaluate(job, exchange, meter, keeper)
-        keeper.save(job, meter, evaluation)
-    if evaluation is None:
+    try:
+        if _epoch_ends(job, position) and meter.has_open_epoch:  # stopped while it was evaluated
+            evaluation = _end_epoch(job, meter, exchange, hooks)
+            keeper.save(job, state, evaluation)
+        for data in _steps(job, position, exchange.rank):
+            step = position.step + 1
+            hooks.profiler.begin(step)
+            meter.begin_step(step)
+            stop = keeper.stop_requested()
+            sums = train_step(job, exchange, hooks.audit, step, data, meter.clock, stop)
+            meter.end_step(sums, step, data.samples)
+            hooks.profiler.end(step)
+            position.step, position.samples_seen = step, position.samples_seen + data.samples
+            if step % job.intervals.log == 0:
+                hooks.observer.interval_end(meter.read_interval(), _lr_in_use(job))
+            if job.intervals.hash and step % job.intervals.hash == 0:
+                check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
+            evaluation = None
+            if _epoch_ends(job, position):
+                evaluation = _end_epoch(job, meter, exchange, hooks)
+            due = job.intervals.checkpoint and step % job.intervals.checkpoint == 0
+            if due or evaluation or meter.stop_agreed:
+                keeper.save(job, state, evaluation)
+            if meter.stop_agreed and not (evaluation and step == job.total_steps):
+                keeper.stop()
+        if evaluation is None:  # resumed from the checkpoint of the last step
+            evaluation = _evaluate(job, meter, exchange, keeper)
+            keeper.save(job, state, evaluation)
+    except Interrupted:  # the epoch stays open, and is evaluated when the run is resumed
+        keeper.save(job, state, None)
         keeper.stop()
     return Outcome(meter.last_epoch or meter.totals(), evaluation, meter.steady_samples_per_s)
 
@@ -210,36 +234,38 @@ def _epoch_ends(job: Job, position: Position) -> bool:
     return position.samples_seen % job.sampler.samples == 0 or position.step == job.total_steps
 
 
-def _end_epoch(
-    job: Job, exchange: Exchange, meter: Meter, observer: Observer, keeper: Keeper
-) -> Evaluation | None:
-    """Collective: evaluate if it is time, and report. A stop meanwhile leaves the epoch open."""
+def _end_epoch(job: Job, meter: Meter, exchange: Exchange, hooks: Hooks) -> Evaluation | None:
+    """Collective: evaluate if it is due, and report. Returns None where it is not due.
+
+    Raises Interrupted, with the epoch left open.
+    """
     meter.collect()
     if math.isnan(meter.totals().loss):  # losses that are not finite have ended the run already
         raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
     epoch, at_end = meter.totals().epoch, meter.totals().step == job.total_steps
-    evaluation = None
-    if epoch % job.eval_interval == 0 or at_end:
-        evaluation = _evaluate(job, exchange, meter, keeper)
-        if evaluation is None:
-            return None
-    observer.epoch_end(meter.close_epoch(), evaluation, _lr_in_use(job))
+    due = epoch % job.intervals.evaluation == 0 or at_end
+    evaluation = _evaluate(job, meter, exchange, hooks.keeper) if due else None
+    hooks.observer.epoch_end(meter.close_epoch(), evaluation, _lr_in_use(job))
     return evaluation
 
 
-def _evaluate(job: Job, exchange: Exchange, meter: Meter, keeper: Keeper) -> Evaluation | None:
-    """Collective: evaluate what would be saved; None when a rank was asked to stop meanwhile."""
+def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Evaluation:
+    """Collective: evaluate what would be saved. Raises Interrupted when a rank is to stop."""
     keeper.evaluation_begins()
     with job.evaluated_model(exchange) as model:
         evaluation = evaluate(
-            *(model, job.task, job.data.valid, job.valid_shares, exchange, job.device),
-            keeper.stop_requested,
-            keeper.waits,
+            model,
+            job.task,
+            job.data.valid,
+            job.valid_shares,
+            exchange,
+            job.device,
+            stop_requested=keeper.stop_requested,
+            waits=keeper.waits,
         )
-    meter.stop_agreed = meter.stop_agreed or evaluation is None
-    if evaluation and evaluation.samples == 0:
+    if evaluation.samples == 0:
         raise TrainingError(_NOTHING_READ.format(part="validate with", data=job.data.name))
-    if evaluation and not math.isfinite(evaluation.loss):
+    if not math.isfinite(evaluation.loss):
         raise TrainingError(
             f"the validation loss is {evaluation.loss} after step {meter.totals().step}: "
             "the parameters are of no use, and are not saved. Lower --lr, or add --warmup-epochs"
@@ -296,7 +322,7 @@ def train_step(
     if found:
         faulty = exchange.size == 1 or _own_are_faulty(job, found, own, weight)
         _refuse_gradients(job, exchange, step, sums, found, faulty)
-    logged = step % job.log_interval == 0
+    logged = step % job.intervals.log == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
     clock.leave()
     return sums

@@ -15,19 +15,17 @@ from hvdtrain.log import counted
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.finite import find_not_finite
-from hvdtrain.train.loop import Job, Position
-from hvdtrain.train.metering import Meter
+from hvdtrain.train.loop import Job, State
 
 
-def capture(
-    job: Job, position: Position, meter: Meter, exchange: Exchange, progress: dict[str, Any]
-) -> Snapshot | None:
+def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -> Snapshot | None:
     """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
 
     `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
     when parameters have drifted apart, and naming the first that is not finite: such a state is
     never saved.
     """
+    position, meter = at.position, at.meter
     meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {position.step}")
     own = {"buffers": copied_to_cpu(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
@@ -62,9 +60,7 @@ def capture(
     return snapshot
 
 
-def restore(
-    state: dict[str, Any], job: Job, position: Position, meter: Meter, exchange: Exchange
-) -> str | None:
+def restore(state: dict[str, Any], job: Job, at: State, exchange: Exchange) -> str | None:
     """Put a captured state back into a job whose optimizer is distributed already.
 
     With as many ranks as before each gets its own buffers and random numbers back, and the run
@@ -74,8 +70,8 @@ def restore(
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     job.update.load_state_dict(state["update"])
-    meter.load_state_dict(state["meter"])
-    position.step, position.samples_seen = state["step"], state["samples_seen"]
+    at.meter.load_state_dict(state["meter"])
+    at.position.step, at.position.samples_seen = state["step"], state["samples_seen"]
     ranks = state["ranks"]
     if exchange.rank < len(ranks):
         _set_rng_state(ranks[exchange.rank]["rng"], job.device)

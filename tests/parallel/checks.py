@@ -41,7 +41,7 @@ from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
-from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.loop import Intervals, Job, Position, State
 from hvdtrain.train.metering import Meter, StepSums
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE
 from hvdtrain.train.state import capture
@@ -83,10 +83,7 @@ def make_job(
         schedule=lambda step: 0.0,
         total_steps=1,
         device=CPU,
-        log_interval=1,
-        eval_interval=1,
-        checkpoint_interval=0,
-        hash_every=0,
+        intervals=Intervals(log=1, evaluation=1, checkpoint=0, hash=0),
     )
 
 
@@ -177,7 +174,7 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
                 sums = one_step(job, where, audit, step, np.arange(samples))
                 sums.total()
                 assert sums.gradient_norm > 0
-            kept = capture(job, Position(3, samples), Meter(where, samples), where, {})
+            kept = capture(job, State(Position(3, samples), Meter(where, samples)), where, {})
             assert (kept is None) == (where.rank > 0)
             learned.append([parameter.detach() for parameter in model.parameters()])
         assert [record.ok for record in records] == [True] * 3

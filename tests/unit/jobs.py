@@ -24,8 +24,8 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.loop import Audit, Job, Outcome, Position, train, train_step
-from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
+from hvdtrain.train.loop import Audit, Hooks, Intervals, Job, Outcome, State, train, train_step
+from hvdtrain.train.metering import PhaseClock, StepSums, Totals
 from hvdtrain.train.schedule import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.update import Update
@@ -137,10 +137,7 @@ def make_job(
         schedule=make_schedule("cosine", lr, total_steps, warmup_steps=2),
         total_steps=total_steps,
         device=CPU,
-        log_interval=2,
-        eval_interval=1,
-        checkpoint_interval=0,
-        hash_every=3,
+        intervals=Intervals(log=2, evaluation=1, checkpoint=0, hash=3),
     )
 
 
@@ -192,9 +189,8 @@ class Recording:
 class MemoryKeeper:
     """A Keeper in memory; it is asked to stop when `stop_requested` is called the n-th time."""
 
-    def __init__(self, exchange: Exchange, position: Position, stop_at: int | None = None) -> None:
+    def __init__(self, exchange: Exchange, stop_at: int | None = None) -> None:
         self._exchange = exchange
-        self._position = position
         self._stop_at = stop_at
         self.asked = 0
         self.snapshot: Snapshot | None = None
@@ -207,8 +203,8 @@ class MemoryKeeper:
         self.asked += 1
         return self._stop_at is not None and self.asked >= self._stop_at
 
-    def save(self, job: Job, meter: Meter, evaluation: Evaluation | None) -> None:
-        self.snapshot = capture(job, self._position, meter, self._exchange, {})
+    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
+        self.snapshot = capture(job, state, self._exchange, {})
 
     def stop(self) -> NoReturn:
         raise Stopped(15)
@@ -224,10 +220,6 @@ class Ran:
     asked: int
 
 
-def _meter(job: Job, exchange: Exchange) -> Meter:
-    return Meter(exchange, job.sampler.samples, job.task.metrics)
-
-
 def run_job(
     job: Job,
     exchange: Exchange,
@@ -235,14 +227,14 @@ def run_job(
     stop_at: int | None = None,
 ) -> Ran:
     """Train as the command does, from the beginning or from `state`."""
-    position, meter, recording = Position(), _meter(job, exchange), Recording()
+    at, recording = State.at_start(job, exchange), Recording()
     if state is not None:
-        restore(state, job, position, meter, exchange)
-    keeper = MemoryKeeper(exchange, position, stop_at)
+        restore(state, job, at, exchange)
+    keeper = MemoryKeeper(exchange, stop_at)
     profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None
     try:
-        outcome = train(job, position, meter, exchange, NoAudit(), recording, keeper, profiler)
+        outcome = train(job, at, exchange, Hooks(NoAudit(), recording, keeper, profiler))
     except Stopped:
         assert stop_at is not None
     return Ran(outcome, keeper.snapshot, recording, keeper.asked)

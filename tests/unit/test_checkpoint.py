@@ -19,16 +19,15 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from hvdtrain import files
-from hvdtrain.config.file import build_config
+from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.parameters import params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.run.training import run
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
-from hvdtrain.train.loop import Position
+from hvdtrain.train.loop import Position, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 from tests.unit.jobs import equal, made_up_data, make_job
@@ -61,7 +60,7 @@ def of_model(step: int, model: torch.nn.Module) -> Snapshot:
     job = make_job(made_up_data(4), 4, SingleProcess(), build=lambda: model)
     job.model.to(torch.float64)
     exchange = SingleProcess()
-    snapshot = capture(job, Position(step), Meter(exchange, 4), exchange, {"note": 1})
+    snapshot = capture(job, State(Position(step), Meter(exchange, 4)), exchange, {"note": 1})
     assert snapshot is not None
     return snapshot
 
@@ -241,8 +240,9 @@ def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
     flags = {"model": "lenet", "data": "synthetic:1x28x28,samples=4096", "global_batch_size": 1}
     flags |= {"max_steps": 600, "checkpoint_interval": 300, "log_interval": 10}
-    config = build_config({**flags, "output": str(tmp_path), "experiment": "x"}, [])
-    assert run(config, Topology()) == 1
+    flags |= {"output": str(tmp_path), "experiment": "x", "print_config": False}
+    with pytest.raises(TrainingError, match="No space left on device"):
+        run(flags, [], Topology())
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert "No space left on device" in summary["error"]
     assert 300 <= summary["steps"] < 600

@@ -14,7 +14,7 @@ from hvdtrain.audit import NoAudit
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.finite import find_not_finite, not_finite
-from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.loop import Job, Position, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
@@ -176,7 +176,7 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
         run_job(job, exchange)
         SPOILED[expected](job)
         with pytest.raises(TrainingError) as caught:
-            capture(job, Position(3, 20), Meter(exchange, 20), exchange, {})
+            capture(job, State(Position(3, 20), Meter(exchange, 20)), exchange, {})
         return str(caught.value)
 
     for text in run_ranks(exchanges, work):
@@ -227,4 +227,4 @@ def test_a_skipped_fp16_step_is_saved() -> None:
     job.update.load_state_dict(state)
     one_step(job, SINGLE, NoAudit(), 1, np.arange(12))
     assert job.update.state_dict()["scaler"]["scale"] == 2.0**39  # it was skipped
-    assert capture(job, Position(1, 12), Meter(SINGLE, 12), SINGLE, {}) is not None
+    assert capture(job, State(Position(1, 12), Meter(SINGLE, 12)), SINGLE, {}) is not None

@@ -150,7 +150,7 @@ def test_the_flags_reach_the_job() -> None:
         lr=0.25,
     )
     assert job.feed.shares.sizes(40) == [10, 30] and job.feed.micro_batches == 2
-    assert (job.checkpoint_interval, job.hash_every) == (17, 19)
+    assert (job.intervals.checkpoint, job.intervals.hash) == (17, 19)
     assert job.schedule(0) == 1.0 and job.update.average is not None
     assert prepared(100, 40).update.average is None
     assert job.reduction == SUM

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.file import build_config
+from hvdtrain.cli.train import run
 from hvdtrain.errors import Stopped
 from hvdtrain.run import signals
 from hvdtrain.run.signals import SIGNALS, StopSignals
-from hvdtrain.run.training import run
 from hvdtrain.topology import Topology
 
 
@@ -32,8 +31,8 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     for number in SIGNALS:
         signal.signal(number, ours)
     flags = {"data": "synthetic:1x28x28,samples=8", "global_batch_size": 4, "max_steps": 1}
-    config = build_config({**flags, "output": str(tmp_path), "model": "lenet"}, [])
-    assert run(config, Topology()) == 0
+    flags |= {"output": str(tmp_path), "model": "lenet", "print_config": False}
+    assert run(flags, [], Topology()) == 0
     assert {signal.getsignal(number) for number in SIGNALS} == {ours}
     assert signal.set_wakeup_fd(-1) == -1
     assert watchers() == []

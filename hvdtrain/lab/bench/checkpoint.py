@@ -11,7 +11,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.lab.bench.jobs import describe, make_job, our_step
 from hvdtrain.lab.bench.rounds import Measured, Options, ratio, run_rounds
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.loop import Job, Position
+from hvdtrain.train.loop import Job, Position, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 
@@ -53,7 +53,7 @@ def _saving(
         number = next(numbers)
         if number % interval != interval // 2:  # in the middle of a round
             return
-        snapshot = capture(job, Position(number, number), meter, exchange, {})
+        snapshot = capture(job, State(Position(number, number), meter), exchange, {})
         if snapshot is not None:
             checkpoints.save(snapshot, is_best=False)
             if wait:

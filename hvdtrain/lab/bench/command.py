@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.connect import connect
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench import classic, scaling, start
 from hvdtrain.lab.bench.audit import bench_audit
@@ -28,7 +29,6 @@ from hvdtrain.lab.children import ChildFailure, fork_server, guarded
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.log import say
 from hvdtrain.run.memory import keep_freed_memory
-from hvdtrain.run.training import connect
 from hvdtrain.topology import Topology
 
 SCRATCH = "hvdtrain-bench-"

@@ -18,7 +18,7 @@ from hvdtrain.lab.bench.rounds import Options
 from hvdtrain.models import build_model
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
-from hvdtrain.train.loop import Audit, Job, train_step
+from hvdtrain.train.loop import Audit, Intervals, Job, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.update import Update
@@ -54,10 +54,7 @@ def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
         schedule=lambda step: LR,
         total_steps=2**62,
         device=device,
-        log_interval=10,
-        eval_interval=1,
-        checkpoint_interval=0,
-        hash_every=0,
+        intervals=Intervals(log=10, evaluation=1, checkpoint=0, hash=0),
     )
 
 
@@ -102,7 +99,7 @@ def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDIT) -> Callable[
         data = next(steps)
         sums = train_step(job, exchange, audit, number, data, meter.clock)
         meter.end_step(sums, number, data.samples)
-        if number % job.log_interval == 0:
+        if number % job.intervals.log == 0:
             meter.read_interval()
 
     return step

@@ -46,7 +46,7 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     else:
         sums[GLOO] = _join_torch_distributed(exchange)
     sums[HOROVOD] = lambda values: exchange.sum_later(
-        torch.from_numpy(values), "hvdtrain.lab.bench.sum"
+        torch.from_numpy(values), "hvdtrain.bench.sum"
     )().numpy()
     length = max(int(options.megabytes * 1e6) // np.dtype(DTYPE).itemsize, 1)
     megabytes = length * np.dtype(DTYPE).itemsize / 1e6
@@ -77,7 +77,7 @@ def _join_torch_distributed(exchange: Exchange) -> Sum:
         host = interface_address(interface)
         store = store_class(host, 0, is_master=True, wait_for_workers=False)
         place = (host, store.port)
-    host, port = exchange.broadcast_object(place, "hvdtrain.lab.bench.store")
+    host, port = exchange.broadcast_object(place, "hvdtrain.bench.store")
     distributed.init_process_group(
         "gloo",
         store=store or store_class(host, port, is_master=False),

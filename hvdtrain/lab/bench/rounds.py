@@ -59,12 +59,12 @@ def run_rounds(
     for number in range(rounds):
         order = list(contestants.items())
         for name, step in order if number % 2 == 0 else reversed(order):
-            exchange.all_gather_object(None, "hvdtrain.lab.bench.start")
+            exchange.all_gather_object(None, "hvdtrain.bench.start")
             started = time.perf_counter()
             for _ in range(steps):
                 step()
             own = (time.perf_counter() - started) / steps
-            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.lab.bench.end")))
+            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
     return seconds
 
 

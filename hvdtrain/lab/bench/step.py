@@ -44,6 +44,6 @@ def _in_step(step: Callable[[], None], exchange: Exchange) -> Callable[[], None]
 
     def step_and_wait() -> None:
         step()
-        exchange.sum_later(nothing, "hvdtrain.lab.bench.step")()
+        exchange.sum_later(nothing, "hvdtrain.bench.step")()
 
     return step_and_wait

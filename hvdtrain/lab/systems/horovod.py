@@ -19,7 +19,7 @@ from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
 from hvdtrain.lab.systems.ring import ring_formula
 from hvdtrain.lab.systems.traffic import Traffic, socket_traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
-from hvdtrain.train.loop import Job, train_step
+from hvdtrain.train.loop import Intervals, Job, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.update import Update
 
@@ -99,9 +99,6 @@ def make_job(work: Work, exchange: HorovodExchange) -> Job:
         schedule=lambda step: work.spec.lr,
         total_steps=work.spec.steps,
         device=device,
-        log_interval=LOG_INTERVAL,
-        eval_interval=1,
-        checkpoint_interval=0,
-        hash_every=0,
+        intervals=Intervals(log=LOG_INTERVAL, evaluation=1, checkpoint=0, hash=0),
     )
     return job.distributed(exchange)

@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch
 from hvdtrain.exchange import agree
+from hvdtrain.exchange.connect import connect_workers
 from hvdtrain.files import check_json, write_json
 from hvdtrain.lab.verify import Case, Result, plan_cases, run_cases
 from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
@@ -19,7 +20,6 @@ from hvdtrain.lab.verify.report import COLUMNS, as_json, explain, size_text, tab
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
 from hvdtrain.run.failure import leave_at_once, tell
-from hvdtrain.run.training import connect_workers
 from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
