@@ -9,7 +9,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run.ledger import NoReport, Report
+from hvdtrain.run.ledger import Ledger
 from hvdtrain.train.loop import Job
 
 
@@ -32,7 +32,7 @@ def make_audit(
     job: Job,
     exchange: Exchange,
     order: KnownOrder | None,
-    report: Report | NoReport,
+    ledger: Ledger,
 ) -> Auditor | NoAudit:
     """Collective: connect the ring, where there is something to audit; exactly, with an `order`."""
     if not _has_audits(config, exchange):
@@ -43,7 +43,7 @@ def make_audit(
         job.model,
         ring,
         settings.audit_every,
-        report.audited,
+        ledger.audited,
         ExactCheck(ring, order, reduction) if order else BoundCheck(ring, reduction),
         settings.audit_parts,
         config.run.seed,

@@ -7,7 +7,7 @@ from typing import NoReturn
 from hvdtrain.errors import Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import Pulse
-from hvdtrain.run.ledger import NoReport, Report
+from hvdtrain.run.ledger import Ledger
 from hvdtrain.run.signals import StopSignals
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.loop import Job, State
@@ -15,17 +15,17 @@ from hvdtrain.train.state import capture
 
 
 class RunKeeper:
-    """Every rank has one: saving and stopping are collective. Rank 0's report writes."""
+    """Every rank has one: saving and stopping are collective. Rank 0's ledger writes."""
 
     def __init__(
         self,
         exchange: Exchange,
-        report: Report | NoReport,
+        ledger: Ledger,
         signals: StopSignals,
         pulse: Pulse,
     ) -> None:
         self._exchange = exchange
-        self._report = report
+        self._ledger = ledger
         self._signals = signals
         self._pulse = pulse
 
@@ -38,18 +38,18 @@ class RunKeeper:
     def stop_requested(self) -> bool:
         self._signals.alive()
         self._pulse.beat()
-        self._report.check_saved()
+        self._ledger.check_saved()
         return self._signals.requested is not None
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        progress = self._report.progress()
+        progress = self._ledger.progress()
         self.waits()
         snapshot = capture(job, state, self._exchange, progress)
         self._pulse.beat("save")
-        self._report.saved(snapshot, evaluation)
+        self._ledger.saved(snapshot, evaluation)
 
     def stop(self) -> NoReturn:
         """Collective: any rank may have had the signal; all end with its number."""
-        self._report.wait_until_saved()
+        self._ledger.wait_until_saved()
         numbers = self._exchange.all_gather_object(self._signals.requested, "hvdtrain.stop")
         raise Stopped(max(number for number in numbers if number is not None))

@@ -28,7 +28,50 @@ from hvdtrain.train.loop import Job, Outcome
 from hvdtrain.train.metering import Totals
 
 
-class Report:
+class Ledger:
+    """What a rank keeps of a run: nothing, except on rank 0 (RunLedger).
+
+    The cause of a failure is left for rank 0's summary, where the folder is the same.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        """Record a logged step."""
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        """Record an epoch."""
+
+    def audited(self, record: AuditRecord) -> None:
+        """Count an audit's result."""
+
+    def progress(self) -> dict[str, Any]:
+        """Return what the ledger of a resumed run goes on from."""
+        return {}
+
+    def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
+        """Write a checkpoint, in the background."""
+
+    def check_saved(self) -> None:
+        """Raise TrainingError if the last checkpoint could not be written."""
+
+    def wait_until_saved(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """Complete the records of a run that has come to its end."""
+
+    def fail(self, error: BaseException) -> None:
+        """Record why the run did not come to its end; never raises over `error`."""
+        if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
+            leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
+
+    def close(self) -> None:
+        """Close all files; the run directory is free then."""
+
+
+class RunLedger(Ledger):
     """Prints, records, and keeps the summary up to date, so that it can be written at any time."""
 
     def __init__(
@@ -108,7 +151,6 @@ class Report:
         self._console.epoch_end(totals, evaluation, lr)
 
     def audited(self, record: AuditRecord) -> None:
-        """Count an audit's result."""
         self._audit["checked"] += 1
         self._audit["failed"] += not record.ok
         worst = self._audit["worst_error_over_bound"] or 0.0
@@ -116,7 +158,6 @@ class Report:
         self._recorder.audited(record)
 
     def progress(self) -> dict[str, Any]:
-        """What a resumed run's report goes on from."""
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
             "audit": dict(self._audit),
@@ -148,11 +189,9 @@ class Report:
             }
 
     def check_saved(self) -> None:
-        """Raise TrainingError if the last checkpoint could not be written."""
         self._checkpoints.check()
 
     def wait_until_saved(self) -> None:
-        """Until the last checkpoint is on disk."""
         self._checkpoints.wait()
 
     def finish(self, outcome: Outcome) -> None:
@@ -206,38 +245,6 @@ class Report:
             **{f"valid_{name}": value for name, value in evaluation.metrics.items()},
             "valid_samples": evaluation.samples,
         }
-
-
-class NoReport:
-    """The other ranks': nothing is printed or written twice. What one of them fails with is left
-    for rank 0's summary, where the folder is the same.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-
-    def interval_end(self, totals: Totals, lr: float) -> None: ...
-
-    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
-
-    def audited(self, record: AuditRecord) -> None: ...
-
-    def progress(self) -> dict[str, Any]:
-        return {}
-
-    def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None: ...
-
-    def check_saved(self) -> None: ...
-
-    def wait_until_saved(self) -> None: ...
-
-    def finish(self, outcome: Outcome) -> None: ...
-
-    def fail(self, error: BaseException) -> None:
-        if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
-            leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
-
-    def close(self) -> None: ...
 
 
 def _versions() -> dict[str, str]:

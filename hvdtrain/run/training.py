@@ -25,7 +25,7 @@ from hvdtrain.run.console import header, verdict
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.failure import leave_at_once, tell
 from hvdtrain.run.keeper import RunKeeper
-from hvdtrain.run.ledger import NoReport, Report
+from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.memory import keep_freed_memory
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.profiling import StepProfiler
@@ -122,18 +122,18 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         lambda: prepare(config, batch_size, source, exchange, session.topology),
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
-    report = agree(
-        exchange, "output", lambda: _open_report(config, job, exchange, found, session.pulse)
+    ledger = agree(
+        exchange, "output", lambda: _open_ledger(config, job, exchange, found, session.pulse)
     )
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
-            yield _make_ready(config, job, saved, order, session, report, stack)
+            yield _make_ready(config, job, saved, order, session, ledger, stack)
     except BaseException as error:
         session.signals.ignore()  # the summary is being written
-        report.fail(error)
+        ledger.fail(error)
         raise
     finally:
-        report.close()
+        ledger.close()
 
 
 def _make_ready(
@@ -142,7 +142,7 @@ def _make_ready(
     saved: dict[str, Any] | None,
     order: KnownOrder | None,
     session: Session,
-    report: Report | NoReport,
+    ledger: Ledger,
     stack: ExitStack,
 ) -> TrainingRun:
     """Collective: distribute the optimizer, go to the saved state, connect the audit's ring."""
@@ -153,14 +153,14 @@ def _make_ready(
         lost = restore(saved, job, state, exchange)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
-    audit = make_audit(config, job, exchange, order, report)
+    audit = make_audit(config, job, exchange, order, ledger)
 
     def give_up(error: Stopped) -> None:
-        report.fail(error)
+        ledger.fail(error)
         leave_at_once(error.exit_code)
 
-    signals.training_starts(note=report.fail, give_up=give_up)
-    keeper = RunKeeper(exchange, report, signals, session.pulse)
+    signals.training_starts(note=ledger.fail, give_up=give_up)
+    keeper = RunKeeper(exchange, ledger, signals, session.pulse)
     steps = config.run.profile and profiled_steps(config.run.profile)
     profiler = StepProfiler(steps or None, config.folder / "profile", exchange)
     stack.callback(profiler.close)
@@ -168,17 +168,17 @@ def _make_ready(
     def finish(outcome: Outcome) -> None:
         profiler.close()
         audit.close()
-        report.finish(outcome)
+        ledger.finish(outcome)
 
-    return TrainingRun(job, state, Hooks(audit, report, keeper, profiler), finish)
+    return TrainingRun(job, state, Hooks(audit, ledger, keeper, profiler), finish)
 
 
-def _open_report(
+def _open_ledger(
     config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None, pulse: Pulse
-) -> Report | NoReport:
+) -> Ledger:
     """Rank 0 claims the run directory and prints the header."""
     if exchange.rank != 0:
-        return NoReport(config.folder, exchange.rank)
+        return Ledger(config.folder, exchange.rank)
     directory = found.directory if found else RunDirectory(config.folder)
     if found:
         found.make_ready()
@@ -191,4 +191,4 @@ def _open_report(
     name = config.model.task or config.model.model
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
-    return Report(directory, job, exchange, config.run.keep_checkpoints, state, resolved, pulse)
+    return RunLedger(directory, job, exchange, config.run.keep_checkpoints, state, resolved, pulse)

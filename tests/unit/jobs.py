@@ -90,7 +90,7 @@ def classification(dataset: Dataset, dtype: torch.dtype = torch.float64) -> Clas
 
 def evaluate_on(
     model: nn.Module, dataset: Dataset, exchange: Exchange, stop_requested: Any = lambda: False
-) -> Evaluation | None:
+) -> Evaluation:
     """Over the valid split of `dataset`."""
     shares = Shares(exchange.size)
     return evaluate(

@@ -12,7 +12,7 @@ from hvdtrain.data import TensorSplit
 from hvdtrain.data.splits import Dataset
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train import evaluate as module
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import Evaluation, Interrupted, class_accuracy
 from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
 from tests.unit.threads import connect, run_ranks
 
@@ -120,13 +120,15 @@ def test_a_request_to_stop_is_known_to_all_ranks(asked: int, monkeypatch) -> Non
     model = plain().double()
     questions = [0, 0, 0]
 
-    def work(exchange) -> Evaluation | None:
+    def work(exchange) -> None:
         def stop_requested() -> bool:
             questions[exchange.rank] += 1
             return exchange.rank == asked and questions[exchange.rank] == 3
 
-        return evaluate_on(model, data, exchange, stop_requested)
+        with pytest.raises(Interrupted):
+            evaluate_on(model, data, exchange, stop_requested)
 
-    assert run_ranks(connect(3), work) == [None, None, None]
+    run_ranks(connect(3), work)
     assert questions[asked] == 3
-    assert evaluate_on(model, data, SingleProcess(), lambda: True) is None
+    with pytest.raises(Interrupted):
+        evaluate_on(model, data, SingleProcess(), lambda: True)
