@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from safetensors.torch import save_file
 
-from hvdtrain.audit.bound import BoundCheck
-from hvdtrain.audit.capture import LocalGradients, flattened
+from hvdtrain.audit.capture import BLOCK_ELEMENTS, LocalGradients, Parts, flattened
+from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.audit.findings import (
     NOTHING,
     Block,
@@ -22,7 +22,6 @@ from hvdtrain.audit.findings import (
     reduced_values,
     tell_all,
 )
-from hvdtrain.audit.parts import BLOCK_ELEMENTS, Parts
 from hvdtrain.audit.verdict import (
     conclusion,
     describe_changed,

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.audit.capture import LocalGradients, flattened
-from hvdtrain.audit.parts import Piece
+from hvdtrain.audit.capture import LocalGradients, Piece, flattened
 from hvdtrain.ring import Transport, gather
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hvdtrain.audit.auditor import Auditor, AuditRecord
-from hvdtrain.audit.bound import BoundCheck
+from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Reduction, SingleProcess, joined
 from hvdtrain.log import complain, counted, report_uncaught

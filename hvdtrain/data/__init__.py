@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.data.augment import AugmentedSplit
-from hvdtrain.data.cifar10 import load_cifar10
-from hvdtrain.data.digits import load_digits
-from hvdtrain.data.fashion_mnist import load_fashion_mnist
+from hvdtrain.data.builtin import load_cifar10, load_digits, load_fashion_mnist
 from hvdtrain.data.image_folder import PREFIX as FOLDER_PREFIX
 from hvdtrain.data.image_folder import load_image_folder
 from hvdtrain.data.options import ReadOptions
@@ -19,6 +16,7 @@ from hvdtrain.data.plugin import load_plugin
 from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
 from hvdtrain.data.splits import Dataset, ImageFormat, Split, Splits, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
+from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.plugins import is_plugin
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from hvdtrain.data.cifar10 import FOLDER as CIFAR10_FOLDER
-from hvdtrain.data.fashion_mnist import FILES as FASHION_FILES
-from hvdtrain.data.fashion_mnist import FOLDER as FASHION_FOLDER
-from hvdtrain.data.vision import import_torchvision
+from hvdtrain.data.builtin import CIFAR10_FOLDER, FASHION_FOLDER, import_torchvision
+from hvdtrain.data.builtin import FILES as FASHION_FILES
 from hvdtrain.errors import UsageError
 
 TIMEOUT_S = 15.0

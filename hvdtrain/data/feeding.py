@@ -100,3 +100,28 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = [to_device(item, device) for item in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
+
+
+class PartSplit:
+    """Samples start .. start + len(part) - 1 of `samples`; others cannot be had here."""
+
+    def __init__(self, part: Split, start: int, samples: int) -> None:
+        self._part = part
+        self._start = start
+        self._samples = samples
+        self.may_skip = may_skip(part)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Any:
+        return self._part.batch(self._own(indices), epoch)
+
+    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
+        return stream(self._part, [self._own(indices) for indices in batches], epoch)
+
+    def _own(self, indices: Indices) -> Indices:
+        own = indices - self._start
+        if len(own) and not 0 <= own.min() <= own.max() < len(self._part):
+            raise IndexError(f"samples {own.min()} to {own.max()} of a part of {len(self._part)}")
+        return own

@@ -12,8 +12,8 @@ from torch import nn
 
 from hvdtrain import plugins
 from hvdtrain.data import Dataset
-from hvdtrain.data.resize import resized
 from hvdtrain.data.splits import Shape
+from hvdtrain.data.transforms import resized
 from hvdtrain.errors import UsageError
 from hvdtrain.models import from_torchvision, lenet
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.splits import Shape
-from hvdtrain.data.vision import import_torchvision
 from hvdtrain.errors import UsageError
 
 COLOURS = 3  # the input channels that torchvision builds for

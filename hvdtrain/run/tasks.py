@@ -20,8 +20,8 @@ from hvdtrain.data import (
     SharesLike,
     load_dataset,
 )
+from hvdtrain.data.feeding import PartSplit
 from hvdtrain.data.fingerprint import Fingerprint, fingerprint
-from hvdtrain.data.placement import PartSplit
 from hvdtrain.data.splits import Splits, check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree

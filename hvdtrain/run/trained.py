@@ -15,9 +15,9 @@ from hvdtrain.config.options import MAY_NAME_CODE, train_options
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image
-from hvdtrain.data.resize import resize
 from hvdtrain.data.splits import ImageFormat
 from hvdtrain.data.streaming import BadSample
+from hvdtrain.data.transforms import resize
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json

@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdtrain.audit import Auditor, NoAudit
+from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
-from hvdtrain.errors import PeerFailure, Stopped
+from hvdtrain.errors import PeerFailure, Stopped, UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.stalls import LIMIT as STALL_LIMIT
@@ -20,17 +22,15 @@ from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run.audits import find_order, make_audit
 from hvdtrain.run.console import header, verdict
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.failure import leave_at_once, tell
-from hvdtrain.run.keeper import RunKeeper
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.memory import keep_freed_memory
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.profiling import StepProfiler
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
-from hvdtrain.run.signals import StopSignals
+from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.loop import Hooks, Job, Outcome, State
@@ -192,3 +192,45 @@ def _open_ledger(
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
     return RunLedger(directory, job, exchange, config.run.keep_checkpoints, state, resolved, pulse)
+
+
+def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
+    """The order of summation that an exact audit needs; None where no audit is to be exact.
+
+    Raises UsageError when bits are to be equal that nobody can foretell.
+    """
+    if config.check.audit != "exact" or not _has_audits(config, exchange):
+        return None
+    if job.device.type != "cpu":
+        raise UsageError(
+            f"--audit=exact: the order of summation on {job.device} is not known: use --audit bound"
+        )
+    return exchange.summation_order()
+
+
+def make_audit(
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    order: KnownOrder | None,
+    ledger: Ledger,
+) -> Auditor | NoAudit:
+    """Collective: connect the ring, where there is something to audit; exactly, with an `order`."""
+    if not _has_audits(config, exchange):
+        return NoAudit()
+    settings, reduction = config.check, job.reduction
+    ring = exchange.ring()
+    return Auditor(
+        job.model,
+        ring,
+        settings.audit_every,
+        ledger.audited,
+        ExactCheck(ring, order, reduction) if order else BoundCheck(ring, reduction),
+        settings.audit_parts,
+        config.run.seed,
+        evidence=config.folder / "audit",
+    )
+
+
+def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
+    return config.check.audit_every > 0 and exchange.size > 1

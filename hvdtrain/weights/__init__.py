@@ -1,8 +1,7 @@
 """Weights in files: read from whoever wrote them, freed of wrappers' prefixes, put into a model."""
 
 from hvdtrain.weights.loading import describe_removed, load_pretrained
-from hvdtrain.weights.names import clean_names
-from hvdtrain.weights.reading import Weights, find_weights, read_weights
+from hvdtrain.weights.reading import Weights, clean_names, find_weights, read_weights
 
 __all__ = [
     "Weights",

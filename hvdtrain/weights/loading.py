@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.weights.names import clean_names, find_origins
-from hvdtrain.weights.reading import Weights, find_weights, read_weights
+from hvdtrain.weights.reading import Weights, clean_names, find_origins, find_weights, read_weights
 
 EXAMPLES = 3
 # Heads that googlenet and inception_v3 have in torchvision's files, and in training with them only.

@@ -16,16 +16,15 @@ import numpy as np
 import torch
 
 from hvdtrain.audit import Auditor, AuditRecord
-from hvdtrain.audit.bound import BoundCheck
-from hvdtrain.audit.capture import LocalGradients
-from hvdtrain.audit.parts import Piece
+from hvdtrain.audit.capture import LocalGradients, Piece
+from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.config.file import build_config
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.exchange import Reduction
 from hvdtrain.exchange.horovod import HorovodExchange
-from hvdtrain.lab.bench.jobs import endless_steps
-from hvdtrain.lab.verify.faults import FAULTS, Delivered, Place, inject
+from hvdtrain.lab.bench.within_job import endless_steps
+from hvdtrain.lab.verify.collectives import FAULTS, Delivered, Place, inject
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, broadcast
 from hvdtrain.ring.bound import ERROR_BOUNDS

@@ -25,14 +25,13 @@ from typing import Any
 
 import torch
 
-from hvdtrain.lab.bench.jobs import DATA
 from hvdtrain.lab.bench.scaling import OURS, Case, Starter
+from hvdtrain.lab.bench.within_job import DATA
 from hvdtrain.lab.children import fork_server, guarded
 from hvdtrain.lab.plan.costs import Cluster
 from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.lab.plan.network import measure_network, read_network
-from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.predicting import Scenario, predict
+from hvdtrain.lab.plan.predicting import Queue, Scenario, predict
 from hvdtrain.lab.plan.profiles import read_profile
 from hvdtrain.lab.systems.work import WorkSpec
 from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.lab.plan.costs import Cluster, Link
-from hvdtrain.lab.plan.counting import Layer, build_layers, share_out
-from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.predicting import Scenario, predict
+from hvdtrain.lab.plan.predicting import Queue, Scenario, predict
+from hvdtrain.lab.plan.profiles import Layer, build_layers, share_out
 
 GBIT = 1e9 / 8
 IMAGENET = "synthetic:3x224x224,classes=1000"

@@ -21,8 +21,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.audit import Auditor, AuditRecord, NoAudit
-from hvdtrain.audit.bound import BoundCheck
-from hvdtrain.audit.exact import ExactCheck
+from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Dataset

@@ -147,7 +147,7 @@ def logs_samples(shape, classes) -> torch.nn.Module:
 
 def small_resnet(shape, classes) -> torch.nn.Module:
     """torchvision's ResNet with one block a stage and a 3x3 stem, for small images."""
-    from hvdtrain.data.vision import import_torchvision
+    from hvdtrain.data.builtin import import_torchvision
 
     resnet = import_torchvision().models.resnet
     model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hvdtrain.audit import Auditor, AuditRecord
-from hvdtrain.audit.bound import BoundCheck
-from hvdtrain.audit.exact import ExactCheck
+from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.audit.script import GradientAudit
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange import AVERAGE, SUM, Reduction

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hvdtrain.audit.parts import BLOCK_ELEMENTS, Parts, Piece
+from hvdtrain.audit.capture import BLOCK_ELEMENTS, Parts, Piece
 
 LENGTHS = {
     "usual": [150, 6, 0, 2400, 16, 1],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvdtrain.data import AugmentedSplit, TensorSplit
-from hvdtrain.data.augment import uniform
+from hvdtrain.data.transforms import uniform
 from hvdtrain.exchange import SingleProcess
 from tests.unit.jobs import equal, made_up_data, make_job, run_job
 from tests.unit.threads import connect, run_ranks

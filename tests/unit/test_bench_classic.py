@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data.fashion_mnist import FILES, FOLDER
+from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench.classic import (
     SETTINGS,
@@ -59,10 +59,10 @@ def test_bad_flags_are_told(flags: str, expected: str) -> None:
 
 def test_fashion_mnist_where_all_of_it_is_there(tmp_path: Path) -> None:
     """Fails if a file that is missing is noticed only by the runs."""
-    (tmp_path / FOLDER).mkdir(parents=True)
+    (tmp_path / FASHION_FOLDER).mkdir(parents=True)
     for name in FILES:
         assert data_that_is_there(tmp_path) == "digits"
-        (tmp_path / FOLDER / name).touch()
+        (tmp_path / FASHION_FOLDER / name).touch()
     assert data_that_is_there(tmp_path) == "fashion-mnist"
 
 

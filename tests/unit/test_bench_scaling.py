@@ -17,8 +17,9 @@ from hvdtrain.cli import make_parser
 from hvdtrain.cli.bench import check_flags
 from hvdtrain.data import load_dataset
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.bench import images
+from hvdtrain.lab.bench import peers
 from hvdtrain.lab.bench.peers import Independent, PlainDdp
+from hvdtrain.lab.bench.plots import draw_plots
 from hvdtrain.lab.bench.scaling import (
     CONTESTANTS,
     DDP,
@@ -32,9 +33,8 @@ from hvdtrain.lab.bench.scaling import (
     in_turn,
     measure,
 )
-from hvdtrain.lab.bench.scaling_plots import draw_plots
 from hvdtrain.lab.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
-from hvdtrain.lab.bench.train_runs import logged_steps, on_workers, train_argv
+from hvdtrain.lab.bench.turns import logged_steps, on_workers, train_argv
 from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.children import ChildFailure
 from hvdtrain.lab.systems import find_strategy
@@ -140,7 +140,7 @@ def test_weak_and_strong_meet_at_the_most_workers() -> None:
 def test_a_run_ends_before_its_epoch_does() -> None:
     """Fails if an evaluation or a short last batch could come into a turn."""
     for size in (1, 6, 256, 3000):
-        assert (Case("lenet", 1, size).steps + 1) * size <= images.SAMPLES
+        assert (Case("lenet", 1, size).steps + 1) * size <= peers.SAMPLES
 
 
 def test_contestants_take_turns() -> None:
@@ -297,9 +297,9 @@ def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
 
 def test_the_images_are_many_to_train_on_and_few_to_evaluate() -> None:
     """Fails if a bench would run into an epoch's end, or wait for a long evaluation."""
-    data = load_dataset(images.NAME, Path(), 0, torch.float32)
-    assert (data.shape, data.classes) == (images.SHAPE, images.CLASSES)
-    assert (len(data.train), len(data.valid)) == (images.SAMPLES, images.VALID_SAMPLES)
+    data = load_dataset(peers.NAME, Path(), 0, torch.float32)
+    assert (data.shape, data.classes) == (peers.SHAPE, peers.CLASSES)
+    assert (len(data.train), len(data.valid)) == (peers.SAMPLES, peers.VALID_SAMPLES)
 
 
 def test_a_worker_is_told_from_those_that_name_it() -> None:

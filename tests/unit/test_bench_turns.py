@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.lab.bench.train_runs import Logged
-from hvdtrain.lab.bench.turns import Job, Turns, read_steps, steps_per_s
+from hvdtrain.lab.bench.turns import Job, Logged, Turns, read_steps, steps_per_s
 from hvdtrain.lab.children import Child, ChildFailure, Commanded
 
 # Tells of a step every hundredth of a second, and ends after so many.

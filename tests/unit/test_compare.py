@@ -33,8 +33,7 @@ from hvdtrain.lab.compare.rows import (
     worst_difference,
 )
 from hvdtrain.lab.compare.table import describe, heading, line, notes_of, verdict
-from hvdtrain.lab.systems.contract import Spec, Strategy
-from hvdtrain.lab.systems.traffic import Traffic
+from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
 from hvdtrain.launcher.processes import marked
 from hvdtrain.train.metering import PHASES
 from tests.unit.strategies import work_spec

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from hvdtrain.data import download, load_dataset
-from hvdtrain.data.vision import import_torchvision
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import UsageError
 
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")

@@ -16,7 +16,7 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.weights.export as command
-from hvdtrain.data.vision import import_torchvision
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 

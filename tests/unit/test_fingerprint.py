@@ -12,7 +12,7 @@ import torch
 from hvdtrain.config.file import build_config
 from hvdtrain.data import AugmentedSplit, ReadOptions, TensorSplit, load_dataset
 from hvdtrain.data.fingerprint import difference, fingerprint
-from hvdtrain.data.resize import ResizedSplit
+from hvdtrain.data.transforms import ResizedSplit
 from hvdtrain.errors import AgreedFailure, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.run.resume import Resumable, Resumed, refuse_changed_data

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data import GlobalBatchSampler, PlacedShares, TensorSplit
-from hvdtrain.data.feeding import stream
-from hvdtrain.data.placement import PartSplit
+from hvdtrain.data.feeding import PartSplit, stream
 from tests.unit.jobs import made_up_data
 
 PARTS = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 120), min_size=1, max_size=6)

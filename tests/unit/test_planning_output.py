@@ -14,12 +14,10 @@ from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.plan.costs import Cluster, Link
-from hvdtrain.lab.plan.counting import build_layers, count_layers, share_out
 from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.plots import draw_plot
-from hvdtrain.lab.plan.predicting import METHODS, Scenario, largest_useful, predict_all
-from hvdtrain.lab.plan.profiles import write_profile
+from hvdtrain.lab.plan.predicting import METHODS, Queue, Scenario, largest_useful, predict_all
+from hvdtrain.lab.plan.profiles import build_layers, count_layers, share_out, write_profile
+from hvdtrain.lab.plan.table import draw_plot
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
 

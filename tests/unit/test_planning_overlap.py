@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
-from hvdtrain.lab.plan.overlap import Queue, exchange, fuse
 from hvdtrain.lab.plan.predicting import (
+    Queue,
     Scenario,
     compute_factor,
+    exchange,
+    expected_maximum,
+    fuse,
     largest_useful,
     predict,
+    slowdown,
     worker_counts,
 )
 from hvdtrain.lab.plan.profiles import Gradient, Profile
-from hvdtrain.lab.plan.stragglers import expected_maximum, slowdown
 
 UNHURRIED = settings(deadline=None)
 ONE_EACH = Queue(cycle_s=0.0, fusion_bytes=0)

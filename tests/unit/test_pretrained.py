@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.data.vision import import_torchvision
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import UsageError
 from hvdtrain.weights import load_pretrained
 from tests.unit.nets import net, same

@@ -14,8 +14,8 @@ import pytest
 
 from hvdtrain.cli.train import run
 from hvdtrain.errors import Stopped
-from hvdtrain.run import signals
-from hvdtrain.run.signals import SIGNALS, StopSignals
+from hvdtrain.run import stop as signals
+from hvdtrain.run.stop import SIGNALS, StopSignals
 from hvdtrain.topology import Topology
 
 

@@ -13,12 +13,11 @@ from torch import nn
 from hvdtrain.cli import compare as compare_options
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.systems import SYSTEMS, Strategy, find_strategy
+from hvdtrain.lab.systems.contract import CountedTransport, socket_traffic
 from hvdtrain.lab.systems.data_parallel import NO_GPU, TorchDataParallel
-from hvdtrain.lab.systems.parameter_server_async import AsynchronousServer
-from hvdtrain.lab.systems.stages import choose_cuts, cut_into_stages, shapes_between
-from hvdtrain.lab.systems.towers import Towers, split_along
-from hvdtrain.lab.systems.towers_reductions import REDUCTIONS
-from hvdtrain.lab.systems.traffic import CountedTransport, socket_traffic
+from hvdtrain.lab.systems.model_parallel import choose_cuts, cut_into_stages, shapes_between
+from hvdtrain.lab.systems.parameter_server import AsynchronousServer
+from hvdtrain.lab.systems.towers import REDUCTIONS, Towers, split_along
 from hvdtrain.lab.systems.work import (
     GlobalBatch,
     Work,

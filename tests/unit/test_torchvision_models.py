@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdtrain.data.vision import import_torchvision
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import UsageError
 from hvdtrain.models import build_model
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hvdtrain.cli import verify as verify_options
-from hvdtrain.lab.verify import Case, Result, faults, plan_cases, run_cases
+from hvdtrain.lab.verify import Case, Result, plan_cases, run_cases
+from hvdtrain.lab.verify import collectives as faults
 from hvdtrain.lab.verify.cases import DTYPES, OPERATIONS, make_values
 from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner, Tensors
-from hvdtrain.lab.verify.report import as_json, explain, table_row
+from hvdtrain.lab.verify.command import as_json, explain, table_row
 from hvdtrain.ring import Transport, all_reduce, broadcast, split_evenly
 from hvdtrain.ring.bound import sum_error_bound
 from hvdtrain.ring.transports.in_process import run_in_process

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.data.fashion_mnist import FILES, FOLDER
-from hvdtrain.lab.bench.train_runs import HVDTRAIN, records, run_command, train_argv
+from hvdtrain.data.builtin import FASHION_FOLDER, FILES
+from hvdtrain.lab.bench.turns import HVDTRAIN, records, run_command, train_argv
 from hvdtrain.log import counted
 
 FASHION_MNIST, DIGITS = "fashion-mnist", "digits"
@@ -75,7 +75,7 @@ Results = dict[Setting, list[Result]]
 
 def data_that_is_there(data_dir: Path) -> str:
     """Fashion-MNIST where all of its files are, else digits."""
-    there = all((data_dir / FOLDER / name).is_file() for name in FILES)
+    there = all((data_dir / FASHION_FOLDER / name).is_file() for name in FILES)
     return FASHION_MNIST if there else DIGITS
 
 

@@ -7,14 +7,18 @@ a step they tell the time.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
-from hvdtrain.data import Shares
+from hvdtrain.data import Dataset, Shares, TensorSplit
+from hvdtrain.data.synthetic import make_synthetic
 from hvdtrain.lab.systems.contract import Parameters, Place, Strategy
 from hvdtrain.lab.systems.messages import join_group, leave_group
 from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
@@ -84,3 +88,16 @@ class Independent(BareLoop):
         self._optimizer = work.tuned_optimizer()
         join_group(place)
         leave_group()
+
+
+NAME = "hvdtrain.lab.bench.peers:images"  # as --data takes it
+SHAPE, CLASSES = (1, 28, 28), 10
+SAMPLES = 1 << 22  # of which none takes memory of its own
+VALID_SAMPLES = 64
+
+
+def images() -> Dataset:
+    """Float32, 10 classes."""
+    made = make_synthetic(f"synthetic:1x28x28,samples={SAMPLES}", 0, torch.float32)
+    inputs, labels = made.valid.batch(np.arange(VALID_SAMPLES))
+    return replace(made, valid=TensorSplit(inputs, labels))

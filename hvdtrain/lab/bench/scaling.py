@@ -21,11 +21,19 @@ from typing import Protocol
 import torch
 
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.bench import images, peers
-from hvdtrain.lab.bench.train_runs import log_of, logged_steps, on_workers, train_argv
-from hvdtrain.lab.bench.turns import Job, Turns, read_steps, steps_per_s
+from hvdtrain.lab.bench import peers
+from hvdtrain.lab.bench.turns import (
+    Job,
+    Turns,
+    log_of,
+    logged_steps,
+    on_workers,
+    read_steps,
+    steps_per_s,
+    train_argv,
+)
 from hvdtrain.lab.children import POLL_S, Child, ChildFailure, Commanded
-from hvdtrain.lab.compare.running import start_system
+from hvdtrain.lab.compare.comparing import start_system
 from hvdtrain.lab.systems.contract import Spec
 from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.models import build_model
@@ -50,7 +58,7 @@ class Case:
     @property
     def steps(self) -> int:
         """More than are ever made; all lie within one epoch, and before its last batch."""
-        return images.SAMPLES // self.global_batch_size - 1
+        return peers.SAMPLES // self.global_batch_size - 1
 
     def __str__(self) -> str:
         return f"{self.model}, N = {self.workers}, {self.global_batch_size} samples a step"
@@ -91,7 +99,7 @@ def examine(plan: ScalingPlan) -> None:
     problems: list[str] = []
     for model in plan.models:
         try:
-            build_model(model, images.SHAPE, images.CLASSES, torch.float32)
+            build_model(model, peers.SHAPE, peers.CLASSES, torch.float32)
         except UsageError as error:
             problems += [problem.replace("--model=", "--models=") for problem in error.problems]
     for case in plan.cases():
@@ -213,7 +221,7 @@ class Starter:
 
     def _ours(self, case: Case, folder: Path) -> Job:
         """`hvdtrain train` in full."""
-        flags = ["--model", case.model, "--data", images.NAME, "--device", "cpu"]
+        flags = ["--model", case.model, "--data", peers.NAME, "--device", "cpu"]
         flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
         flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
         argv, environment = on_workers(train_argv(folder, flags), case.workers, self.controller)
@@ -239,7 +247,7 @@ class Starter:
         """What a peer's processes are told."""
         work = WorkSpec(
             model=case.model,
-            data=images.NAME,
+            data=peers.NAME,
             data_dir="",
             global_batch_size=case.global_batch_size,
             steps=case.steps,

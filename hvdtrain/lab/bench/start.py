@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hvdtrain.lab.bench import ddp_script, stamp
 from hvdtrain.lab.bench.rounds import Ratio, spread
-from hvdtrain.lab.bench.train_runs import (
+from hvdtrain.lab.bench.turns import (
     HVDTRAIN,
     logged_steps,
     on_workers,

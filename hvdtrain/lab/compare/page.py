@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain import __version__
+from hvdtrain.lab.charts import GREY, PALETTE, WIDTH, Plot, new_figure, set_text, shorten
 from hvdtrain.lab.compare.comparing import Comparison
-from hvdtrain.lab.compare.plots import draw_plots
-from hvdtrain.lab.compare.rows import FAILED, ORACLE, Row
+from hvdtrain.lab.compare.rows import DISAGREES, FAILED, ORACLE, REPORTED, TOLERANCE, Row
 from hvdtrain.lab.compare.table import MB, describe, explain, result_of, speedup, verdict
+from hvdtrain.lab.report.curves import PHASE_COLOURS
 from hvdtrain.lab.report.page import Picture, save, take_pictures, templates
 from hvdtrain.lab.report.tables import NOTHING, Table
 from hvdtrain.train.metering import PHASES
@@ -82,3 +90,163 @@ def table_of_ranks(rows: Sequence[Row]) -> Table:
                 (row.system, [rank, *figures, row.traffic_source, *(told or [NOTHING] * 2)])
             )
     return Table(columns, cells)
+
+
+BLUE, RED, GREEN = PALETTE[:3]
+ROW_HEIGHT, MARGIN = 0.32, 1.1  # inches
+BAR = 0.66  # of a row
+SENT, RECEIVED = PALETTE[0], PALETTE[5]
+FAINTEST = 1e-17  # where a difference of zero is drawn, on a logarithmic axis
+
+
+def draw_plots(rows: Sequence[Row]) -> list[Plot]:
+    """Every plot, of the systems that came to their end."""
+    done = [row for row in rows if row.samples_per_s]
+    if not done:
+        return []
+    return [
+        _throughput(done),
+        _phases(done),
+        _traffic(done),
+        _differences([row for row in done if row.difference is not None]),
+        _memory(done),
+    ]
+
+
+def _throughput(rows: Sequence[Row]) -> Plot:
+    axes = _axes(rows, "Throughput", "samples per second, over all workers")
+    single = next((row for row in rows if row.status == ORACLE), None)
+    values = [row.samples_per_s or 0.0 for row in rows]
+    axes.barh(range(len(rows)), values, BAR, color=[_colour(row) for row in rows])
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        factor = speedup(row, single)
+        _label(axes, value, place, f"{value:,.0f}" + (f"  (x {factor})" if factor else ""))
+    axes.set_xlim(0, max(values) * 1.28)
+    caption = (
+        "Samples per second over all workers, and as a multiple of one device alone. Green: "
+        "judged, and the same result; blue: reported only; red: another result."
+    )
+    return Plot("throughput", "Throughput", caption, axes.get_figure())  # type: ignore[arg-type]
+
+
+def _phases(rows: Sequence[Row]) -> Plot:
+    axes = _axes(rows, "Time of a step by phase", "ms, mean over the ranks that compute")
+    left = np.zeros(len(rows))
+    for phase, colour in PHASE_COLOURS.items():
+        values = np.array([1000 * row.phases_s[phase] for row in rows])
+        axes.barh(range(len(rows)), values, BAR, left=left, color=colour)
+        left += values
+    _legend(axes, [Patch(color=colour) for colour in PHASE_COLOURS.values()], list(PHASE_COLOURS))
+    caption = (
+        "Where a step's time goes. An exchange that a library makes during backward counts as "
+        "compute; of a stage or of a worker that waits for a server, waiting counts as exchange."
+    )
+    return Plot("phases", "Time of a step", caption, axes.get_figure())  # type: ignore[arg-type]
+
+
+def _traffic(rows: Sequence[Row]) -> Plot:
+    axes = _axes(rows, "Bytes of a step, at the busiest rank", "MB")
+    half = BAR / 2
+    most = 0.0
+    for place, row in enumerate(rows):
+        rank, traffic = row.busiest
+        hatch = "////" if row.traffic_source == "formula" else None
+        for offset, value, colour in (
+            (-half / 2, traffic.sent, SENT),
+            (half / 2, traffic.received, RECEIVED),
+        ):
+            style = {"color": colour} if not hatch else {"facecolor": "none", "edgecolor": colour}
+            axes.barh(place + offset, value / MB, half, hatch=hatch, **style)  # type: ignore[arg-type]
+        most = max(most, traffic.sent / MB, traffic.received / MB)
+        words = f"{rank}, {row.traffic_source}" if rank else "nothing"
+        _label(axes, max(traffic[:2]) / MB, place, words)
+    axes.set_xlim(0, most * 1.42 or 1)
+    _legend(axes, [Patch(color=SENT), Patch(color=RECEIVED)], ["sent", "received"])
+    caption = (
+        "Sent and received in a step by the rank that moves most: counted where we send ourselves, "
+        "read from the kernel's sockets where a library does (with its headers), else hatched: as "
+        "a formula has it."
+    )
+    return Plot("traffic", "Bytes of a step", caption, axes.get_figure())  # type: ignore[arg-type]
+
+
+def _differences(rows: Sequence[Row]) -> Plot:
+    axes = _axes(rows, "Difference to single", "largest difference / largest value of its tensor")
+    axes.set_xscale("log")
+    values = [_drawn(row.difference) for row in rows]
+    colours = [GREY if row.status == REPORTED else _colour(row) for row in rows]
+    axes.hlines(range(len(rows)), FAINTEST, values, colors=colours, linewidth=1.2)
+    axes.scatter(values, range(len(rows)), c=colours, s=36, zorder=3, clip_on=False)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        words = "none" if row.difference == 0 else f"{row.difference:.0e}"
+        _label(axes, value * 1.8, place, words)
+    axes.axvline(TOLERANCE, color=RED, linestyle=(0, (4, 3)), linewidth=1)
+    axes.set_xlim(FAINTEST, max([TOLERANCE, *values]) * 1e4)
+    _legend(axes, [Patch(color=GREEN), Patch(color=GREY)], ["judged", "reported only"])
+    caption = (
+        f"The final parameters against those of single; dashed: the tolerance, {TOLERANCE:g}, to "
+        "which synchronous systems are held in float64."
+    )
+    return Plot("difference", "Difference to single", caption, axes.get_figure())  # type: ignore[arg-type]
+
+
+def _memory(rows: Sequence[Row]) -> Plot:
+    axes = _axes(rows, "Peak memory, process by process", "MB")
+    longest = max(row.total_memory_bytes for row in rows) / MB
+    for place, row in enumerate(rows):
+        left = 0.0
+        for number, size in enumerate(row.memory_bytes.values()):
+            alpha = 0.9 if number % 2 == 0 else 0.6
+            axes.barh(place, size / MB, BAR, left=left, color=BLUE, alpha=alpha)
+            left += size / MB
+        _label(axes, left, place, f"{left:,.0f}")
+    axes.set_xlim(0, longest * 1.14)
+    caption = (
+        "The most memory that each process has held, one beside the other; libraries, which "
+        "processes share, are counted for each of them."
+    )
+    return Plot("memory", "Peak memory", caption, axes.get_figure())  # type: ignore[arg-type]
+
+
+def _axes(rows: Sequence[Row], title: str, x_label: str) -> Axes:
+    """A row a system, the first on top."""
+    axes = new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(rows), 2)).add_subplot()
+    set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
+    axes.set_xlabel(x_label)
+    axes.set_yticks(range(len(rows)), [shorten(row.system) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return axes
+
+
+def _label(axes: Axes, value: float, place: int, text: str) -> None:
+    """Beside the end of a bar."""
+    style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": GREY}
+    at = (value, place)
+    set_text(axes.annotate(text, at, xytext=(4, 0), textcoords="offset points", **style))
+
+
+def _legend(axes: Axes, handles: Sequence[Patch], labels: Sequence[str]) -> None:
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9
+    )
+
+
+def _colour(row: Row) -> str:
+    if row.status == DISAGREES:
+        return RED
+    return {ORACLE: GREY, REPORTED: BLUE}.get(row.status, GREEN)
+
+
+def _drawn(difference: float | None) -> float:
+    """On a logarithmic axis; what is not a number is as bad as can be."""
+    if difference is None or not math.isfinite(difference):
+        return 1.0
+    return max(difference, FAINTEST)

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from hvdtrain.lab.systems.contract import Spec, Strategy
-from hvdtrain.lab.systems.traffic import Traffic
+from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
 from hvdtrain.train.metering import PHASES
 
 # "Exact by construction": relative to each tensor's largest value, in float64. One exchange rounds

@@ -10,21 +10,19 @@ import torch
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
 from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
-from hvdtrain.lab.plan.counting import build_layers, share_out
 from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
 from hvdtrain.lab.plan.network import Network, measure_network, read_network
-from hvdtrain.lab.plan.overlap import Queue
-from hvdtrain.lab.plan.plots import write_plot
 from hvdtrain.lab.plan.predicting import (
     Prediction,
+    Queue,
     Scenario,
     Useful,
     largest_useful,
     predict_all,
     worker_counts,
 )
-from hvdtrain.lab.plan.profiles import Profile, read_profile, write_profile
-from hvdtrain.lab.plan.table import describe, describe_useful, table
+from hvdtrain.lab.plan.profiles import Profile, build_layers, read_profile, share_out, write_profile
+from hvdtrain.lab.plan.table import describe, describe_useful, table, write_plot
 from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.stopping import StopRequests

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.lab.plan.costs import METHODS, Cluster, negotiation_messages
-from hvdtrain.lab.plan.overlap import Queue, exchange
 from hvdtrain.lab.plan.profiles import Gradient, Profile
-from hvdtrain.lab.plan.stragglers import slowdown
 
 
 @dataclass(frozen=True)
@@ -128,3 +127,84 @@ def _is_good(setting: Scenario, method: str, workers: int, least_efficiency: flo
 def predict_all(setting: Scenario, counts: Sequence[int]) -> list[Prediction]:
     """Every method at every N."""
     return [predict(setting, method, workers) for workers in counts for method in METHODS]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """How gradients are taken together."""
+
+    cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
+    fusion_bytes: int = 0  # 0: each tensor by itself, as hvdtrain trains
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What became of a step's gradients."""
+
+    end_s: float  # from the beginning of the backward pass
+    busy_s: float  # spent on exchanges and agreements
+    exchanges: int
+
+
+def exchange(
+    gradients: Sequence[Gradient],
+    cost: Callable[[float], float],
+    queue: Queue,
+    negotiation_s: float,
+) -> Exchanged:
+    """`gradients`: in the order in which they become ready. `cost`: bytes to seconds."""
+    now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
+    while done < len(gradients):
+        now = _next_wake_up(now, gradients[done].ready_s, queue.cycle_s)
+        ready = [g for g in gradients[done:] if g.ready_s <= now]
+        buffers = [cost(size) for size in fuse([g.size_bytes for g in ready], queue.fusion_bytes)]
+        spent = negotiation_s + math.fsum(buffers)
+        end, busy = now + spent, busy + spent
+        now = max(end, now + queue.cycle_s)
+        done, exchanges = done + len(ready), exchanges + len(buffers)
+    return Exchanged(end, busy, exchanges)
+
+
+def _next_wake_up(now: float, ready_s: float, cycle_s: float) -> float:
+    """The first of now, now + cycle, now + 2 cycles, ... at which something is ready."""
+    if ready_s <= now:
+        return now
+    if cycle_s == 0:
+        return ready_s
+    wake_up = now + math.ceil((ready_s - now) / cycle_s) * cycle_s
+    return max(wake_up, ready_s)  # rounding must not leave it asleep
+
+
+def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
+    """Sizes of the buffers: neighbours share one up to the limit; what is larger goes alone."""
+    filled = 0.0
+    for size in sizes:
+        if filled and filled + size > limit_bytes:
+            yield filled
+            filled = 0.0
+        filled += size
+    if filled:
+        yield filled
+
+
+def expected_maximum(values: Sequence[float], draws: int) -> float:
+    """The expected maximum of so many independent draws from the measured values themselves.
+
+    With m values in order, the i-th is the maximum with probability (i/m)^N - ((i-1)/m)^N (the
+    empirical distribution: H. A. David, H. N. Nagaraja, "Order Statistics", 2003, chapter 2).
+    Nothing is assumed of a distribution's tail, so it never exceeds the largest value: with N well
+    above m it is a lower bound.
+    """
+    count = len(values)
+    return math.fsum(
+        value * ((place / count) ** draws - ((place - 1) / count) ** draws)
+        for place, value in enumerate(sorted(values), start=1)
+    )
+
+
+def slowdown(step_times_s: Sequence[float], workers: int) -> float:
+    """By what factor N workers are slower than the mean of one; 1 where nothing was measured."""
+    if not step_times_s:
+        return 1.0
+    mean = math.fsum(step_times_s) / len(step_times_s)
+    return max(expected_maximum(step_times_s, workers) / mean, 1.0)

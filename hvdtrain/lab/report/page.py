@@ -19,9 +19,9 @@ from hvdtrain.lab.report.curves import (
     draw_learning_rate,
     draw_loss,
     draw_metrics,
+    draw_phases,
     draw_throughput,
 )
-from hvdtrain.lab.report.phases import draw_phases
 from hvdtrain.lab.report.runs import Run
 from hvdtrain.lab.report.tables import compare_options, compare_runs, notes_of
 

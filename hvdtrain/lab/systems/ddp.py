@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.data import Shares
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic, socket_traffic
 from hvdtrain.lab.systems.messages import join_group, leave_group
 from hvdtrain.lab.systems.ring import ring_formula
-from hvdtrain.lab.systems.traffic import Traffic, socket_traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 
 

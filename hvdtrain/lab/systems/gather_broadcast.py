@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.messages import Messages
-from hvdtrain.lab.systems.traffic import Traffic
 from hvdtrain.lab.systems.work import (
     GlobalBatch,
     Work,

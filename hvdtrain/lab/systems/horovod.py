@@ -15,9 +15,8 @@ import torch
 from hvdtrain.audit import NoAudit
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic, socket_traffic
 from hvdtrain.lab.systems.ring import ring_formula
-from hvdtrain.lab.systems.traffic import Traffic, socket_traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 from hvdtrain.train.loop import Intervals, Job, train_step
 from hvdtrain.train.metering import Meter

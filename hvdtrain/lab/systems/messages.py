@@ -9,8 +9,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from hvdtrain.lab.systems.contract import Place
-from hvdtrain.lab.systems.traffic import Tally, Traffic
+from hvdtrain.lab.systems.contract import Place, Tally, Traffic
 
 LOOPBACK = "lo"  # all processes are on this machine
 

@@ -25,8 +25,7 @@ from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
 from hvdtrain.lab.systems import find_strategy
-from hvdtrain.lab.systems.contract import Place, Spec, Strategy
-from hvdtrain.lab.systems.traffic import Traffic
+from hvdtrain.lab.systems.contract import Place, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import Work
 from hvdtrain.topology import Topology
 

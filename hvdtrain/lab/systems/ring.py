@@ -10,8 +10,14 @@ from datetime import timedelta
 
 from torch import distributed
 
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
-from hvdtrain.lab.systems.traffic import CountedTransport, Traffic
+from hvdtrain.lab.systems.contract import (
+    CountedTransport,
+    Parameters,
+    Place,
+    Spec,
+    Strategy,
+    Traffic,
+)
 from hvdtrain.lab.systems.work import (
     GlobalBatch,
     Work,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
-from hvdtrain.lab.systems.traffic import Traffic
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch
+from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch, name_ranks
 from hvdtrain.exchange import agree
 from hvdtrain.exchange.connect import connect_workers
 from hvdtrain.files import check_json, write_json
-from hvdtrain.lab.verify import Case, Result, plan_cases, run_cases
+from hvdtrain.lab.verify import Case, plan_cases, run_cases
 from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
-from hvdtrain.lab.verify.report import COLUMNS, as_json, explain, size_text, table_row
+from hvdtrain.lab.verify.running import REPEATS, Result
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
 from hvdtrain.run.failure import leave_at_once, tell
@@ -142,3 +145,126 @@ def _write(
         "cases": [as_json(result) for result in results],
     }
     write_json(path, content)
+
+
+COLUMNS = (
+    f"{'operation':<22}{'dtype':<9}{'sizes':<16}{'cases':>5}  {'error/bound':>11}"
+    f"  {'bit-equal':<10}{'repeatable':<11}{'busbw':>11}  verdict"
+)
+UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def table_row(row: Sequence[Result]) -> str:
+    """The line of all cases of one operation and dtype."""
+    first = row[0].case
+    alone = [result for result in row if result.case.submission == "alone"]
+    sizes = sorted(result.case.bytes for result in alone)
+    largest = max(alone, key=lambda result: result.case.bytes)
+    worst = max(result.worst for result in row)
+    bit_equal = [result.bit_equal for result in row]
+    repeatable = sum(result.repeatable for result in row)
+    right = sum(result.ok for result in row)
+    return (
+        f"{first.operation.name:<22}{first.dtype:<9}"
+        f"{size_text(sizes[0]) + ' - ' + size_text(sizes[-1]):<16}{len(row):>5}  {worst:>11.3g}  "
+        f"{'-' if None in bit_equal else 'yes' if all(bit_equal) else 'NO':<10}"
+        f"{'yes' if repeatable == len(row) else f'{repeatable} of {len(row)}':<11}"
+        f"{largest.bus_bandwidth / 1e6:>6,.0f} MB/s  "
+        f"{'right' if right == len(row) else f'WRONG in {len(row) - right}'}"
+    )
+
+
+def size_text(count: int) -> str:
+    """'0 B', '4.0 KiB', '64 MiB'."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B"
+
+
+def explain(result: Result, others: int) -> str:
+    """A mismatch in one message: what, where, by how much, and what sort of fault it is.
+
+    `others`: how many further cases are wrong.
+    """
+    lines = [f"verify: wrong result: {result.case}"]
+    lines += _places(result)
+    lines.append(f"  {_kind_of_fault(result)}")
+    if others:
+        lines.append(f"  {others} more of the cases came out wrong: see the table, or --json")
+    return "\n".join(lines)
+
+
+def _places(result: Result) -> list[str]:
+    """Each wrong rank's worst element; once, where all ranks hold the same."""
+    if result.wrong:
+        by_text: dict[str, list[int]] = {}
+        for rank in result.wrong:
+            by_text.setdefault(str(result.by_rank[rank].finding), []).append(rank)
+        return [f"  {name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    if result.bit_equal is False:
+        return [
+            f"  rank {rank}: tensor {place.tensor}, index {place.index}: value {place.value} "
+            f"where rank 0 holds {place.reference}; both are within the bound"
+            for rank, told in enumerate(result.by_rank)
+            if (place := told.difference) is not None
+        ]
+    changing = [rank for rank, told in enumerate(result.by_rank) if len(set(told.digests)) > 1]
+    return [f"  {name_ranks(changing)}: {REPEATS} runs on the same values differ in their bits"]
+
+
+def _kind_of_fault(result: Result) -> str:
+    size = len(result.by_rank)
+    if not result.wrong and result.bit_equal is not False:
+        return "the order of summation is not the same in every run, though it should be"
+    if result.bit_equal:
+        carried = result.case.operation.reduction == "none"
+        suspect = "what was sent" if carried else "the reduction"
+        return f"all {size} ranks agree on the wrong value: suspect {suspect}"
+    if result.bit_equal is None:
+        whose = "every rank's share is" if len(result.wrong) == size else "the share of "
+        whose += "" if len(result.wrong) == size else f"{name_ranks(result.wrong)} is"
+        return f"{whose} wrong (each holds its own): suspect the reduction or its delivery"
+    odd = differing_ranks(result)
+    if len(odd) == size:
+        return "the ranks hold different values: suspect delivery, the network or memory"
+    verb = "differs" if len(odd) == 1 else "differ"
+    return f"{name_ranks(odd)} {verb} from the others: suspect delivery, the network or memory"
+
+
+def differing_ranks(result: Result) -> list[int]:
+    """The ranks to blame for a difference in bits.
+
+    Those in the wrong, if others are right; else those outside the largest group that agrees; else,
+    where no group is larger than another, all.
+    """
+    if 0 < len(result.wrong) < len(result.by_rank):
+        return result.wrong
+    groups = Counter(tuple(told.digests) for told in result.by_rank).most_common(2)
+    ranks = range(len(result.by_rank))
+    if len(groups) == 2 and groups[0][1] == groups[1][1]:
+        return list(ranks)
+    return [rank for rank in ranks if tuple(result.by_rank[rank].digests) != groups[0][0]]
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """One case for the JSON file. Ratios that are infinite are the text "inf"."""
+    case = result.case
+    return {
+        "operation": case.operation.name,
+        "dtype": case.dtype,
+        "bytes": case.bytes,
+        "lengths": list(case.lengths),
+        "submission": case.submission,
+        "values": case.values,
+        "ok": result.ok,
+        "worst_error_over_bound": "inf" if math.isinf(result.worst) else result.worst,
+        "bit_equal": result.bit_equal,
+        "repeatable": result.repeatable,
+        "repeatable_claimed": result.repeatable_claimed,
+        "seconds": result.seconds,
+        "bus_bandwidth_bytes_per_s": result.bus_bandwidth,
+        "fault_injected": result.spoiled,
+        "wrong_ranks": result.wrong,
+        "explanation": None if result.ok else explain(result, 0),
+    }

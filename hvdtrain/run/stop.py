@@ -17,9 +17,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 from hvdtrain.errors import HvdtrainError, Stopped
+from hvdtrain.exchange import Exchange
+from hvdtrain.pulse import Pulse
+from hvdtrain.run.ledger import Ledger
 from hvdtrain.slurm import in_job
+from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.loop import Job, State
+from hvdtrain.train.state import capture
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER_S = 2.0  # within which further signals are the same request
@@ -108,3 +115,44 @@ class StopSignals:
                 if received[0] in SIGNALS:
                     return received[0]
         return None
+
+
+class RunKeeper:
+    """Every rank has one: saving and stopping are collective. Rank 0's ledger writes."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        ledger: Ledger,
+        signals: StopSignals,
+        pulse: Pulse,
+    ) -> None:
+        self._exchange = exchange
+        self._ledger = ledger
+        self._signals = signals
+        self._pulse = pulse
+
+    def evaluation_begins(self) -> None:
+        self._pulse.beat("evaluate")
+
+    def waits(self) -> None:
+        self._pulse.beat("exchange")
+
+    def stop_requested(self) -> bool:
+        self._signals.alive()
+        self._pulse.beat()
+        self._ledger.check_saved()
+        return self._signals.requested is not None
+
+    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
+        progress = self._ledger.progress()
+        self.waits()
+        snapshot = capture(job, state, self._exchange, progress)
+        self._pulse.beat("save")
+        self._ledger.saved(snapshot, evaluation)
+
+    def stop(self) -> NoReturn:
+        """Collective: any rank may have had the signal; all end with its number."""
+        self._ledger.wait_until_saved()
+        numbers = self._exchange.all_gather_object(self._signals.requested, "hvdtrain.stop")
+        raise Stopped(max(number for number in numbers if number is not None))

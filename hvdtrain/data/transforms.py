@@ -6,14 +6,18 @@ augmented run too is the same for every number of workers, and after a resumptio
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from hvdtrain.data.changed import ChangedSplit
+from hvdtrain.data.feeding import Loaded, may_skip, stream
+from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.splits import Batch, Split
+from hvdtrain.data.splits import Batch, Dataset, Split, TensorSplit
 
 # SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
 # OOPSLA 2014. Its n-th number can be had without those before it.
@@ -35,6 +39,32 @@ def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np
     numbers ^= numbers >> _SHIFTS[-1]
     result: NDArray[np.float64] = (numbers >> np.uint64(11)) * 2.0**-53
     return result
+
+
+class ChangedSplit:
+    """The base: reads ahead where the other split does. Derive from it and define `change`."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self.may_skip = may_skip(split)
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def fingerprint(self) -> list[str] | None:
+        """Return the other split's."""
+        return texts_of(self._split)
+
+    def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
+        raise NotImplementedError
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
+        return self.change(self._split.batch(indices, epoch), indices, epoch)
+
+    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
+        loaded = stream(self._split, batches, epoch)
+        for indices, one in zip(batches, loaded, strict=True):
+            yield Loaded(self.change(one.batch, indices, epoch), one.samples, one.bad)
 
 
 class AugmentedSplit(ChangedSplit):
@@ -84,3 +114,43 @@ def _windows(
         rows[:, None, :, None],
         columns[:, None, None, :],
     ]
+
+
+class ResizedSplit(ChangedSplit):
+    """Made a batch at a time."""
+
+    def __init__(self, split: Split, size: tuple[int, int]) -> None:
+        super().__init__(split)
+        self._size = size
+
+    def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
+        inputs, labels = batch
+        return resize(inputs, self._size), labels
+
+
+def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
+    """The data set with images of `size` (height, width): at once where it lies in memory."""
+    channels, height, width = dataset.shape
+    note = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
+    return replace(
+        dataset,
+        shape=(channels, *size),
+        train=_resized_split(dataset.train, size),
+        valid=_resized_split(dataset.valid, size),
+        note=f"{dataset.note}, {note}" if dataset.note else note,
+    )
+
+
+def _resized_split(split: Split, size: tuple[int, int]) -> Split:
+    if isinstance(split, TensorSplit):
+        return TensorSplit(resize(split.inputs, size), split.labels)
+    return ResizedSplit(split, size)
+
+
+def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """(samples, channels, height, width) to `size`."""
+    if inputs.shape[2:] == size:
+        return inputs
+    if len(inputs) == 0:
+        return inputs.new_empty((0, inputs.shape[1], *size))
+    return functional.interpolate(inputs, size, mode="bilinear", align_corners=False)
