@@ -15,24 +15,24 @@ from hvdtrain.plugins import import_callable, is_plugin
 
 ORACLE = "single"
 SYSTEMS = {  # in the order of the table
-    ORACLE: "Single",
-    "towers": "Towers",
-    "data_parallel": "TorchDataParallel",
-    "ddp": "TorchDistributedDataParallel",
-    "gather_broadcast": "GatherBroadcast",
-    "parameter_server": "ParameterServer",
-    "parameter_server_async": "AsynchronousParameterServer",
-    "ring": "Ring",
-    "horovod": "Horovod",
-    "model_parallel": "ModelParallel",
+    ORACLE: "single:Single",
+    "towers": "towers:Towers",
+    "data_parallel": "data_parallel:TorchDataParallel",
+    "ddp": "ddp:TorchDistributedDataParallel",
+    "gather_broadcast": "gather_broadcast:GatherBroadcast",
+    "parameter_server": "parameter_server:ParameterServer",
+    "parameter_server_async": "parameter_server:AsynchronousParameterServer",
+    "ring": "ring:Ring",
+    "horovod": "horovod:Horovod",
+    "model_parallel": "model_parallel:ModelParallel",
 }
 
 
 def find_strategy(name: str) -> type[Strategy]:
     """The class of a system, or of the user's own, package.module:Class. Raises UsageError."""
     if name in SYSTEMS:
-        module = importlib.import_module(f"hvdtrain.lab.systems.{name}")
-        found = getattr(module, SYSTEMS[name])
+        module, _, kind = SYSTEMS[name].partition(":")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     elif is_plugin(name):
         found = import_callable("--systems", name)
     else:
