@@ -1,4 +1,10 @@
-"""hvdtrain: data-parallel training of PyTorch models on Horovod, with gradients that are proven."""
+"""Data-parallel training of PyTorch models on Horovod, with verified gradients.
+
+For a script with its own training loop (see `hvdtrain.api`): `init`, `distribute`,
+`clip_grad_norm_`, `GlobalBatchSampler`, `Shares` and `GradientAudit`. For `hvdtrain train --task`:
+`Task`, `Settings`, `Sums`, `Splits`, `Split` and `TensorSplit`. For `hvdtrain train --data`:
+`Dataset` and `ImageFormat`.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +29,27 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    **dict.fromkeys(("clip_grad_norm_", "distribute", "init"), "hvdtrain.api"),
+_MODULES = {
+    "clip_grad_norm_": "hvdtrain.api",
+    "distribute": "hvdtrain.api",
+    "init": "hvdtrain.api",
     "GradientAudit": "hvdtrain.audit.script",
-    **dict.fromkeys(
-        (
-            *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares", "Split", "Splits"),
-            "TensorSplit",
-        ),
-        "hvdtrain.data",
-    ),
-    **dict.fromkeys(("Settings", "Sums", "Task"), "hvdtrain.tasks"),
+    "Dataset": "hvdtrain.data",
+    "GlobalBatchSampler": "hvdtrain.data",
+    "ImageFormat": "hvdtrain.data",
+    "Shares": "hvdtrain.data",
+    "Split": "hvdtrain.data",
+    "Splits": "hvdtrain.data",
+    "TensorSplit": "hvdtrain.data",
+    "Settings": "hvdtrain.tasks",
+    "Sums": "hvdtrain.tasks",
+    "Task": "hvdtrain.tasks",
 }
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Public names come in when they are asked for, so that `hvdtrain --help` needs no torch."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    """Import a public name on first use, so that `hvdtrain --help` does not load torch."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")

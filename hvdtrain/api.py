@@ -1,15 +1,15 @@
-"""hvdtrain in a training loop of one's own: `init`, `distribute` and `clip_grad_norm_`.
+"""Functions for a script with its own training loop: `init`, `distribute` and `clip_grad_norm_`.
 
     workers = hvdtrain.init()
     optimizer = hvdtrain.distribute(model, optimizer)
     sampler, shares = hvdtrain.GlobalBatchSampler(...), hvdtrain.Shares(workers.size)
 
-and in the loop, of each global batch, the samples of `shares.of(batch, workers.rank)`, and as loss
-their *sum*, times `workers.size / len(batch)`. The README shows a whole script.
+In the loop, each rank takes the samples `shares.of(batch, workers.rank)` of a global batch. Its
+loss is their *sum* times `workers.size / len(batch)`. The README shows a complete script.
 
-Between `backward()` and `optimizer.step()` gradients are on their way: to clip them there is
-`clip_grad_norm_`, and before anything else changes or reads them `workers.reduce_gradients(
-optimizer)` waits until they are reduced.
+Between `backward()` and `optimizer.step()` the gradients are being reduced. Clip them with
+`clip_grad_norm_`. Before any other code reads or changes them, call
+`workers.reduce_gradients(optimizer)`, which waits until they are reduced.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from hvdtrain.topology import Topology
 
 
 def init() -> Exchange:
-    """Collective: join the other workers of this job; without a launcher, a single process.
+    """Collective: join the other workers of this job; without a launcher, run as a single process.
 
-    Returns who this is (`rank`, `size`) and what it can do together with the others. A second call
-    returns the same. Several workers get one compute thread each, as in `hvdtrain train`, unless
-    OMP_NUM_THREADS says otherwise. Raises PreflightError where Horovod does not work, and
-    UsageError under a launcher whose processes it does not connect, such as torchrun. From now on
-    an error of hvdtrain that the script does not catch ends it with one message, and with the exit
-    code of that error.
+    Returns the exchange: `rank`, `size` and the collectives over all workers. A second call returns
+    the same object. With several workers each gets one compute thread, as in `hvdtrain train`,
+    unless OMP_NUM_THREADS is set. Raises PreflightError if Horovod does not work, and UsageError
+    under a launcher whose processes Horovod does not connect, such as torchrun. After this call an
+    uncaught hvdtrain error ends the script with one message and the exit code of that error.
     """
     report_uncaught()
     return join(_connect)
@@ -42,20 +41,20 @@ def init() -> Exchange:
 def _connect() -> Exchange:
     workers = connect(Topology.from_environment())
     if workers.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # else those of one host take the cores from each other
+        torch.set_num_threads(1)  # otherwise the workers of a host compete for its cores
     return workers
 
 
 def distribute(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_accum_steps: int = 1
 ) -> torch.optim.Optimizer:
-    """Collective: spread rank 0's parameters, buffers and optimizer state to every rank.
+    """Collective: broadcast rank 0's parameters, buffers and optimizer state to every rank.
 
-    Returns the same optimizer, whose `step` averages gradients over ranks first. Its state and
-    groups, hooks, and schedulers built before stay in force. `grad_accum_steps`: backward passes
-    before each step. Sparse gradients become dense. Raises UsageError before `init` and for an
-    optimizer that cannot be used, and TrainingError, naming the ranks, if parameters differ
-    afterwards.
+    Returns the same optimizer, whose `step` now averages gradients over ranks first. Its state,
+    parameter groups and hooks, and schedulers built on it, remain valid. `grad_accum_steps`: number
+    of backward passes before each step. Sparse gradients become dense. Raises UsageError before
+    `init` or for an unsupported optimizer, and TrainingError, naming the ranks, if parameters
+    differ afterwards.
     """
     return _workers("distribute").distribute(optimizer, model, grad_accum_steps)
 
@@ -63,11 +62,11 @@ def distribute(
 def clip_grad_norm_(
     optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Collective: clip the norm of all gradients of `optimizer` once they are reduced over ranks.
+    """Collective: reduce all gradients of `optimizer` over ranks, then clip their total norm.
 
-    Takes the place of `torch.nn.utils.clip_grad_norm_` between `backward()` and
-    `optimizer.step()`. Returns the norm before clipping, the same on every rank. Raises UsageError
-    before `init` and `distribute`.
+    Replaces `torch.nn.utils.clip_grad_norm_` between `backward()` and `optimizer.step()`. Returns
+    the norm before clipping, the same on every rank. Raises UsageError before `init` and
+    `distribute`.
     """
     _workers("clip_grad_norm_").reduce_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -77,5 +76,5 @@ def clip_grad_norm_(
 def _workers(name: str) -> Exchange:
     workers = joined()
     if workers is None:
-        raise UsageError(f"hvdtrain.{name}: call hvdtrain.init() before")
+        raise UsageError(f"hvdtrain.{name}: call hvdtrain.init() first")
     return workers

@@ -1,15 +1,15 @@
-"""The errors that hvdtrain raises, as one tree. Each carries the exit code that it ends in.
+"""The exception hierarchy of hvdtrain, with the exit code of each class.
 
 HvdtrainError             1   the run failed
 ├── UsageError            2   a flag, a configuration or an input is wrong; nothing was started
-├── PreflightError        3   this machine lacks something; the fix is named
-├── TrainingError         1   training cannot go on (a loss that is not finite, say)
-├── PeerFailure           1   another rank failed first; this one has nothing of its own to report
-├── TransportError        1   a ring neighbour fell silent, vanished or sent what it should not
-├── AuditMismatch        17   reduced gradients are further from the reference than rounding allows
-├── VerifyMismatch       17   a collective's result is not what the ring reference says
+├── PreflightError        3   this machine lacks a requirement; the message names the fix
+├── TrainingError         1   training cannot continue (for example, the loss is not finite)
+├── PeerFailure           1   another rank failed first; this one has no cause of its own to report
+├── TransportError        1   a ring neighbour timed out, disconnected or sent invalid data
+├── AuditMismatch        17   reduced gradients differ from the reference by more than rounding
+├── VerifyMismatch       17   the result of a collective differs from the ring reference
 ├── Stopped           128+n   signal n arrived
-└── AgreedFailure         *   what one or more ranks met, raised alike on all; their highest code
+└── AgreedFailure         *   failures of one or more ranks, raised on all; their highest code
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EXIT_MISMATCH = 17
 
 
 class HvdtrainError(Exception):
-    """Base of all errors meant for the user: its text is shown without a traceback."""
+    """Base class of all errors meant for the user; printed without a traceback."""
 
     exit_code = EXIT_FAILED
 
 
 class UsageError(HvdtrainError):
-    """Bad input. Holds every problem found, so that the user mends them in one go."""
+    """Invalid input. Holds every problem found, so that the user can fix all of them at once."""
 
     exit_code = EXIT_USAGE
 
@@ -41,37 +41,37 @@ class UsageError(HvdtrainError):
 
 
 class PreflightError(HvdtrainError):
-    """Something that the machine must have is missing or broken."""
+    """A missing or broken requirement of this machine."""
 
     exit_code = EXIT_PREFLIGHT
 
 
 class TrainingError(HvdtrainError):
-    """Training cannot go on."""
+    """A condition under which training cannot continue."""
 
 
 class PeerFailure(HvdtrainError):
-    """A collective ended early because another rank has failed."""
+    """A collective that ended early because another rank has failed."""
 
 
 class TransportError(HvdtrainError):
-    """A message of the ring could not be exchanged with a neighbour."""
+    """A failed exchange of a message with a ring neighbour."""
 
 
 class AuditMismatch(HvdtrainError):
-    """A reduced gradient differs from the ring reference by more than the rounding bound."""
+    """A reduced gradient that differs from the ring reference by more than the rounding bound."""
 
     exit_code = EXIT_MISMATCH
 
 
 class VerifyMismatch(HvdtrainError):
-    """A collective of this installation gave a result that the ring reference does not explain."""
+    """A collective of this installation whose result differs from the ring reference."""
 
     exit_code = EXIT_MISMATCH
 
 
 class Stopped(HvdtrainError):
-    """A signal asked this process to end."""
+    """A signal that asked this process to end."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
@@ -79,7 +79,7 @@ class Stopped(HvdtrainError):
 
 
 class AgreedFailure(HvdtrainError):
-    """Failures that the ranks told one another; the same text on every rank."""
+    """Failures exchanged between ranks; the same text on every rank."""
 
     def __init__(self, failures: Mapping[int, tuple[int, str]], size: int) -> None:
         """`failures`: rank -> (exit code, text)."""
@@ -96,5 +96,5 @@ class AgreedFailure(HvdtrainError):
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """'rank 3' or 'ranks 0, 2'."""
+    """Return the ranks as text: 'rank 3' or 'ranks 0, 2'."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

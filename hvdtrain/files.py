@@ -1,7 +1,8 @@
-"""Opening files where somebody else may have been before us: no link is followed.
+"""Safe file operations in folders that other users can write to, and JSON output.
 
-Who can write into a folder can put a link there under a name that we are about to write, and so
-have us write over any file of the user's; opening a pipe of theirs would wait for ever.
+Symbolic links are not followed: anyone who can write to a folder could place a link under a name
+that is about to be written, and so redirect the write to any file of the user. Pipes are refused,
+because opening one can block forever.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from hvdtrain.errors import UsageError
 
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 KEPT = os.O_RDWR | os.O_APPEND | os.O_CREAT | PLAIN
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL: no link is followed either
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL does not follow links either
 
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
-    """Open a text file to append to, as it is, or a new one. Raises OSError for anything else."""
+    """Open an existing or new text file for appending.
+
+    Raises OSError if the path is not a regular file.
+    """
     try:
         descriptor = os.open(path, KEPT, 0o666)
     except OSError as error:
@@ -37,7 +41,7 @@ def open_kept(path: Path, errors: str | None = None, newline: str | None = None)
 
 
 def open_to_read(path: Path) -> IO[str]:
-    """Open a text file to read. Raises OSError for anything else, a link to one included."""
+    """Open a text file for reading. Raises OSError unless it is a regular file and not a link."""
     descriptor = os.open(path, os.O_RDONLY | PLAIN)
     _check_plain(descriptor, path)
     return os.fdopen(descriptor, encoding="utf-8", errors="replace")
@@ -46,14 +50,11 @@ def open_to_read(path: Path) -> IO[str]:
 def _check_plain(descriptor: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path.name} is no plain file; remove it", str(path))
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file; remove it", str(path))
 
 
 def write_new(path: Path, content: str | bytes) -> None:
-    """Write a file of our own: what stands there, a leftover or a link, is removed before.
-
-    Raises OSError.
-    """
+    """Write a new file, removing any existing file or link of that name first. Raises OSError."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, NEW, 0o666), "wb") as stream:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -61,15 +62,15 @@ def write_new(path: Path, content: str | bytes) -> None:
 
 AT_FDCWD = -100  # linux/fcntl.h: paths are relative to the working directory
 RENAME_EXCHANGE = 2  # linux/fs.h
-# What a file system, a kernel, a C library or a container's filter answers that has no exchange.
+# Errors of a file system, kernel, C library or container filter that does not support the exchange.
 UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 REPLACED = ".replaced"
 
 
 def replace_folder(new: Path, final: Path) -> Path:
-    """Put `new` in the place of the folder `final`; returns where the old one is now.
+    """Replace the folder `final` by `new`; return the path at which the old folder is now.
 
-    Raises OSError; the old folder is then in its place, or where `set_aside` finds it.
+    Raises OSError; the old folder is then unchanged, or at a path that `set_aside` returns.
     """
     try:
         exchange_names(new, final)
@@ -88,7 +89,7 @@ def replace_folder(new: Path, final: Path) -> Path:
 
 
 def undo_replacing(folder: Path) -> None:
-    """Put back, or remove, what was set aside in `replace_folder` when it was cut short."""
+    """Restore or remove the folders that an interrupted `replace_folder` has set aside."""
     for aside in set_aside(folder):
         final = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
         if final.exists():
@@ -98,12 +99,12 @@ def undo_replacing(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """Return the folders that `undo_replacing` would treat."""
+    """Return the folders that `undo_replacing` would restore or remove."""
     return sorted(folder.glob(f".*{REPLACED}"))
 
 
 def exchange_names(one: Path, other: Path) -> None:
-    """Let each of two paths name what the other did, in one step. Raises OSError."""
+    """Exchange two paths atomically. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):  # glibc before 2.28
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -114,7 +115,7 @@ def exchange_names(one: Path, other: Path) -> None:
 
 
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
-    """Why it could not be written in the end, as far as that can be seen now."""
+    """Return the reasons, as far as known in advance, why the output file cannot be written."""
     if name is None:
         return []
     path = Path(name).absolute()
@@ -130,15 +131,15 @@ def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
 
 
 def check_json(name: str | None) -> None:
-    """Raises UsageError where it could not be written."""
+    """Raise UsageError if the output file of `--json` cannot be written."""
     if problems := json_problems(name):
         raise UsageError(*problems)
 
 
 def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> None:
-    """Nothing without a name; numbers that are not finite become null.
+    """Write `content` to the file `name`, if given; numbers that are not finite become null.
 
-    Raises UsageError where it cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     if name is None:
         return
@@ -151,7 +152,7 @@ def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> N
 
 
 def json_ready(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null."""
+    """Return a copy of `value` in which infinity and NaN, which JSON lacks, are None."""
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

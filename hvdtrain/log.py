@@ -1,4 +1,4 @@
-"""Lines for the user: each is one write, so that lines of several workers do not mix.
+"""Output to the user, one write per message, so that lines of several workers do not interleave.
 
 (`print` makes two writes when output is unbuffered, and Open MPI prefixes each of them.)
 """
@@ -17,13 +17,13 @@ from hvdtrain.errors import HvdtrainError
 
 
 def say(text: str) -> None:
-    """Write lines to standard output, at once."""
+    """Write lines to standard output and flush."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Write lines to standard error, at once; whether or not somebody reads them."""
+    """Write lines to standard error and flush; a failed write is ignored."""
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -32,15 +32,15 @@ def complain(text: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """What is still to be written goes nowhere; else Python would fail on it as it ends."""
+    """Redirect a stream to the null device, so that Python does not fail to flush it at exit."""
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 file', '2,000 files'."""
+    """Return number and noun as text: '1 file', '2,000 files'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -49,7 +49,10 @@ _before = sys.excepthook
 
 
 def report_uncaught() -> None:
-    """From now on, end this process in this way where it would end with such an error."""
+    """Install an exception hook: an uncaught HvdtrainError prints one line and sets the exit code.
+
+    The line names the innermost frame outside this package. Other exceptions are unaffected.
+    """
     sys.excepthook = _report
 
 
@@ -61,4 +64,4 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     own = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     complain(f"hvdtrain: error{place}: {error}")
-    raise SystemExit(error.exit_code)  # the interpreter ends with it, in good order
+    raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

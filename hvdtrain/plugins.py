@@ -1,7 +1,7 @@
-"""Code of the user, named `package.module:callable`: found, called, and its faults told plainly.
+"""Import and call of user code, named as `package.module:callable`.
 
-What goes wrong in there is no fault of hvdtrain: it is told in a line, with the file and the line
-of the user's code. The exception stays as the cause.
+An exception in user code becomes an error of one line with the file and the line of that code. The
+exception stays attached as the cause.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "p
 
 
 def is_plugin(name: str) -> bool:
-    """Whether it has the form of `module:callable`, and not that of `kind:details`."""
+    """Return whether `name` has the form `module:callable` rather than `kind:details`."""
     module_name, colon, attribute = name.partition(":")
     parts = [*module_name.split("."), attribute]
     return bool(colon) and all(part.isidentifier() for part in parts)
 
 
 def import_callable(flag: str, name: str) -> Callable[..., Any]:
-    """What `module:callable` names; the working directory is searched too. Raises UsageError.
+    """Return the callable that `module:callable` names; the working directory is searched too.
 
-    `flag`: the one that the name was given to, for messages.
+    `flag`: the flag that was given the name, for messages. Raises UsageError.
     """
     if not is_plugin(name):
         raise UsageError(f"{flag}={name}: expected package.module:callable")
@@ -51,26 +51,27 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
 
 
 def refuse_code_of(source: Path, named: Mapping[str, Any]) -> None:
-    """Raise UsageError where a file of `source`, which anybody may have written, names code to run.
+    """Raise UsageError if the checkpoint of `source`, an untrusted file, names code to run.
 
-    `named`: what it gives for each flag: {"--model": "mine:network"}. A built-in name is no code.
+    `named`: its value for each flag, such as {"--model": "mine:network"}. A built-in name is not
+    code.
     """
     code = {flag: str(name) for flag, name in named.items() if is_plugin(str(name))}
     if code:
         raise UsageError(
             f"{source}: its checkpoint names code to run, {', '.join(code.values())}, found in the "
-            "working directory or in what is installed. Nothing was run. If you know that code, "
+            "working directory or in what is installed. Nothing was run. If you trust that code, "
             f"give {' '.join(f'{flag} {name}' for flag, name in code.items())}, or --trust-code"
         )
 
 
 def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of the user's function. Raises UsageError when it raises."""
+    """Return the result of the user's function. Raises UsageError when the function raises."""
     try:
         return function(*arguments)
     except HvdtrainError:
         raise
-    except (Exception, SystemExit) as error:  # a script without a main guard may want to leave
+    except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit()
         place = _place(error) or _definition(function)
         shown = ", ".join(map(str, arguments))
         called = f"called with ({shown}), " if arguments else ""
@@ -79,9 +80,9 @@ def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) ->
 
 @contextmanager
 def exits_as_failures() -> Iterator[None]:
-    """Within it, sys.exit() in the user's code is raised as TrainingError that says where.
+    """Convert sys.exit() of user code within the context to a TrainingError that names the place.
 
-    Else the process would end without a word, and with 0 perhaps, while other ranks wait for it.
+    Otherwise the process would end silently, perhaps with exit code 0, while other ranks wait.
     """
     try:
         yield
@@ -103,19 +104,20 @@ def _import(given: str, module_name: str, here: str) -> ModuleType:
 
 
 def _is_part(missing: str | None, module_name: str) -> bool:
-    """Whether what is missing is the named module itself (`a` or `a.b` of `a.b`)."""
+    """Return whether the missing module is the named one or a parent (`a` or `a.b` of `a.b`)."""
     return missing is not None and f"{module_name}.".startswith(f"{missing}.")
 
 
 def _describe(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)  # its place stands before
+    # The text of a SyntaxError repeats its place, which the message already names.
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}"
 
 
 def _place(error: BaseException) -> str:
-    """'FILE:LINE: ' in the user's code where `error` arose, or '' when it never came there.
+    """Return 'FILE:LINE: ' of the user code that raised `error`, or '' if none was reached.
 
-    The innermost line counts that is neither ours nor a library's that the user's code calls.
+    This is the innermost frame that belongs neither to hvdtrain nor to a library.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
@@ -129,14 +131,14 @@ def _place(error: BaseException) -> str:
     if not frames:
         return ""
     own = [frame for frame in frames if not LIBRARIES & {*Path(frame.filename).parents}]
-    if not own:  # it is installed itself
+    if not own:  # the user code is an installed package itself
         folder = Path(frames[0].filename).parent
         own = [frame for frame in frames if Path(frame.filename).parent == folder]
     return f"{own[-1].filename}:{own[-1].lineno}: "
 
 
 def _definition(function: Callable[..., Any]) -> str:
-    """Where a function stands that could not even be called with our arguments."""
+    """Return 'FILE:LINE: ' of the definition of a function that rejected its arguments, or ''."""
     made_by = vars(function).get("__init__") if isinstance(function, type) else function
     code = getattr(made_by, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""

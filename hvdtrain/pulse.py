@@ -1,14 +1,14 @@
-"""What a worker tells the agent that has started it: phase and step, and how it ends.
+"""Status reports of a worker to the agent that started it: phase, step and final error.
 
-`hvdtrain launch` starts each worker under an agent of its own, and gives it a pipe
-(hvdtrain/launcher/agent.py). Without one nothing is told. Each line of the pipe is one write, and
-what the pipe has no room for is left out: a worker never waits for whoever watches it.
+`hvdtrain launch` starts each worker under its own agent, with a pipe (hvdtrain/launcher/agent.py).
+Without a pipe nothing is reported. Each line is one write to the pipe; a line that finds the pipe
+full is dropped, so a worker never waits for its observer.
 
-    +PHASE STEP SECONDS     this phase begins, by the worker's monotonic clock
+    +PHASE STEP SECONDS     start of a phase, by the worker's monotonic clock
     ={"loss": ...}          figures to show
-    !{"peer": true}         it ends with an error, here because another rank has failed
-    ?PID                    who speaks: SIGUSR2 makes it write the Python stacks of all threads to
-                            standard error
+    !{"peer": true}         end with an error, here because another rank has failed
+    ?PID                    process id of the worker; on SIGUSR2 it writes the Python stacks of all
+                            threads to standard error
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 class Pulse:
-    """One process's; silent without a pipe."""
+    """The status reports of one process; silent without a pipe."""
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
@@ -40,42 +40,45 @@ class Pulse:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Pulse:
-        """The pipe of the agent, if one has started this process; offers it stacks."""
+        """Connect to the pipe of the agent that started this process, if any.
+
+        Also registers the signal handler that writes stacks.
+        """
         text = environment.get(PULSE_FD, "")
         if not text.isdigit():
             return cls()
         try:
-            if not stat.S_ISFIFO(os.fstat(int(text)).st_mode):  # something else has its number now
+            if not stat.S_ISFIFO(os.fstat(int(text)).st_mode):  # the number has been reused
                 return cls()
             os.set_blocking(int(text), False)
-            os.set_inheritable(int(text), False)  # it is not for the processes that we start
-        except OSError:  # inherited the variable, but not the pipe
+            os.set_inheritable(int(text), False)  # child processes do not report
+        except OSError:  # the variable was inherited, the pipe was not
             return cls()
         pulse = cls(int(text))
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        pulse._tell(f"?{os.getpid()}")
+        pulse._report(f"?{os.getpid()}")
         return pulse
 
     @property
     def is_watched(self) -> bool:
-        """Whether there is an agent at the other end."""
+        """Return whether an agent reads the reports."""
         return self._fd is not None
 
     def beat(self, phase: str | None = None) -> None:
-        """A phase begins, or (None) is still going on."""
+        """Report that a phase begins, or (None) that the current one continues."""
         self._phase = phase or self._phase
-        if self._fd is not None:  # several times a step: no text for nobody
-            self._tell(f"+{self._phase} {self.step} {time.monotonic():.6f}")
+        if self._fd is not None:  # called several times a step: format only if read
+            self._report(f"+{self._phase} {self.step} {time.monotonic():.6f}")
 
     def show(self, **figures: float | int | None) -> None:
-        """Figures of the whole job, for whoever looks on."""
-        self._tell("=" + json.dumps(figures))
+        """Report figures of the whole job."""
+        self._report("=" + json.dumps(figures))
 
     def end(self, error: Exception) -> None:
-        """The error that this process ends with."""
-        self._tell("!" + json.dumps({"peer": isinstance(error, PeerFailure)}))
+        """Report the error that this process ends with."""
+        self._report("!" + json.dumps({"peer": isinstance(error, PeerFailure)}))
 
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         if self._fd is not None:
             with suppress(OSError):
                 os.write(self._fd, f"{line}\n".encode())

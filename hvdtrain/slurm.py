@@ -1,9 +1,9 @@
-"""Workers that Slurm's srun has started: how they find one another, without SSH.
+"""Rendezvous of workers that Slurm's srun has started, without SSH.
 
-Slurm gives each task of a step its number and its host. Horovod's Gloo needs besides a rendezvous
-(a small HTTP server) and the name of the network interface on each host. So task 0 listens on a
-port that every task computes from the step's identity; the others report to it, and once all have
-come, each gets as the answer the variables that horovodrun would have set.
+Slurm gives each task of a step its number and its host. Horovod's Gloo also needs a rendezvous
+server (a small HTTP server) and the name of the network interface on each host. So task 0 listens
+on a port that every task computes from the step's identity. The others report to it; once all have
+reported, each receives the variables that horovodrun would have set.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from hvdtrain.errors import PreflightError, UsageError
 
-# By horovodrun, mpirun or torchrun, within a task.
+# Set by horovodrun, mpirun or torchrun, within a task.
 STARTED_WITHIN = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID")
-FIRST_PORT, PORTS = 20_000, 10_000  # below those that Linux gives to outgoing connections
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range that Linux uses for outgoing connections
 TRIED_PORTS = 8  # some may be in use
-MEETING_S = 300.0  # for all tasks to come: the first imports from a network disk take long
+MEETING_S = 300.0  # for all tasks to report: the first imports from a network disk take long
 GREETING_S = 5.0
 RETRY_S = 0.2
 LONGEST_LINE = 10_000
@@ -33,16 +33,16 @@ Variables = dict[str, str]
 
 
 def in_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to a job of Slurm.
+    """Return whether this process belongs to a Slurm job.
 
-    There a further SIGTERM is no impatience: Slurm sends it to every process of the job, the batch
-    script and the launcher pass it on at any time later, and Slurm's SIGKILL follows by itself.
+    In a job, a repeated SIGTERM is not a request to end at once: Slurm sends it to every process,
+    the batch script and the launcher forward it at any later time, and Slurm's own SIGKILL follows.
     """
     return "SLURM_JOB_ID" in environment
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks that srun has started, not yet joined."""
+    """Return whether srun started this process as one of several tasks, not yet connected."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     numbered = "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit()
     return numbered and tasks != "1" and not any(name in environment for name in STARTED_WITHIN)
@@ -50,7 +50,7 @@ def is_step(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of one worker: its rank, its host, and its number on that host."""
+    """The position of one worker: its rank, its host, and its rank on that host."""
 
     rank: int
     host: str
@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Step:
-    """The step of a Slurm job, as one of its tasks sees it."""
+    """The step of a Slurm job that this task belongs to."""
 
     place: Place
     size: int
@@ -69,11 +69,11 @@ class Step:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Step:
-        """Read Slurm's variables. Raises UsageError when they make no sense."""
+        """Read Slurm's variables. Raises UsageError if one is invalid or the job heterogeneous."""
         if environment.get("SLURM_HET_SIZE", "1") != "1":
             raise UsageError(
-                "SLURM_HET_SIZE: this is a heterogeneous job, whose tasks do not know of those of "
-                "its other parts; submit a job of one part"
+                "SLURM_HET_SIZE: this is a heterogeneous job, whose tasks have no information "
+                "about those of its other components; submit a job of one component"
             )
         rank, size, local_rank, node = (
             _integer(environment, f"SLURM_{name}")
@@ -87,14 +87,14 @@ class Step:
 
     @property
     def ports(self) -> list[int]:
-        """The ports on which task 0 may listen, in the order in which they are tried."""
+        """Return the ports on which task 0 may listen, in the order of the attempts."""
         digest = hashlib.sha256(self.identity.encode()).digest()
         pairs = (digest[2 * i : 2 * i + 2] for i in range(TRIED_PORTS))
         return [FIRST_PORT + int.from_bytes(pair, "big") % PORTS for pair in pairs]
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of a list of hosts: gpu008 of `gpu[008-010,12],login1`."""
+    """Return the first host of a Slurm node list: gpu008 of `gpu[008-010,12],login1`."""
     first = re.match(r"(?:[^,\[\]]|\[[0-9][^\[\]]*\])+", nodes)
     if first is None:
         raise UsageError(f"SLURM_STEP_NODELIST={nodes[:60]!a}: not a list of hosts")
@@ -104,12 +104,12 @@ def first_host(nodes: str) -> str:
 def meet(
     step: Step, start_rendezvous: Callable[[list[Variables]], int], limit_s: float = MEETING_S
 ) -> tuple[Variables, str]:
-    """Collective: wait for all tasks of the step.
+    """Collective: wait for all tasks of the step and exchange their positions.
 
-    Returns the variables of Horovod for this task, and the address of this host that the others
-    reach. `start_rendezvous` is called in task 0, once, with the variables of all ranks; it
-    returns its port. Raises PreflightError when not all come in time, UsageError when Slurm has
-    placed them so that Horovod cannot number them.
+    Returns Horovod's variables for this task, and the address at which the others reach this host.
+    `start_rendezvous` is called once, in task 0, with the variables of all ranks; it returns its
+    port. Raises PreflightError if not all tasks report in time, and UsageError if Horovod cannot
+    number the tasks as Slurm has placed them.
     """
     deadline = time.monotonic() + limit_s
     if step.place.rank == 0:
@@ -118,22 +118,26 @@ def meet(
 
 
 def interface_of(address: str, address_of: Callable[[str], str]) -> str:
-    """Return the network interface of this host that has this address. Raises PreflightError.
+    """Return the network interface of this host that has the given address.
 
-    `address_of` returns an interface's address, or raises OSError.
+    `address_of` returns an interface's address, or raises OSError. Raises PreflightError if no
+    interface has the address.
     """
     for _, name in socket.if_nameindex():
-        with suppress(OSError):  # it has none
+        with suppress(OSError):  # an interface without an address
             if address_of(name) == address:
                 return name
     raise PreflightError(
-        f"no network interface of this host has the address {address}; name the one by which the "
-        "hosts of the job reach one another by HOROVOD_GLOO_IFACE"
+        f"no network interface of this host has the address {address}; set HOROVOD_GLOO_IFACE to "
+        "the name of the interface that connects the hosts of the job"
     )
 
 
 def placement(places: list[Place]) -> list[Variables]:
-    """Return Horovod's variables of each rank. Raises UsageError where hosts alternate."""
+    """Return Horovod's variables for each rank.
+
+    Raises UsageError unless the ranks of each host are consecutive.
+    """
     order = sorted(places, key=lambda place: (place.node, place.local_rank))
     for place, wanted in zip(places, order, strict=True):
         if place != wanted:
@@ -161,7 +165,7 @@ def placement(places: list[Place]) -> list[Variables]:
 def _gather(
     step: Step, start_rendezvous: Callable[[list[Variables]], int], deadline: float
 ) -> tuple[Variables, str]:
-    """Task 0: take the reports of all others, then answer them."""
+    """Collect the reports of all other tasks, in task 0, then answer them."""
     places, lines, address = {0: step.place}, {}, "127.0.0.1"
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(step))
@@ -177,7 +181,7 @@ def _gather(
                     f"{', '.join(map(str, absent[:10]))}"
                 ) from None
             place = _greet(connection, step)
-            if place is None:  # a stranger
+            if place is None:
                 connection.close()
                 continue
             places[place.rank], lines[place.rank] = place, connection
@@ -201,7 +205,7 @@ def _gather(
 
 
 def _greet(connection: socket.socket, step: Step) -> Place | None:
-    """Return what a task reports; None where the other side is no task of this step."""
+    """Return the place that a task reports; None if the peer is not a task of this step."""
     connection.settimeout(GREETING_S)
     _send(connection, {"step": step.identity})
     report = _receive(connection)
@@ -215,7 +219,7 @@ def _greet(connection: socket.socket, step: Step) -> Place | None:
 
 
 def _report(step: Step, deadline: float) -> tuple[Variables, str]:
-    """Any other task: report to task 0, and wait for the answer."""
+    """Report to task 0, in any other task, and wait for the answer."""
     with _reach(step, deadline) as connection:
         _send(connection, {"step": step.identity, **asdict(step.place)})
         connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -225,7 +229,7 @@ def _report(step: Step, deadline: float) -> tuple[Variables, str]:
         if "variables" not in answer:
             raise PreflightError(
                 f"task 0 on {step.first_host} has ended, or not all {step.size} tasks of this "
-                "step came in time"
+                "step reported in time"
             )
         elsewhere = answer["address"] != "127.0.0.1" and step.place.node != 0
         address = connection.getsockname()[0] if elsewhere else answer["address"]
@@ -240,7 +244,7 @@ def _listen(step: Step) -> socket.socket:
 
 
 def _reach(step: Step, deadline: float) -> socket.socket:
-    """Connect to task 0: to that of these ports behind which it is."""
+    """Connect to task 0, on the first port of the step on which it answers."""
     problem: object = "no answer"
     while time.monotonic() < deadline:
         for port in step.ports:
@@ -255,17 +259,17 @@ def _reach(step: Step, deadline: float) -> socket.socket:
         time.sleep(RETRY_S)
     raise PreflightError(
         f"task 0 was not reached on {step.first_host}, ports {step.ports}: {problem}. Hosts of a "
-        "job must reach one another over the network by the names that Slurm has for them"
+        "job must reach one another over the network by their Slurm names"
     )
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # who is gone does not read
+    with suppress(OSError):  # the peer has disconnected
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Return one message; {} where none comes, or none of ours."""
+    """Return one message; {} if none arrives, or it is not a JSON object."""
     try:
         with connection.makefile("rb") as file:
             message = json.loads(file.readline(LONGEST_LINE))

@@ -1,4 +1,4 @@
-"""Where this process stands among the workers, as the launcher's environment tells it."""
+"""The position of this process among the workers, read from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.slurm import is_step
 
 
 class Start(NamedTuple):
-    """A way to start several processes, and the variables that each of them gets."""
+    """A launcher of several processes, with the environment variables that it sets in each."""
 
     launcher: str
     size: str
@@ -21,8 +21,8 @@ class Start(NamedTuple):
     local_rank: str
 
 
-# What horovodrun gives each worker: its own names under Gloo, Open MPI's under MPI. An mpirun of
-# the Open MPI that Horovod was built with will do as well; under another's, Horovod finds nobody.
+# horovodrun sets its own names under Gloo and Open MPI's under MPI. An mpirun of the Open MPI that
+# Horovod was built with works too; under another one, Horovod finds no other process.
 _JOINED = (
     Start("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK"),
     Start(
@@ -32,8 +32,8 @@ _JOINED = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
 )
-# Tasks of a step, which hvdtrain.slurm connects. A batch script of Slurm and an interactive shell
-# of it are no steps of several tasks: SLURM_NTASKS is there too, and says nothing.
+# Tasks of a step, which hvdtrain.slurm connects. SLURM_NTASKS would be no criterion: it is also set
+# in batch scripts and interactive shells of Slurm, which are not steps of several tasks.
 _SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 # Launchers whose processes Horovod does not connect.
 _FOREIGN = (
@@ -44,19 +44,20 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Rank and world size, and the same within this host."""
+    """Rank and world size of this process, and its rank within the host."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     launched: bool = False  # by horovodrun, mpirun or srun; not by a foreign launcher
-    start: Start | None = None  # where a launcher has started it
+    start: Start | None = None  # the launcher, if any
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Topology:
-        """Read the launcher's variables; without them, a single process.
+        """Read the launcher's variables; without them, return a single process.
 
-        Raises UsageError when those of horovodrun or mpirun are there but make no sense.
+        Raises UsageError if the variables of horovodrun, mpirun or srun are incomplete or not whole
+        numbers.
         """
         for start in (*_JOINED, _SRUN):
             named = start.rank in environment or start.size in environment
@@ -78,12 +79,13 @@ class Topology:
 
     @property
     def place(self) -> str:
-        """Rank and host, as messages name them."""
+        """Return rank and host for messages: 'rank 3 on node1'."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
     def check_joined(self, size: int) -> None:
-        """Raise UsageError if a launcher has started several processes, but `size`, the number that
-        are connected, is 1: each of them would do all the work by itself, as N = 1.
+        """Raise UsageError if a launcher has started several processes that are not connected.
+
+        `size`: the number of connected processes. If it is 1, each process would do all the work.
         """
         if self.start is None or not size == 1 < self.size:
             return
@@ -107,6 +109,6 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 def _integer_or(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Of variables that other programs may use for other purposes."""
+    """Return the value, or `default` if another program uses the variable for another purpose."""
     text = environment.get(name, "")
     return int(text) if text.isdigit() else default

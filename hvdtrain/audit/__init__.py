@@ -1,18 +1,18 @@
-"""Live audit: what the optimizer will use, compared with our own ring, element by element.
+"""The live audit: gradients for the optimizer, compared with the ring reference by element.
 
-At an audited step each rank's local gradients are copied as the backward pass produces them,
-before anything is exchanged. Over a transport that is not the exchange's own they are reduced
-again, and compared with the gradients that the optimizer is about to use:
+At an audited step the local gradients of each rank are copied as the backward pass produces them,
+before the exchange. They are reduced again, over a transport independent of the exchange, and
+compared with the gradients that the optimizer is about to use:
 
-parts       which elements an audit looks at: all, or one of K parts that cover all in K audits
-capture     copies local gradients as the backward pass produces them
-bound       within the proven rounding bound?      (rounding explains no more than that)
-exact       equal in every bit?                    (where the order of summation is known)
-verdict     what a mismatch says: the reduction, or one rank's copy; and where
-auditor     puts them together, step by step
-script      the same in a training loop that is not ours: `from hvdtrain import GradientAudit`
+capture     elements of an audit (all, or one of K parts that cover all in K audits); local copies
+checks      two comparisons: within the proven rounding bound, and equal in every bit (if the order
+            of summation is known)
+findings    results of one block of elements, and their exchange between ranks
+verdict     diagnosis of a mismatch: the reduction or the copy of one rank; and the location
+auditor     the audit of a training run, step by step
+script      the audit of any other training loop: `from hvdtrain import GradientAudit`
 
-What no audit of the exchange can see is a local backward pass that is wrong.
+An audit of the exchange cannot detect a wrong local backward pass.
 """
 
 from hvdtrain.audit.auditor import Auditor, AuditRecord, NoAudit

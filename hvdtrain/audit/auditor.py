@@ -1,4 +1,4 @@
-"""One audit after the other: copy local gradients, compare, record, and explain a mismatch."""
+"""The audit of a training run: copy local gradients, compare, record, and explain a mismatch."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class AuditRecord:
 
 
 class Check(Protocol):
-    """How a block of reduced gradients is judged."""
+    """A comparison of a block of reduced gradients with their reference."""
 
     @property
     def whole_parameters(self) -> bool:
-        """Whether a block must be one parameter, and all of it."""
+        """Return whether a block must be exactly one complete parameter."""
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
     ) -> Finding:
-        """Collective: this rank's worst element of its part, or of the `whole` block."""
+        """Collective: return the worst element of this rank's part, or of the `whole` block."""
 
 
 class Auditor:
-    """Audits the gradients of `model` every `every` steps (0: never)."""
+    """An audit of the gradients of `model` every `every` steps (0: never)."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Auditor:
         seed: int = 0,
         evidence: Path | None = None,
     ) -> None:
-        """`check`: by default the rounding bound. `parts`: an audit looks at one of so many parts
-        of the gradients, dealt by `seed`. `evidence`: the folder where a mismatch leaves gradients.
+        """Prepare the audit; raises UsageError for a parameter of a type without a known bound.
 
-        `on_record` is called on every rank with each result, before a mismatch is raised. Raises
-        UsageError for a parameter of a type that no bound is known for.
+        `on_record` is called on every rank with each result, before a mismatch is raised. `check`:
+        by default the rounding bound. `parts`: one audit covers one of so many parts of the
+        gradients, drawn by `seed`. `evidence`: the folder for the gradients of a mismatch, if any.
         """
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
@@ -95,10 +95,10 @@ class Auditor:
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
         self._blocks: list[Block] = []
-        self._changed: int | None = None  # the first parameter whose gradient code has changed
+        self._changed: int | None = None  # first parameter whose .grad was modified by code
 
     def begin(self, step: int) -> None:
-        """Before the backward pass: at an audited step, copy gradients as they come."""
+        """Start copying gradients if `step` is audited; call before the backward pass."""
         if not self.is_due(step):
             return
         self._changed = None
@@ -107,11 +107,11 @@ class Auditor:
         self._local.begin(pieces)
 
     def end(self, step: int) -> None:
-        """Collective: after the reduction, compare. Nothing happens at a step that is not audited,
-        or without a backward pass on any rank.
+        """Collective: compare the gradients, after the reduction.
 
-        Raises AuditMismatch on every rank when a gradient on any rank is beyond its bound, or when
-        ranks hold different bits.
+        Does nothing at a step that is not audited, or without a backward pass on any rank. Raises
+        AuditMismatch on every rank if a gradient on any rank is beyond its bound, or if ranks hold
+        different bits.
         """
         if not self.is_due(step):
             return
@@ -123,7 +123,7 @@ class Auditor:
             found = self._check.worst(block, local_values(block, self._local), reduced, whole=False)
             own = max(own, found, key=lambda finding: finding.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
-        # twice a step reduces what is reduced already: there is nothing to compare it with.
+        # twice per step reduces reduced gradients again: there is nothing to compare them with.
         findings, table = tell_all(own, [*digests, self._local.found_any], self._transport)
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():
@@ -137,22 +137,24 @@ class Auditor:
         self._explain(step, focus, list(table[:, focus.number]))
 
     def look(self) -> None:
-        """Before the reduction is waited for: look whether code has changed a gradient since the
-        backward pass. A mismatch at this step is then put down to that.
+        """Check whether code has changed a gradient since the backward pass.
+
+        Call it before waiting for the reduction. A mismatch at this step is attributed to such a
+        change.
         """
         self._changed = self._local.first_changed()
 
     def is_due(self, step: int) -> bool:
-        """Whether a step (counted from 1) is audited."""
+        """Return whether a step (counted from 1) is audited."""
         return self._every > 0 and step % self._every == 0
 
     def close(self) -> None:
-        """Collective: give the transport back."""
+        """Collective: close the transport."""
         self._local.end()
         self._transport.close()
 
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
-        """Collective: look at one block as a whole, on every rank, and raise AuditMismatch."""
+        """Collective: compare one whole block on every rank, and raise AuditMismatch."""
         reduced = reduced_values(block, self._parameters)
         own = self._check.worst(block, local_values(block, self._local), reduced, whole=True)
         changed = -1 if self._changed is None else self._changed
@@ -192,7 +194,7 @@ class Auditor:
         )
 
     def _leave_evidence(self, step: int, parameter: int) -> list[str]:
-        """Save this rank's local and reduced gradient of one parameter; a line that says where."""
+        """Save this rank's local and reduced gradients of one parameter; return a line on where."""
         if self._evidence is None:
             return []
         folder = self._evidence / f"step-{step:08d}"
@@ -210,7 +212,7 @@ class Auditor:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self._transport.rank}.safetensors"
             save_file(tensors, path, metadata={"parameter": self._named[parameter][0]})
-        except Exception as error:  # the mismatch itself must be told, whatever the disk says
+        except Exception as error:  # a full disk must not hide the mismatch
             return [f"Its gradients could not be saved in {folder} ({error})"]
         return [f"Each rank's local and reduced gradients of that parameter are in {folder}"]
 
@@ -220,12 +222,12 @@ def _refuse_other_types(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     if others:
         raise UsageError(
             f"audit: no bound is known for {len(others)} parameters, such as {others[0]}: "
-            "audited are float16, float32 and float64"
+            "supported types are float16, float32 and float64"
         )
 
 
 class NoAudit:
-    """For runs without audits, and for a single process, which exchanges nothing."""
+    """The audit of runs without audits, and of a single process, which exchanges nothing."""
 
     def begin(self, step: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Within the proven rounding bound? One block of elements at a time."""
+"""The two comparisons of an audit: within the proven rounding bound, and equal in every bit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 
 
 class BoundCheck:
-    """Sums local gradients and their magnitudes again, in float64.
+    """The check against the rounding bound of `hvdtrain.ring.bound`, in float64.
 
-    The magnitudes scale the bound (`hvdtrain.ring.bound`). Each rank compares only the segment
-    that reduce-scatter leaves it: where all ranks hold the same bits, which their digests tell,
-    that is every element once.
+    Local gradients and their magnitudes are summed again; the magnitudes scale the bound. Each rank
+    compares only the segment that reduce-scatter completes there. As the digests show whether all
+    ranks hold the same bits, every element is thereby covered once.
     """
 
     whole_parameters = False
@@ -38,8 +38,9 @@ class BoundCheck:
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
     ) -> Finding:
-        """Collective: the element of this rank's segment, or of the `whole` block, furthest out.
+        """Collective: return the element with the largest error in units of its bound.
 
+        It is the worst of this rank's segment, or of the `whole` block.
         `local`, `reduced`: in the block's dtype, of shape (block.length,).
         """
         own, sums, magnitudes = self._summed(local.double().numpy(), whole)
@@ -58,14 +59,19 @@ class BoundCheck:
         place = int(np.argmax(ratios))
         parameter, index = block.locate(own.start + place)
         return Finding(
-            *(float(ratios[place]), block.number, parameter, index),
-            *(float(found[place]), float(reference[place]), float(bound[place])),
+            ratio=float(ratios[place]),
+            block=block.number,
+            parameter=parameter,
+            index=index,
+            reduced=float(found[place]),
+            reference=float(reference[place]),
+            bound=float(bound[place]),
         )
 
     def _summed(self, values: Floats, whole: bool) -> tuple[slice, Floats, Floats]:
-        """Collective: which elements, their sums over ranks, and those of finite magnitudes.
+        """Collective: return a slice of elements, their sums, and the sums of finite magnitudes.
 
-        A rank's values and magnitudes lie next to one another, so that they travel together.
+        Values and magnitudes are interleaved by segment, so that one reduction carries both.
         """
         size = self._transport.size
         parts = split_evenly(values.size, size)
@@ -86,7 +92,7 @@ class BoundCheck:
 
 
 def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats | None:
-    """The usual case, in few passes; None where anything is not finite."""
+    """Return |reduced - reference| / bound in few passes; None if any of it is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         ratios = np.subtract(reduced, reference)
         np.abs(ratios, out=ratios)
@@ -95,9 +101,9 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
 
 
 class ExactCheck:
-    """Forms each sum or average again in the exchange's own order, so that no bit may differ."""
+    """The check for equal bits: sums are formed again in the exchange's own order of addition."""
 
-    whole_parameters = True  # the order of summation depends on where one begins and ends
+    whole_parameters = True  # the order of addition depends on where a tensor begins and ends
 
     def __init__(
         self, transport: Transport, order: KnownOrder, reduction: Reduction = AVERAGE
@@ -110,9 +116,9 @@ class ExactCheck:
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
     ) -> Finding:
-        """Collective: the differing element with the largest error, on this rank.
+        """Collective: return the differing element with the largest error on this rank.
 
-        `local`, `reduced`: of one parameter, in its dtype.
+        `local`, `reduced`: all elements of one parameter, in its dtype.
         """
         terms = local.to(torch.float16) if self._compressed else local
         values = reproduce(terms.numpy(), self._transport, self._order, self._op)
@@ -128,6 +134,11 @@ class ExactCheck:
         place = int(np.argmax(errors))
         parameter, index = block.locate(int(wrong[place]))
         return Finding(
-            *(math.inf, block.number, parameter, index),
-            *(float(found[place]), float(reference[place]), 0.0),
+            ratio=math.inf,
+            block=block.number,
+            parameter=parameter,
+            index=index,
+            reduced=float(found[place]),
+            reference=float(reference[place]),
+            bound=0.0,
         )

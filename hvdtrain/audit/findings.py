@@ -1,4 +1,4 @@
-"""What comparing one block of elements has found, and how ranks tell one another."""
+"""The results of comparing one block of elements, and their exchange between ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvdtrain.ring import Transport, gather
 
 @dataclass(frozen=True)
 class Finding:
-    """The element of one rank's gradients that lies furthest out, measured in bounds."""
+    """The element of one rank's gradients with the largest error in units of its bound."""
 
-    ratio: float
+    ratio: float  # error / bound
     block: int
     parameter: int
     index: int  # in the flattened parameter
@@ -32,7 +32,7 @@ NOTHING = Finding(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of one dtype that are compared at a time."""
+    """Pieces of one dtype that are compared together."""
 
     number: int
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Block:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Parameter, and index in its flattened form, of an element of the block."""
+        """Return parameter number and flattened index of an element. Raises IndexError."""
         for piece in self.pieces:
             if position < piece.stop - piece.start:
                 return piece.parameter, piece.start + position
@@ -54,7 +54,10 @@ class Block:
 def make_blocks(
     pieces: Iterable[Piece], parameters: list[torch.nn.Parameter], longest: int
 ) -> list[Block]:
-    """Neighbouring pieces together, as long as they have one dtype and are not too many."""
+    """Group adjacent pieces of one dtype into blocks of at most `longest` elements.
+
+    A single piece may be longer.
+    """
     groups: list[list[Piece]] = []
     length = 0
     for piece in pieces:
@@ -75,7 +78,7 @@ def make_blocks(
 
 
 def local_values(block: Block, local: LocalGradients) -> torch.Tensor:
-    """This rank's own gradients of a block, in their dtype, on the CPU; zero where it had none."""
+    """Return this rank's local gradients of a block, in its dtype, on the CPU; zero if missing."""
     values = torch.zeros(block.length, dtype=block.dtype)
     start = 0
     for piece in block.pieces:
@@ -88,7 +91,7 @@ def local_values(block: Block, local: LocalGradients) -> torch.Tensor:
 
 
 def reduced_values(block: Block, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """What the optimizer will use of a block, in its own dtype, on the CPU."""
+    """Return the reduced gradients of a block, in its dtype, on the CPU; zero if missing."""
     parts = []
     for piece in block.pieces:
         gradient = parameters[piece.parameter].grad
@@ -100,23 +103,23 @@ def reduced_values(block: Block, parameters: list[torch.nn.Parameter]) -> torch.
 
 
 def bits(values: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor, shape (elements, bytes of one)."""
+    """Return the bytes of a tensor, shape (elements, bytes per element)."""
     contiguous = values.contiguous()
     result: NDArray[np.uint8] = contiguous.view(torch.uint8).numpy()
     return result.reshape(len(contiguous), contiguous.element_size())
 
 
 def digest(values: torch.Tensor) -> int:
-    """CRC-32 of the bytes: equal values give equal digests on every rank."""
+    """Return the CRC-32 of the bytes: equal bits give equal digests on every rank."""
     return zlib.crc32(bits(values).data)
 
 
 def tell_all(
     own: Finding, further: Sequence[float], transport: Transport
 ) -> tuple[list[Finding], NDArray[np.float64]]:
-    """Collective: every rank's finding, and its `further` numbers, shape (ranks, numbers).
+    """Collective: return every rank's finding, and its `further` numbers, shape (ranks, numbers).
 
-    It goes over the ring itself. A CRC-32 is exact in float64.
+    They travel over the ring as float64, in which a CRC-32 is exact.
     """
     table = gather(np.array([*astuple(own), *further], np.float64), transport)
     width = len(astuple(NOTHING))

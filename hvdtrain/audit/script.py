@@ -1,16 +1,16 @@
-"""The audit in a training loop that is not ours: Horovod's, or torch's DistributedDataParallel.
+"""The audit of any training loop: with Horovod, or with torch's DistributedDataParallel.
 
     from hvdtrain import GradientAudit
     audit = GradientAudit(model, optimizer)      # after hvd.DistributedOptimizer(...)
 
-With a Horovod optimizer that is all: whenever it has synchronized its gradients, they are checked
-before they are clipped or used. In any other loop, DDP's for one, there is one line more, between
-`loss.backward()` and whatever comes next:
+A Horovod optimizer needs nothing else: its gradients are checked whenever it has synchronized them,
+before they are clipped or used. Any other loop, such as one with DDP, needs one more line, directly
+after `loss.backward()`:
 
     audit.check()
 
-`audit.summary()` is a line about all audits so far. A loop that was never checked is reported when
-the process ends.
+`audit.summary()` returns a line about all audits so far. If nothing was checked, a warning is
+printed when the process ends.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DEFAULT_EVERY = 100
 
 @dataclass
 class Progress:
-    """What a script's audits have come to, without its model, which may be gone by then."""
+    """The counts of a script's audits. They hold no reference to the model, and may outlive it."""
 
     rank: int
     ranks: int
     every: int
     follows: bool = False  # whether an optimizer calls check()
     trains: bool = False  # whether a backward pass has reached the model
-    calls: int = 0  # of check()
+    calls: int = 0  # number of calls of check()
     checked: int = 0
     failed: int = 0
     worst: float = 0.0
@@ -62,9 +62,9 @@ class Progress:
         return f"audit: nothing compared in {counted(self.calls, 'step')}{self._reason()}"
 
     def warn_if_idle(self) -> None:
-        """Write a warning if nothing was checked though something should have been."""
+        """Print a warning if an audit was due, but nothing was checked."""
         due = self.trains if self.calls == 0 else self.calls >= self.every
-        crashed = hasattr(sys, "last_value")  # then the error says what counts
+        crashed = hasattr(sys, "last_value")  # the error is then printed instead
         if due and not self.checked and self.ranks > 1 and self.rank == 0 and not crashed:
             complain(f"hvdtrain: warning: {self.summary()}")
 
@@ -79,7 +79,7 @@ class Progress:
 
 
 class GradientAudit:
-    """Compares reduced gradients with the ring reference, every so many steps."""
+    """An audit of reduced gradients against the ring reference, every `every` steps."""
 
     def __init__(
         self,
@@ -93,16 +93,16 @@ class GradientAudit:
         transport: Transport | None = None,
         op: str = "average",
     ) -> None:
-        """Collective: every rank makes one, at the same point, before the first backward pass.
+        """Collective: construct on every rank at the same point, before the first backward pass.
 
-        `model`: the plain one or its DDP wrapper. `optimizer`: Horovod's DistributedOptimizer, to
-        be checked by itself; or what `hvdtrain.distribute` gave, which in a single process leaves
-        nothing to check. `parts`: look at one of so many parts of the gradients at each audit.
-        `compression`: none or fp16, and `op`: average or sum, as the optimizer exchanges.
-        `evidence`: the folder for the gradients of a mismatch, or None. `transport`: by default a
-        ring over the ranks of the job that this process is in. Raises UsageError for a wrong
-        argument, or where there is no job. An error of hvdtrain that the script does not catch,
-        such as AuditMismatch, ends it with one message, and with the exit code of that error.
+        `model`: the plain model or its DDP wrapper. `optimizer`: Horovod's DistributedOptimizer,
+        whose steps are then checked automatically; or the result of `hvdtrain.distribute`, which in
+        a single process leaves nothing to check. `parts`: cover one of so many parts of the
+        gradients in each audit. `compression`: none or fp16, and `op`: average or sum, as in the
+        optimizer. `evidence`: the folder for the gradients of a mismatch, or None. `transport`: by
+        default a ring over the ranks of this process's job. Raises UsageError for an invalid
+        argument, or if there is no job. An error of hvdtrain that the script does not catch, such
+        as AuditMismatch, ends it with one message and the exit code of that error.
         """
         report_uncaught()
         if every < 1 or parts < 1:
@@ -132,10 +132,11 @@ class GradientAudit:
             self._follow(optimizer)
 
     def check(self) -> None:
-        """Collective: after each step's gradients are reduced, before they are clipped or used.
+        """Collective: compare the reduced gradients, at every `every`-th call.
 
-        Compares at every `every`-th call. Raises AuditMismatch on all ranks when a gradient is
-        further from the reference than rounding explains.
+        Call it at each step, after the reduction and before gradients are clipped or used. Raises
+        AuditMismatch on all ranks if a gradient is further from the reference than rounding
+        explains.
         """
         self._progress.calls += 1
         self._auditor.end(self._step)
@@ -144,17 +145,17 @@ class GradientAudit:
 
     @property
     def checked(self) -> int:
-        """Audited steps so far."""
+        """Return the number of audited steps so far."""
         return self._progress.checked
 
     @property
     def failed(self) -> int:
-        """Those of them with a mismatch."""
+        """Return the number of audited steps with a mismatch."""
         return self._progress.failed
 
     @property
     def worst_error_over_bound(self) -> float:
-        """The largest error of all audited steps, measured in its bound."""
+        """Return the largest error of all audited steps, in units of its bound."""
         return self._progress.worst
 
     def summary(self) -> str:
@@ -162,7 +163,7 @@ class GradientAudit:
         return self._progress.summary()
 
     def close(self) -> None:
-        """Collective: let go of the connections. The end of the process does it too."""
+        """Collective: close the connections. The end of the process does so too."""
         self._auditor.close()
 
     def _note(self, record: AuditRecord) -> None:
@@ -172,7 +173,7 @@ class GradientAudit:
         self._on_record(record)
 
     def _follow(self, optimizer: Any) -> None:
-        """Check whenever Horovod's optimizer has reduced; step() and clipping both call it."""
+        """Check after each `optimizer.synchronize()`, which both step() and clipping call."""
         synchronize = getattr(optimizer, "synchronize", None)
         if synchronize is None:
             raise UsageError(
@@ -190,8 +191,10 @@ class GradientAudit:
 
 
 def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:
-    """Rows that are looked up twice are added in an order that no bound covers, unless gradients
-    are made dense first: by `hvdtrain.distribute`, or by Horovod's optimizer where it is told so.
+    """Raise UsageError for sparse gradients, unless they are made dense before the exchange.
+
+    Rows that are looked up twice are added in an order that no bound covers. `hvdtrain.distribute`
+    makes gradients dense, and so does Horovod's optimizer with `sparse_as_dense`.
     """
     if joined() is not None or getattr(optimizer, "sparse_as_dense", False):
         return
@@ -217,7 +220,7 @@ def _notice_first_backward(model: torch.nn.Module, progress: Progress) -> None:
 
 
 def _ring_of_this_job() -> Transport:
-    """Collective: a ring over the ranks of the job that this process is in, however it joined."""
+    """Collective: return a ring over the ranks of this process's job, however it was joined."""
     workers = joined()
     if workers is not None:
         return workers.ring()
@@ -233,6 +236,6 @@ def _ring_of_this_job() -> Transport:
 
         return ring_of_horovod()
     raise UsageError(
-        "GradientAudit: this process is in no job: call hvdtrain.init(), "
-        "hvd.init() or torch.distributed.init_process_group() before"
+        "GradientAudit: this process has not joined a job: call hvdtrain.init(), "
+        "hvd.init() or torch.distributed.init_process_group() first"
     )

@@ -1,4 +1,4 @@
-"""What a mismatch says: is the reduction wrong, or one rank's copy of it; and where."""
+"""The diagnosis of a mismatch: a wrong reduction, or a wrong copy on one rank; and its location."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 @dataclass(frozen=True)
 class Groups:
-    """Which ranks hold the same bits of a block."""
+    """The ranks, divided by the bits that they hold of a block."""
 
-    trusted: list[int]  # the most; among equals those that lie nearer to the reference
+    trusted: list[int]  # the largest set with equal bits; of equally large ones the more accurate
     others: list[int]
 
 
 def group(digests: Sequence[float], findings: Sequence[Finding]) -> Groups:
-    """From every rank's digest and finding of one block, in rank order."""
+    """Divide the ranks by their digests and findings of one block, given in rank order."""
     holders: dict[float, list[int]] = {}
     for rank, value in enumerate(digests):
         holders.setdefault(value, []).append(rank)
@@ -38,8 +38,9 @@ def group(digests: Sequence[float], findings: Sequence[Finding]) -> Groups:
 def first_differences(
     reduced: torch.Tensor, groups: Groups, transport: Transport
 ) -> list[tuple[int, float, float] | None]:
-    """Collective: by rank, the place where it first differs from the trusted ranks, its value
-    there, and theirs; None where it holds the same bits.
+    """Collective: return by rank how it first differs from the trusted ranks, or None.
+
+    A difference is the place in the block, the rank's value there, and the trusted value.
     """
     own = bits(reduced)
     theirs = own.copy()
@@ -56,15 +57,16 @@ def first_differences(
 
 
 def headline(step: int, findings: Sequence[Finding]) -> str:
-    """The first line: beyond the bound, or within it but not the same on all ranks."""
+    """Return the first line: errors beyond the bound, or different values within it."""
     if any(finding.ratio > 1 for finding in findings):
         return f"audit: reduced gradients are wrong at step {step}"
     return f"audit: ranks hold different reduced gradients at step {step}"
 
 
 def describe_changed(changed: Sequence[int], named: Named) -> list[str]:
-    """Return what to suspect first, if code has changed gradients: by rank the number of the first
-    such parameter, or -1.
+    """Return the first suspicion if code has changed gradients, as at most one line.
+
+    `changed`: by rank, the number of the first such parameter, or -1.
     """
     ranks = [rank for rank, number in enumerate(changed) if number >= 0]
     if not ranks:
@@ -78,7 +80,7 @@ def describe_changed(changed: Sequence[int], named: Named) -> list[str]:
 
 
 def describe_finding(rank: int, finding: Finding, named: Named) -> str:
-    """One line: rank, parameter, index, values, error and bound."""
+    """Return one line: rank, parameter, index, values, error and bound."""
     error = abs(finding.reduced - finding.reference)
     limit = f"bound {finding.bound:.3g}" if finding.bound else "and not a bit may differ"
     return (
@@ -90,7 +92,7 @@ def describe_finding(rank: int, finding: Finding, named: Named) -> str:
 def describe_difference(
     rank: int, place: tuple[int, int], own: float, theirs: float, groups: Groups, named: Named
 ) -> str:
-    """One line: a rank whose value is within its bound, but is not that of the others."""
+    """Return one line for a rank whose value is within its bound, but differs from the others."""
     return (
         f"  rank {rank}: {_place(*place, named)}: reduced {own:.9g}, "
         f"but {theirs:.9g} on {name_ranks(groups.trusted)} (both within the rounding bound)"
@@ -98,7 +100,7 @@ def describe_difference(
 
 
 def conclusion(groups: Groups, trusted_is_wrong: bool) -> str:
-    """What to suspect."""
+    """Return the probable cause: the reduction, a copy, or both."""
     if not groups.others:
         return (
             "All ranks hold the same wrong values: the reduction is at fault (a rank's term lost "

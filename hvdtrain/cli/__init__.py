@@ -1,7 +1,8 @@
-"""The command line: `hvdtrain COMMAND ...`. Each command is a module of its name.
+"""The command line, `hvdtrain COMMAND ...`: one module per command.
 
 A command's module has HELP, DESCRIPTION, `add_flags(parser)` and `run(arguments, unknown,
-topology)`, which returns the exit code. It imports nothing heavy before `run`: `--help` reads all.
+topology)`, which returns the exit code. It imports nothing slow before `run`, as `--help` imports
+every module.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import import_module
 
 from hvdtrain import __version__
 from hvdtrain.cli.flags import Parser
-from hvdtrain.run.failure import tell
+from hvdtrain.run.failure import report_failure
 from hvdtrain.topology import Topology
 
 COMMANDS = (  # in the order of `hvdtrain --help`
@@ -22,7 +23,7 @@ COMMANDS = (  # in the order of `hvdtrain --help`
 
 
 def main() -> int:
-    """Run `sys.argv`; returns the exit code."""
+    """Run the command in `sys.argv` and return the exit code."""
     topology = Topology()
     try:
         topology = Topology.from_environment()
@@ -31,7 +32,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        return tell(error, topology)
+        return report_failure(error, topology)
 
 
 def make_parser() -> Parser:

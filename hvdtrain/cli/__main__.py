@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.cli`."""
+"""Entry point of `python -m hvdtrain.cli`."""
 
 import sys
 

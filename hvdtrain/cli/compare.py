@@ -1,4 +1,4 @@
-"""`hvdtrain compare -np N`: ways to train on N devices, on the same work, one after the other."""
+"""`hvdtrain compare -np N`: strategies of training on N devices, run on the same work in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.files import json_problems
 from hvdtrain.plugins import is_plugin
 from hvdtrain.topology import Topology
 
-# The same names as in hvdtrain.lab.systems, which is slow to import (a test).
+# A copy of the names in hvdtrain.lab.systems, which is slow to import; a test compares them.
 SYSTEMS = (
     "single",
     "towers",
@@ -24,60 +24,61 @@ SYSTEMS = (
     "horovod",
     "model_parallel",
 )
-REDUCTIONS = ("gluon", "tensorflow", "d2l")
+REDUCTIONS = ("gluon", "tensorflow")
 
-HELP = "every way to train on N devices, on the same work, one after the other"
+HELP = "run every strategy of training on N devices on the same work, in turn"
 DESCRIPTION = """\
-Run every way to train on N devices, one after the other, on the same model, data, global batches,
-seed and steps, on this machine: is the result that of a single device? how fast? what is sent?
+Run every strategy of training on N devices, one after the other, with the same model, data, global
+batches, seed and steps, on this machine, and compare results, speed and traffic with one device.
 
 In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
-tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are reported
-and not judged. A system of your own is a class derived from hvdtrain.lab.systems.Strategy.
+tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are only
+reported. Derive a custom system from hvdtrain.lab.systems.Strategy.
 """
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-np", type=int, required=True, metavar="N", help="workers")
-    add("--model", default="lenet", help="as of train (lenet)")
-    add("--data", default="digits", help="as of train (digits)")
-    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
-    add("--global-batch-size", type=int, default=256, metavar="B", help="over all workers (256)")
-    add("--steps", type=int, default=30, metavar="S", help="of each system (30)")
-    add("--rounds", type=int, default=1, metavar="R", help="in turns, of which the median (1)")
-    add("--dtype", default="float64", choices=("float32", "float64"), help="(float64)")
-    add("--seed", type=int, default=0, help="of parameters and order (0)")
-    add("--lr", type=float, default=0.05, help="of SGD (0.05)")
-    add("--momentum", type=float, default=0.9, help="of SGD (0.9)")
-    add("--systems", metavar="A,B", help=f"some of {', '.join(SYSTEMS)}, or package.module:Class")
+    add("-np", type=int, required=True, metavar="N", help="run on N workers")
+    add("--model", default="lenet", help="train this model, as in train (lenet)")
+    add("--data", default="digits", help="train on this data, as in train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="read data set files from DIR (data)")
+    add("--global-batch-size", type=int, default=256, metavar="B", help="B samples per step (256)")
+    add("--steps", type=int, default=30, metavar="S", help="run each system for S steps (30)")
+    add("--rounds", type=int, default=1, metavar="R", help="run R rounds and take medians (1)")
+    add("--dtype", default="float64", choices=("float32", "float64"), help="compute in (float64)")
+    add("--seed", type=int, default=0, help="seed parameters and sample order (0)")
+    add("--lr", type=float, default=0.05, help="set the learning rate of SGD (0.05)")
+    add("--momentum", type=float, default=0.9, help="set the momentum of SGD (0.9)")
+    names = ", ".join(SYSTEMS)
+    add("--systems", metavar="A,B", help=f"run only these of {names}, or package.module:Class")
     add(
         "--towers-reduction",
         default="gluon",
         choices=REDUCTIONS,
-        help="how towers' gradients become one update (gluon)",
+        help="combine the gradients of towers as this framework does (gluon)",
     )
-    add("--towers-dim", type=int, default=0, metavar="D", help="that towers split along (0)")
-    add("--servers", type=int, default=2, metavar="K", help="of parameter servers (2)")
+    add("--towers-dim", type=int, default=0, metavar="D", help="split towers along axis D (0)")
+    add("--servers", type=int, default=2, metavar="K", help="run K parameter servers (2)")
     add(
         "--controller",
         default="auto",
         choices=("auto", "gloo", "mpi"),
-        help="of horovod; auto: as launch chooses",
+        help="select Horovod's controller; auto: as launch does",
     )
-    add("--time-limit-s", type=float, default=600, metavar="T", help="of each system (600)")
-    add("--json", metavar="FILE", help="write every row with all it holds")
+    add("--time-limit-s", type=float, default=600, metavar="T", help="end a system after T s (600)")
+    add("--json", metavar="FILE", help="write all rows to FILE")
     add(
         "--output",
         type=Path,
         default=Path("runs", "compare"),
         metavar="DIR",
-        help="where plots and page go (runs/compare)",
+        help="write plots and page to DIR (runs/compare)",
     )
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Run all systems. Returns the exit code. Raises UsageError."""
+    """Run the systems and return the exit code. Raises UsageError."""
     systems = check_flags(arguments, unknown)
     from hvdtrain.lab.compare import command
 
@@ -85,7 +86,7 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 
 
 def check_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[str, ...]:
-    """The systems to run. Raises UsageError with every problem of the flags."""
+    """Return the systems to run. Raises UsageError with every problem of the flags."""
     problems = [f"{text}: no such flag" for text in unknown]
     least = {"np": 2, "global_batch_size": 1, "steps": 1, "rounds": 1, "servers": 1}
     least |= {"seed": 0, "towers_dim": 0}

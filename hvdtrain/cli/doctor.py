@@ -1,4 +1,4 @@
-"""`hvdtrain doctor`: named checks of this machine, or of every host of a hostfile."""
+"""`hvdtrain doctor`: named checks of this machine, or of every host in a hostfile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvdtrain.launcher.doctor.examination import (
     Wishes,
     as_json,
     examine,
-    tell_findings,
-    tell_verdict,
+    format_findings,
+    format_verdict,
 )
 from hvdtrain.launcher.doctor.facts import failed
 from hvdtrain.launcher.hosts import Host
@@ -25,56 +25,62 @@ from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # as Linux allows names
+INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # the names that Linux allows
 SHOWN_HOSTS = 8
-HELP = "check this machine, or every host of a hostfile"
+HELP = "check this machine, or every host in a hostfile"
 DESCRIPTION = (
-    "Check what training on these hosts needs, each check ok, warn or fail, with the fix. Without "
-    "hosts: this machine. Exit code 3: a check failed."
+    "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
+    "warn or fail, with the fix. Exit code 3: a check failed."
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_host_flags(parser)
     parser.add_argument(
-        "--output", default="runs", metavar="DIR", help="where runs will be (default: runs)"
+        "--output",
+        default="runs",
+        metavar="DIR",
+        help="check DIR as the folder of runs (default: runs)",
     )
     parser.add_argument(
-        "--controller", choices=("auto", "gloo", "mpi"), default="auto", help="auto tries gloo"
+        "--controller",
+        choices=("auto", "gloo", "mpi"),
+        default="auto",
+        help="check this one; auto: gloo",
     )
     parser.add_argument("--no-ring", action="store_true", help="start no workers")
-    parser.add_argument("--json", metavar="FILE", help="write all findings and facts")
+    parser.add_argument("--json", metavar="FILE", help="write all findings and facts to FILE")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Examine, tell, and return the exit code: 3 when a check fails."""
+    """Examine, print the findings, and return the exit code: 3 if a check fails."""
     hosts, options, wishes = _read(arguments, unknown)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
         found = examine(hosts, ssh, wishes)
-    say(tell_findings(found.findings))
+    say(format_findings(found.findings))
     write_json(arguments["json"], as_json(found))
-    say(tell_verdict(found.findings, found.seconds))
+    say(format_verdict(found.findings, found.seconds))
     return EXIT_PREFLIGHT if failed(found.findings) else EXIT_OK
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End in order, so that what was started ends too."""
+    """Raise Stopped, so that started processes are ended."""
     raise Stopped(number)
 
 
 def _read(
     arguments: dict[str, Any], unknown: list[str]
 ) -> tuple[tuple[Host, ...], SshOptions, Wishes]:
-    """What is to be done. Raises UsageError with all problems."""
+    """Return hosts, ssh options and checks to make. Raises UsageError with all problems."""
     problems: list[str] = []
     if unknown:
         problems.append(f"not understood: {' '.join(unknown)} (see hvdtrain doctor --help)")
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
-        problems.append(f"--network-interface={interface}: not a name of a network interface")
+        problems.append(f"--network-interface={interface}: not a valid name of a network interface")
     problems += json_problems(arguments["json"])
     hosts = attempt(problems, lambda: find_hosts(arguments))
     options = attempt(problems, lambda: ssh_options(arguments))

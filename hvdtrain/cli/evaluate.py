@@ -9,17 +9,19 @@ from hvdtrain.cli.flags import add_trust_code, refuse_unknown
 from hvdtrain.config.options import MAY_NAME_CODE, train_options
 from hvdtrain.topology import Topology
 
-HELP = "exact metrics of a checkpoint, on one device"
+HELP = "compute exact metrics of a checkpoint, on one device"
 DESCRIPTION = "Evaluate a run (its best checkpoint) or a checkpoint on its validation data."
 VALUES = (
-    *(*MAY_NAME_CODE, "data_dir", "image_size", "max_image_pixels", "valid_split"),
-    *("workers", "device"),
+    *MAY_NAME_CODE,
+    *("data_dir", "image_size", "max_image_pixels", "valid_split", "workers", "device"),
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add those flags of `train` that may differ from training."""
-    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
+    """Add the flags of `train` that may differ from training."""
+    parser.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="evaluate this run or checkpoint"
+    )
     options = train_options()
     for name in VALUES:
         option = options[name]
@@ -29,20 +31,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             dest=name,
             type=option.type,
             choices=option.choices or None,
-            help="as in train (default: as it was trained)",
+            help="replace the value used in training, as in train",
         )
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
         default=None,
-        help="leave out, and count, images that cannot be read (default: as it was trained)",
+        help="skip and count images that cannot be read (default: as in training)",
     )
     add_trust_code(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Evaluate. Returns the exit code. Raises UsageError."""
+    """Evaluate and return the exit code. Raises UsageError."""
     refuse_unknown(unknown, "evaluate")
     from hvdtrain.run.trained import evaluate
 

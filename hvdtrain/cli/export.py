@@ -1,4 +1,4 @@
-"""`hvdtrain export`: plain weights that any PyTorch script loads."""
+"""`hvdtrain export`: plain weights for any PyTorch script."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from hvdtrain.topology import Topology
 HELP = "write plain weights that any PyTorch script loads"
 DESCRIPTION = (
     "Write the weights of a run (its best checkpoint), of a checkpoint, or of a file saved from "
-    "DataParallel, DistributedDataParallel or torch.compile, as plain safetensors, under the names "
-    "of the model itself."
+    "DataParallel, DistributedDataParallel or torch.compile, as plain safetensors, under the "
+    "parameter names of the unwrapped model."
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="run, checkpoint, or weights file")
-    parser.add_argument("out", metavar="OUT.safetensors")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    parser.add_argument("--keep-names", action="store_true", help="leave wrappers' prefixes")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="read this run, checkpoint or weights file"
+    )
+    parser.add_argument("out", metavar="OUT.safetensors", help="write this file")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--keep-names", action="store_true", help="keep wrappers' prefixes")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Export. Returns the exit code. Raises UsageError."""
+    """Export and return the exit code. Raises UsageError."""
     refuse_unknown(unknown, "export")
     from hvdtrain.weights.export import export
 

@@ -1,4 +1,4 @@
-"""Flags that several commands share: those of `train`, of hosts, and of output files."""
+"""The argument parser, and the flags that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of ending the process, so that one rank can speak for all.
+    """A parser that raises UsageError instead of exiting, so that one rank can report for all.
 
     Flags may be spelled with `_` in place of `-`.
     """
@@ -46,9 +46,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
     """Add --config, --print-config, and a flag for each option."""
-    parser.add_argument("--config", metavar="FILE.yaml", help="options by name; flags win")
+    parser.add_argument("--config", metavar="FILE.yaml", help="read options; flags win")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the configuration and end"
+        "--print-config", action="store_true", help="print the configuration and exit"
     )
     sections: dict[str, argparse._ArgumentGroup] = {}
     for option in train_options().values():
@@ -79,7 +79,7 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
-    """Return the configuration of a `train ...` that another command starts.
+    """Return the configuration of a `train` command that another command starts.
 
     Raises UsageError with every problem of the flags.
     """
@@ -92,22 +92,30 @@ def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """horovodrun's names."""
-    group = parser.add_argument_group("hosts (default: Slurm's or the MPI Operator's, else this)")
-    hosts = group.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="A:2,B:4", help="hosts and their slots")
-    hosts.add_argument(
-        *("--hostfile", "-hostfile"), metavar="FILE", help="a line for each host: NAME slots=N"
+    """Add the flags of hosts and ssh, named as in horovodrun."""
+    group = parser.add_argument_group(
+        "hosts (default: those of Slurm or the MPI Operator, else this machine)"
     )
-    group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="of sshd on all hosts")
-    group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key")
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="A:2,B:4", help="use these hosts and slots")
+    hosts.add_argument(
+        "--hostfile", "-hostfile", metavar="FILE", help="read hosts, one per line: NAME slots=N"
+    )
     group.add_argument(
-        "--network-interface", metavar="NAME", help="of the network between hosts (default: found)"
+        "-p", "--ssh-port", type=int, metavar="PORT", help="connect to this sshd port"
+    )
+    group.add_argument(
+        "-i", "--ssh-identity-file", type=Path, metavar="FILE", help="log in with this key"
+    )
+    group.add_argument(
+        "--network-interface",
+        metavar="NAME",
+        help="connect hosts over this interface (default: detected)",
     )
 
 
 def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
-    """Those of the flags, else the site's, else none. Raises UsageError with all problems."""
+    """Return the hosts of the flags, else of the site, else none. Raises UsageError."""
     if arguments["hosts"] is not None:
         return parse_host_list(arguments["hosts"])
     if arguments["hostfile"] is not None:
@@ -116,12 +124,12 @@ def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
 
 
 def ssh_options(arguments: dict[str, Any]) -> SshOptions:
-    """Raises UsageError with all problems."""
+    """Return the ssh options of the flags. Raises UsageError with all problems."""
     return SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
 
 
 def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
-    """The result, or None and its problems added to the others."""
+    """Return the result of `action`, or on UsageError extend `problems` and return None."""
     try:
         return action()
     except UsageError as error:
@@ -130,7 +138,7 @@ def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
 
 
 def refuse_unknown(unknown: Sequence[str], command: str) -> None:
-    """Raise UsageError where something on the command line was not understood."""
+    """Raise UsageError if any argument was not recognised."""
     if unknown:
         raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain {command} --help)")
 
@@ -139,5 +147,5 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="run the code that the checkpoint names, also where the command line does not name it",
+        help="run code named by the checkpoint, even if the command line does not name it",
     )

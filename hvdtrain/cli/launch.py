@@ -1,4 +1,4 @@
-"""`hvdtrain launch`: checks, workers, supervision, restarts, verdict."""
+"""`hvdtrain launch`: preflight checks, workers, supervision, restarts and verdict."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from hvdtrain.launcher.command import (
     settings_for,
 )
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
-from hvdtrain.launcher.job import Job, JobPlan, Placed, Work, engine_of
+from hvdtrain.launcher.job import JobPlan, LaunchJob, Placed, WorkerCommands, engine_of
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.ranks import STOPPED, Limits, Outcome
+from hvdtrain.launcher.ranks import STOPPED, JobOutcome, Limits
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.view import make_view
@@ -44,10 +44,10 @@ from hvdtrain.log import complain, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
 from hvdtrain.topology import Topology
 
-HELP = "the same on several workers and hosts, checked, watched and restarted"
+HELP = "run train, or a script, on several workers and hosts, checked, watched and restarted"
 DESCRIPTION = """\
-Train on several workers, on this machine or on several: checks first, then horovodrun, a log for
-each rank, progress, a verdict, and restarts from the last checkpoint.
+Train on several workers, on one or more machines: preflight checks, horovodrun, a log per rank,
+progress, a verdict, and restarts from the newest checkpoint.
 
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
@@ -61,74 +61,77 @@ BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_
 
 @dataclass(frozen=True)
 class Launch:
-    """All that `hvdtrain launch` was told."""
+    """The parsed arguments of `hvdtrain launch`."""
 
     plan: JobPlan
-    work: Work
+    work: WorkerCommands
     settings: Sequence[EngineSetting]
     log_dir: Path
-    config: TrainConfig | None  # of `train`
+    config: TrainConfig | None  # None for other commands than `train`
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """horovodrun's names where it has them."""
-    parser.add_argument("-np", type=int, metavar="N", help="workers (default: all slots)")
+    """Add the flags, named as in horovodrun where it has them."""
+    parser.add_argument("-np", type=int, metavar="N", help="start N workers (default: all slots)")
     add_host_flags(parser)
     parser.add_argument(
         "--controller",
         choices=("auto", "gloo", "mpi"),
         default="auto",
-        help="what Horovod negotiates and reduces over (default: mpi where it is there)",
+        help="negotiate and reduce over this controller (default: mpi if available)",
     )
     parser.add_argument(
         "--start-timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="until all workers run, and for each until its first step (default: 600)",
+        help="wait S seconds for all workers to run, and for each first step (default: 600)",
     )
     parser.add_argument(
         "--watchdog-timeout-s",
         type=float,
         metavar="S",
-        help="end the job after so long without progress; of other scripts, without output "
+        help="end the job after S seconds without progress, or a script without output "
         f"(default: {WATCHDOG_S:g}; {SCRIPT_WATCHDOG_S:g})",
     )
     parser.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="one log a rank (default: the run's logs/, or logs/ for other scripts)",
+        help="write one log per rank to DIR (default: the run's logs/, or logs/ for other scripts)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="R",
-        help="after failures, from the newest good checkpoint (default: 0)",
+        help="restart up to R times after failures, from the newest good checkpoint (default: 0)",
     )
     parser.add_argument(
-        "--min-np", type=int, metavar="N", help="restart with so few workers (default: -np)"
+        "--min-np", type=int, metavar="N", help="restart with N or more workers (default: -np)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print horovodrun's command; contact no host"
     )
-    parser.add_argument("--verbose", action="store_true", help="say more in horovodrun.log")
+    parser.add_argument("--verbose", action="store_true", help="log details to horovodrun.log")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- train ... | -- python SCRIPT ..."
     )
 
 
 def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
-    """Raises UsageError with every problem of the flags, the hosts and the command."""
-    if unknown:  # what follows was not taken for what it is either
+    """Return the parsed arguments.
+
+    Raises UsageError with every problem of the flags, the hosts and the command.
+    """
+    if unknown:  # the rest of the line was then misparsed too
         raise UsageError(*(_explain_unknown(text, arguments) for text in unknown))
     problems: list[str] = []
     command = [*arguments["command"]]
     arguments = dict(arguments)
     if command[:1] == ["--"]:
         del command[0]
-    if command[:2] == ["hvdtrain", "train"]:  # as one would type it without `launch`
+    if command[:2] == ["hvdtrain", "train"]:  # as typed without `launch`
         del command[0]
     problems += _check_command(command)
     if arguments["watchdog_timeout_s"] is None:
@@ -171,28 +174,33 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
     return Launch(plan, _make_work(command, config, workers), settings, log_dir, config)
 
 
-def _make_work(command: list[str], config: TrainConfig | None, workers: int) -> Work:
-    """A restarted `train` resumes, and keeps its global batch on whatever number of workers."""
+def _make_work(command: list[str], config: TrainConfig | None, workers: int) -> WorkerCommands:
+    """Return the first command and that of restarts.
+
+    A restarted `train` resumes, and keeps its global batch size on any number of workers.
+    """
     if config is None:
-        return Work(command, command)
+        return WorkerCommands(command, command)
     train = [sys.executable, "-m", "hvdtrain.cli", "train"]
     flags = command[1:]
-    if config.batch.batch_size is not None and not _holds_run(config):  # else the run has its own
+    if config.batch.batch_size is not None and not _holds_run(config):  # a run has its own size
         batch = str(config.batch.resolve(workers))
         flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
-    return Work([*train, *command[1:]], [*train, *flags, "--resume", "auto"])
+    return WorkerCommands([*train, *command[1:]], [*train, *flags, "--resume", "auto"])
 
 
 def _check_command(command: list[str]) -> list[str]:
-    """What can be said of it before it is started on any host."""
+    """Return the problems of the command that can be found before it is started."""
     if not command:
         return ["nothing to launch: give `-- train ...` or `-- python SCRIPT ...`"]
     name = command[0]
-    if name == "train" or shutil.which(name, path=_search_path()):
+    beside_python = str(Path(sys.executable).parent)
+    search_path = os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)])
+    if name == "train" or shutil.which(name, path=search_path):
         return []
     if Path(name).suffix == ".py":
-        return [f"{name}: is no command; a Python script is launched by `-- python {name} ...`"]
-    reason = "is a file that may not be executed" if Path(name).is_file() else "no such command"
+        return [f"{name}: is not a command; launch a Python script with `-- python {name} ...`"]
+    reason = "is not executable" if Path(name).is_file() else "no such command"
     return [
         f"{name or repr(name)}: {reason}; give `-- train ...`, `-- python SCRIPT ...`, or a "
         "command that is on PATH"
@@ -208,7 +216,7 @@ def _explain_unknown(text: str, arguments: dict[str, Any]) -> str:
 
 
 def _without(flags: list[str], names: Sequence[str]) -> list[str]:
-    """The flags but for these, which take a value each."""
+    """Return the flags without those in `names`, which take a value each."""
     kept, skip = [], False
     for part in flags:
         if not skip and part.partition("=")[0] not in names:
@@ -218,7 +226,7 @@ def _without(flags: list[str], names: Sequence[str]) -> list[str]:
 
 
 def _holds_run(config: TrainConfig) -> bool:
-    """Whether there is a run to go on with or, without --resume, one that must not be touched."""
+    """Return whether the folder holds a run to resume or, without --resume, to preserve."""
     if config.run.resume is None:
         return CONFIG in occupants(config.folder)
     return (config.folder / CONFIG).exists()
@@ -242,8 +250,8 @@ def _check_resume(config: TrainConfig, restarts: int) -> None:
     resume = config.run.resume
     if restarts and resume not in (None, "auto"):
         raise UsageError(
-            f"train: --resume={resume}: a restart goes on from the newest checkpoint instead. Go "
-            "back to this one without --restarts first, then use --resume auto"
+            f"train: --resume={resume}: a restart continues from the newest checkpoint. "
+            "Resume from this one without --restarts first, then use --resume auto"
         )
 
 
@@ -253,7 +261,7 @@ def _check_weights(config: TrainConfig, workers: int, arguments: dict[str, Any])
     if config.batch.rank_weights and (arguments["min_np"] or workers) != workers:
         raise UsageError(
             f"--min-np={arguments['min_np']}: --rank-weights={config.batch.rank_weights} are for "
-            f"{workers} workers; leave one of them out"
+            f"{workers} workers; give only one of them"
         )
 
 
@@ -273,24 +281,18 @@ def _check_numbers(arguments: dict[str, Any]) -> list[str]:
                 f"--{flag.replace('_', '-')}={value:g}: must be a number of seconds above 0"
             )
     if arguments["min_np"] is not None and not arguments["restarts"]:
-        problems.append("--min-np: is for restarts; add --restarts R")
+        problems.append("--min-np: applies to restarts; add --restarts R")
     interface = arguments["network_interface"]
-    if interface is not None and not _is_interface(interface):
+    if interface is not None and interface not in (
+        interfaces := [name for _, name in socket.if_nameindex()]
+    ):
         problems.append(
-            f"--network-interface={interface}: this machine has none of this name "
-            f"(it has {', '.join(name for _, name in _interfaces())})"
+            f"--network-interface={interface}: this machine has no such interface "
+            f"(it has {', '.join(interfaces)})"
         )
     if arguments["log_dir"] is not None and arguments["log_dir"].is_file():
         problems.append(f"--log-dir={arguments['log_dir']}: is a file; choose another")
     return problems
-
-
-def _interfaces() -> list[tuple[int, str]]:
-    return socket.if_nameindex()
-
-
-def _is_interface(name: str) -> bool:
-    return any(name == known for _, known in _interfaces())
 
 
 def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
@@ -302,36 +304,32 @@ def _find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
     return (Host("localhost", max(1, arguments["np"]), source="-np"),)
 
 
-def _search_path() -> str:
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Launch. Returns the exit code: the first failing worker's, or 128 + n after signal n.
+    """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n.
 
     Raises UsageError.
     """
     if topology.launched:
         raise UsageError(
-            "launch starts the workers itself: run it once, and not by horovodrun, mpirun or srun"
+            "launch starts the workers itself: run it once, not under horovodrun, mpirun or srun"
         )
     launch = read_launch(arguments, unknown)
     if arguments["dry_run"]:
         return _dry_run(launch)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a worker's output need not fit its encoding
+        if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
             stream.reconfigure(errors="replace")
     started_s = time.time()
     stop = StopRequests()
     view = make_view(launch.plan.workers, sys.stdout, launch.log_dir)
     logs = Logs(launch.log_dir, view.line)
     try:
-        view.tell(f"{launch.plan.workers} workers, {launch.plan.controller}; logs: {logs.folder}")
+        view.notice(f"{launch.plan.workers} workers, {launch.plan.controller}; logs: {logs.folder}")
         for setting in launch.settings:
-            view.tell(f"set {setting.name}={setting.value}: {setting.why}")
-        outcome = Job(launch.plan, launch.work, logs, stop, view.tell, view.update).run()
+            view.notice(f"set {setting.name}={setting.value}: {setting.why}")
+        outcome = LaunchJob(launch.plan, launch.work, logs, stop, view.notice, view.update).run()
         if outcome.exit_code != EXIT_OK:
-            _leave_summary(launch, outcome, started_s, view.tell)
+            _leave_summary(launch, outcome, started_s, view.notice)
     finally:
         logs.close()
         view.close()
@@ -353,15 +351,15 @@ def _dry_run(launch: Launch) -> int:
 
 
 def _leave_summary(
-    launch: Launch, outcome: Outcome, started_s: float, tell: Callable[[str], None]
+    launch: Launch, outcome: JobOutcome, started_s: float, notify: Callable[[str], None]
 ) -> None:
-    """Of a run whose rank 0 was killed before it could write its own, or knows no cause."""
+    """Write the summary of a run whose rank 0 was killed before, or did not find the cause."""
     if launch.config is None:
         return
     folder = launch.config.folder
     path = folder / "summary.json"
     config = folder / "config.yaml"
-    if not config.exists() or config.stat().st_mtime < started_s:  # no rank 0 came so far here
+    if not config.exists() or config.stat().st_mtime < started_s:  # rank 0 did not get so far
         return
     try:
         held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -376,4 +374,4 @@ def _leave_summary(
         finally:
             directory.close()
     except (HvdtrainError, OSError, ValueError) as error:
-        tell(f"no summary could be written: {error}")
+        notify(f"the summary cannot be written: {error}")

@@ -1,4 +1,4 @@
-"""`hvdtrain plan`: predicted step time and efficiency on N workers."""
+"""`hvdtrain plan`: predicted step time and scaling efficiency on N workers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
 MOST_WORKERS = 1 << 20
-LEAST, MOST = 1e-9, 1e9  # of what has a unit: beyond lies a mistake
+LEAST, MOST = 1e-9, 1e9  # plausible range of quantities with units
 HELP = "predict step time and efficiency on N workers, from latency, bandwidth and compute"
 DESCRIPTION = """\
 Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
 ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
 
 Efficiency is throughput on N / (N x throughput on 1). The largest useful N is the largest up to
-which it is at least --min-efficiency. Nothing is fitted to results of training: a step's phases and
-the moment at which each gradient is ready are measured here (or given), latency and bandwidth too.
+which it is at least --min-efficiency. Nothing is fitted to training results: the phases of a step,
+the time at which each gradient is ready, latency and bandwidth are measured here, or given.
 
     hvdtrain plan --model resnet18 --data synthetic:3x224x224 --batch-size 16
     hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
@@ -37,55 +37,54 @@ OF_MODEL = ("model", "data", "batch_size", "steps", "step_time_s")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    compute = parser.add_argument_group("what a worker computes")
-    add = compute.add_argument
-    add("--model", help="as of train (lenet)")
-    add("--data", help="as of train (digits)")
-    add("--data-dir", default="data", metavar="DIR", help="where its files are (data)")
-    add("--batch-size", type=int, metavar="B", help="of each worker (32)")
-    add("--steps", type=int, metavar="S", help="that are measured (30)")
-    add("--step-time-s", type=float, metavar="T", help="of one device: not measured, but as given")
-    add("--profile", type=Path, metavar="FILE", help="instead: from --save-profile, or by hand")
-    add("--save-profile", type=Path, metavar="FILE", help="write what was measured")
-    add("--compute-speed", type=float, default=1, metavar="X", help="of a device, x this one (1)")
-    _add_network_flags(parser.add_argument_group("what connects them"))
-    _add_training_flags(parser.add_argument_group("how gradients travel"))
-    add = parser.add_argument_group("what is told").add_argument
-    add("--max-workers", type=int, default=1024, metavar="N", help="(1024)")
-    add("--min-efficiency", type=float, default=0.5, metavar="E", help="that is useful (0.5)")
-    add("--json", metavar="FILE", help="write every prediction and all it was made from")
-    add("--output", type=Path, default=Path("runs", "plan"), help="of the plot (runs/plan)")
+    add = parser.add_argument_group("computation").add_argument
+    add("--model", help="plan for this model, as in train (lenet)")
+    add("--data", help="plan for this data, as in train (digits)")
+    add("--data-dir", default="data", metavar="DIR", help="read data set files from DIR (data)")
+    add("--batch-size", type=int, metavar="B", help="take B samples per worker (32)")
+    add("--steps", type=int, metavar="S", help="measure S steps (30)")
+    add("--step-time-s", type=float, metavar="T", help="assume T seconds per step of one device")
+    add("--profile", type=Path, metavar="FILE", help="read the step from FILE, see --save-profile")
+    add("--save-profile", type=Path, metavar="FILE", help="write the measured step to FILE")
+    add("--compute-speed", type=float, default=1, metavar="X", help="assume X times this speed (1)")
+    _add_network_flags(parser.add_argument_group("network"))
+    _add_training_flags(parser.add_argument_group("gradient exchange"))
+    add = parser.add_argument_group("predictions").add_argument
+    add("--max-workers", type=int, default=1024, metavar="N", help="predict up to N workers (1024)")
+    add("--min-efficiency", type=float, default=0.5, metavar="E", help="require efficiency E (0.5)")
+    add("--json", metavar="FILE", help="write all inputs and predictions to FILE")
+    add("--output", type=Path, default=Path("runs", "plan"), help="write the plot here (runs/plan)")
 
 
 def _add_network_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--latency-us", type=float, metavar="L", help="of a message; none: it is measured")
-    add("--bandwidth-gbit-s", type=float, metavar="B", help="of a host, in each direction")
-    add("--network", type=Path, metavar="FILE", help="from hvdtrain.lab.plan.probe on two hosts")
-    add("--workers-per-host", type=int, default=1, metavar="K", help="(1)")
-    add("--intra-latency-us", type=float, metavar="L", help="in a host (as between hosts)")
-    add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="in a host (as between hosts)")
-    add("--cores-per-host", type=int, metavar="C", help="that its workers share (enough)")
-    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help="that is measured")
-    add("--time-limit-s", type=float, default=120, metavar="T", help="of that (120)")
+    add("--latency-us", type=float, metavar="L", help="assume L us per message (default: measure)")
+    add("--bandwidth-gbit-s", type=float, metavar="B", help="assume B Gbit/s per host, each way")
+    add("--network", type=Path, metavar="FILE", help="read results of hvdtrain.lab.plan.probe")
+    add("--workers-per-host", type=int, default=1, metavar="K", help="run K workers per host (1)")
+    add("--intra-latency-us", type=float, metavar="L", help="assume L us in a host (as outside)")
+    add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="B Gbit/s in a host (as outside)")
+    add("--cores-per-host", type=int, metavar="C", help="share C cores per host (default: enough)")
+    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help="measure this one")
+    add("--time-limit-s", type=float, default=120, metavar="T", help="measure up to T s (120)")
 
 
 def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--servers", type=int, metavar="K", help="parameter servers (one a host)")
-    add("--fusion-bytes", type=int, default=0, metavar="F", help="in one exchange (0: no fusion)")
-    add("--cycle-time-ms", type=float, default=1, metavar="C", help="as HOROVOD_CYCLE_TIME (1)")
+    add("--servers", type=int, metavar="K", help="use K parameter servers (one per host)")
+    add("--fusion-bytes", type=int, default=0, metavar="F", help="fuse F bytes (0: no fusion)")
+    add("--cycle-time-ms", type=float, default=1, metavar="C", help="use HOROVOD_CYCLE_TIME=C (1)")
     add(
         "--negotiation",
         default="tree",
         choices=("tree", "linear"),
-        help="how ranks agree on what is ready; linear: Horovod before June 2018 (tree)",
+        help="assume this negotiation; linear: Horovod before June 2018 (tree)",
     )
-    add("--negotiation-us", type=float, metavar="L", help="of each of its messages (the latency)")
+    add("--negotiation-us", type=float, metavar="L", help="assume L us per message of it (latency)")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Measure what is not given, and predict. Returns the exit code. Raises UsageError."""
+    """Measure what is not given, predict, and return the exit code. Raises UsageError."""
     check_flags(arguments, unknown, topology)
     from hvdtrain.lab.plan import command
 
@@ -93,10 +92,12 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 
 
 def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> None:
-    """Raises UsageError with every problem of the flags, or of a start by horovodrun."""
+    """Raise UsageError with every problem of the flags, or if started by horovodrun."""
     problems = [f"{text}: no such flag" for text in unknown]
     if topology.launched:
-        problems.append("plan starts the workers that it measures: run it once, not by horovodrun")
+        problems.append(
+            "plan starts the workers that it measures: run it once, not under horovodrun"
+        )
     problems += _out_of_range(arguments)
     problems += _contradictions(arguments)
     output = arguments["output"]
@@ -118,7 +119,7 @@ def _out_of_range(arguments: dict[str, Any]) -> list[str]:
     ranges += [(name, lambda value: value >= 1, "at least 1") for name in AT_LEAST_1]
     ranges += [
         ("max_workers", lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),
-        ("min_efficiency", lambda value: 0 < value <= 1, "above 0, and 1 at most"),
+        ("min_efficiency", lambda value: 0 < value <= 1, "above 0 and at most 1"),
     ]
     return [
         f"{_flag(name)}={value}: must be {text}"
@@ -133,14 +134,16 @@ def _contradictions(arguments: dict[str, Any]) -> list[str]:
     if "profile" in given:
         too_many = [_flag(name) for name in (*OF_MODEL, "save_profile") if name in given]
         if too_many:
-            problems.append(f"{', '.join(too_many)}: not beside --profile, which says it all")
+            problems.append(
+                f"{', '.join(too_many)}: not allowed with --profile, which replaces them"
+            )
     if {"steps", "step_time_s"} <= given:
-        problems.append("--steps: nothing is measured where --step-time-s is given")
+        problems.append("--steps: has no effect with --step-time-s, which replaces the measurement")
     flags = {"latency_us", "bandwidth_gbit_s"} & given
     if len(flags) == 1:
         problems.append("--latency-us, --bandwidth-gbit-s: give both, or neither")
     if flags and "network" in given:
-        problems.append("--network: not beside --latency-us and --bandwidth-gbit-s")
+        problems.append("--network: not allowed with --latency-us and --bandwidth-gbit-s")
     inside = {"intra_latency_us", "intra_bandwidth_gbit_s"} & given
     if len(inside) == 1:
         problems.append("--intra-latency-us, --intra-bandwidth-gbit-s: give both, or neither")

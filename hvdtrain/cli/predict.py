@@ -1,4 +1,4 @@
-"""`hvdtrain predict`: the likeliest classes of images, on one device, without Horovod."""
+"""`hvdtrain predict`: the most likely classes of images, on one device, without Horovod."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from hvdtrain.config.options import train_options
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
-HELP = "the likeliest classes of images, on one device"
-DESCRIPTION = "Tell what a trained model takes images for."
+HELP = "predict the classes of images, on one device"
+DESCRIPTION = "Print the most likely classes of images, by a trained model."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="use this trained model")
     parser.add_argument(
-        "images", nargs="+", metavar="IMAGE", help="files, or folders, with all below them"
+        "images", nargs="+", metavar="IMAGE", help="classify files, or all files below folders"
     )
-    parser.add_argument("--top", type=int, default=3, help="classes to tell (default: 3)")
-    parser.add_argument("--model", help="as in train (default: as it was trained)")
+    parser.add_argument("--top", type=int, default=3, help="print this many classes (default: 3)")
+    parser.add_argument("--model", help="replace the model used in training, as in train")
     most = train_options()["max_image_pixels"]
     parser.add_argument("--max-image-pixels", type=most.type, help=most.help)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="compute on this device")
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="images that cannot be read are no failure, as long as one can",
+        help="skip images that cannot be read; fail only if there is no other",
     )
     add_trust_code(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the scores of all classes")
+    parser.add_argument("--json", metavar="FILE", help="write the scores of all classes to FILE")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Predict. Returns the exit code. Raises UsageError."""
+    """Predict and return the exit code. Raises UsageError."""
     refuse_unknown(unknown, "predict")
     if arguments["top"] < 1:
         raise UsageError(f"--top={arguments['top']}: must be at least 1")

@@ -1,4 +1,4 @@
-"""`hvdtrain report RUN ...`: plots of runs, and one page that compares them."""
+"""`hvdtrain report RUN ...`: plots of runs, and a page that compares them."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from hvdtrain.lab.report.runs import Run
 
 FOLDER = "report"
-HELP = "plots of runs, and one page that compares them"
+HELP = "plot runs, and compare them on one page"
 DESCRIPTION = (
-    "Read what runs have left, also those that were killed or still go on, and write plots (PNG) "
-    "and index.html: one page that holds them all, with what each run came to and the options in "
-    "which they differ."
+    "Read the folders of runs, including killed and unfinished ones, and write plots (PNG) and "
+    "index.html: one page with all plots, the results of each run, and the options in which they "
+    "differ."
 )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="read this run's folder")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="where plots and page go (default: RUN/report, and report for several runs)",
+        help="write plots and page to DIR (default: RUN/report, or report for several runs)",
     )
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Read all runs, then write their report. Returns the exit code."""
+    """Read all runs, write their report, and return the exit code. Raises UsageError."""
     refuse_unknown(unknown, "report")
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
     runs = _read(paths, folder)
-    from hvdtrain.lab.report import page  # matplotlib starts here, once the runs are good
+    from hvdtrain.lab.report import page  # imports matplotlib: only for readable runs
 
     say(str(page.write_report(runs, folder)))
     return EXIT_OK
 
 
 def _read(paths: list[Path], folder: Path) -> list[Run]:
-    """The runs; raises UsageError with all that is wrong with them and with the folder."""
+    """Return the runs. Raises UsageError with all problems of them and of the output folder."""
     from hvdtrain.lab.report.runs import read_runs
 
     problems: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""`hvdtrain train`: one training run, alone or as one of N workers."""
+"""`hvdtrain train`: one training run, as a single process or one of N workers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-HELP = "train a model: alone, or on N workers under horovodrun -np N"
+HELP = "train a model in one process, or on N workers under horovodrun -np N"
 DESCRIPTION = (
-    "Train one model. Alone it is one process; start N workers with "
-    "`horovodrun -np N hvdtrain train ...`."
+    "Train one model in this process; start N workers with `horovodrun -np N hvdtrain train ...`."
 )
 
 
@@ -23,13 +22,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Collective: train. Returns the exit code. Raises UsageError."""
+    """Collective: train and return the exit code. Raises UsageError."""
     config = build_config(arguments, unknown)
     if arguments["print_config"]:
         if topology.rank == 0:
             say(dump_yaml(config))
         return EXIT_OK
-    # torch starts here, once the configuration is good
+    # These import torch: only for a valid configuration.
     from hvdtrain.run.training import join_session, training_run
     from hvdtrain.train.loop import train
 

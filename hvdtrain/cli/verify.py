@@ -1,4 +1,4 @@
-"""`hvdtrain verify` under horovodrun: the installation's collectives against the ring."""
+"""`hvdtrain verify` under horovodrun: the collectives of this installation against the ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
-# The names of hvdtrain.lab.verify, which is slow to import (a test compares them).
+# Copies of the names in hvdtrain.lab.verify, which is slow to import; a test compares them.
 OPERATIONS = (
     "allreduce-sum",
     "allreduce-average",
@@ -37,44 +37,44 @@ FULL_SIZES = "0,4,1K,4100,64K,65540,1M,4M,16M,64M"
 MOST_BYTES = 1 << 30
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-HELP = "prove this installation's collectives, under horovodrun -np N"
+HELP = "verify the collectives of this installation, under horovodrun -np N"
 DESCRIPTION = """\
-Prove this installation's collectives: operations by dtypes, sizes and ways of submission, against
-a ring in plain Python, which shares no code with Horovod.
+Verify the collectives of this installation: operations by dtypes, sizes and ways of submission,
+against a ring in plain Python that shares no code with Horovod.
 
-A result must lie within the proven rounding bound (an average of integers: within one, as its
-fraction is cut off; other integers, min, max, and what is only carried: be equal), hold the same
-bits on every rank, and, where nothing lets the order of summation change, hold them again in every
-run. Values differ by rank and position; special ones are subnormal, infinite, not a number,
-cancelling or overflowing.
+A result must lie within the proven rounding bound (averages of integers: within one, as fractions
+are truncated; other integers, min, max, allgather and broadcast: equal), have the same bits on
+every rank and, where the order of summation is fixed, the same bits in every run. Values differ by
+rank and position; special values are subnormal, infinite, NaN, cancelling or overflowing.
 
-busbw is that of nccl-tests, for the largest size: the buffer's bytes by the slowest rank's time
-(median of 3), by 2(N-1)/N for allreduce, (N-1)/N for allgather and reducescatter, 1 for broadcast.
+busbw is defined as in nccl-tests, for the largest size: the bytes of the buffer divided by the time
+of the slowest rank (median of 3), times 2(N-1)/N for allreduce, (N-1)/N for allgather and
+reducescatter, 1 for broadcast.
 
-Exit code 17: a result is wrong. With --inject: the fault was found, as it must be; 1: it was not.
+Exit code 17: a result is wrong. With --inject, 17: the fault was found, as expected; 1: it was not.
 """
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--full", action="store_true", help=f"sizes up to 64 MiB: --sizes {FULL_SIZES}"
+        "--full", action="store_true", help=f"verify sizes up to 64 MiB: --sizes {FULL_SIZES}"
     )
     parser.add_argument(
-        "--ops", metavar="A,B", help=f"some of {', '.join(OPERATIONS)}; or allreduce for all four"
+        "--ops", metavar="A,B", help=f"verify some of {', '.join(OPERATIONS)}; allreduce: all four"
     )
-    parser.add_argument("--dtypes", metavar="A,B", help=f"some of {', '.join(DTYPES)}")
+    parser.add_argument("--dtypes", metavar="A,B", help=f"verify some of {', '.join(DTYPES)}")
     parser.add_argument(
-        "--sizes", metavar="A,B", help=f"bytes, with K, M or G for powers of 1024 ({SIZES})"
+        "--sizes", metavar="A,B", help=f"verify these sizes in bytes, K, M or G ({SIZES})"
     )
     parser.add_argument(
-        "--inject", metavar="FAULT", help=f"spoil results, to see it found: {', '.join(FAULTS)}"
+        "--inject", metavar="FAULT", help=f"inject a fault, to check detection: {', '.join(FAULTS)}"
     )
-    parser.add_argument("--json", metavar="FILE", help="write every case's outcome")
-    parser.add_argument("--seed", type=int, default=0, help="of values and faults (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the outcome of every case to FILE")
+    parser.add_argument("--seed", type=int, default=0, help="seed values and faults (default: 0)")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Collective: verify. Returns the exit code. Raises UsageError."""
+    """Collective: verify and return the exit code. Raises UsageError."""
     options = read_options(arguments, unknown, topology)
     from hvdtrain.lab.verify import command
 
@@ -84,9 +84,9 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 def read_options(
     arguments: dict[str, Any], unknown: list[str], topology: Topology
 ) -> dict[str, Any]:
-    """Return what is to be verified: the fields of VerifyOptions.
+    """Return the fields of VerifyOptions.
 
-    Raises UsageError with every problem of the flags, or of a start without workers.
+    Raises UsageError with every problem of the flags, or if there are fewer than two workers.
     """
     problems = [f"{text}: no such flag" for text in unknown]
     if topology.size < 2:
@@ -119,7 +119,10 @@ def read_options(
 def _choose(
     flag: str, text: str | None, known: Sequence[str], problems: list[str]
 ) -> tuple[str, ...]:
-    """The known names that `text` lists, in their own order; a name also stands for its kinds."""
+    """Return the names of `known` listed in `text`, in order of `known`.
+
+    A prefix before a dash selects all names that have it.
+    """
     if text is None:
         return tuple(known)
     chosen = set()
@@ -137,6 +140,6 @@ def _sizes(text: str, problems: list[str]) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,12})([KMG]?)", part.upper())
         size = int(match[1]) * UNITS[match[2]] if match else -1
         if not 0 <= size <= MOST_BYTES:
-            problems.append(f"--sizes={part}: bytes from 0 to 1G were expected, such as 4100 or 4M")
+            problems.append(f"--sizes={part}: expected bytes from 0 to 1G, such as 4100 or 4M")
         sizes.add(size)
     return tuple(sorted(sizes))

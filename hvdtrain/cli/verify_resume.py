@@ -1,4 +1,4 @@
-"""`hvdtrain verify-resume -- train ...`: does this model and configuration resume exactly?"""
+"""`hvdtrain verify-resume -- train ...`: a check that a configuration resumes exactly."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from hvdtrain.cli.flags import read_train_flags
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
-HELP = "prove that a configuration resumes exactly: -- train ..."
+HELP = "verify that a configuration resumes exactly: -- train ..."
 DESCRIPTION = "Train once without and once with interruptions, and compare the parameters."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-np", type=int, default=1, metavar="N", help="workers (default: 1)")
-    parser.add_argument("--controller", choices=("gloo", "mpi"), default="gloo")
-    parser.add_argument("--cuts", type=int, default=6, help="interruptions (default: 6)")
-    parser.add_argument("--seed", type=int, default=0, help="of their moments (default: 0)")
-    parser.add_argument("train", nargs="*", metavar="-- train ...", help="what is to be verified")
+    parser.add_argument("-np", type=int, default=1, metavar="N", help="run N workers (default: 1)")
+    parser.add_argument(
+        "--controller", choices=("gloo", "mpi"), default="gloo", help="use this controller (gloo)"
+    )
+    parser.add_argument("--cuts", type=int, default=6, help="interrupt so many times (default: 6)")
+    parser.add_argument("--seed", type=int, default=0, help="seed the random moments (default: 0)")
+    parser.add_argument("train", nargs="*", metavar="-- train ...", help="verify this command")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Verify. Returns the exit code. Raises UsageError."""
+    """Verify and return the exit code. Raises UsageError."""
     command = [part for part in arguments["train"] if part != "--"]
     if unknown or command[:1] != ["train"]:
         raise UsageError("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
     if arguments["np"] < 1 or arguments["cuts"] < 1:
         raise UsageError(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
-    read_train_flags("train", command[1:])  # bad flags end here, before anything starts
+    read_train_flags("train", command[1:])  # report bad flags before anything starts
     from hvdtrain.lab.verify_resume import ResumeTrial, verify_resume
 
     return verify_resume(

@@ -1,7 +1,7 @@
-"""What a training run is told, as frozen groups of fields, each checked when it is made.
+"""Configuration of a training run, as frozen dataclasses that validate themselves.
 
 The fields are the flags of `hvdtrain train` (`--global-batch-size` is `global_batch_size`) and the
-keys of its YAML file. Only `hvdtrain.cli` sees them all; the layers below are handed values.
+keys of its YAML file. Only `hvdtrain.cli` handles all of them; lower layers receive values.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ DEFAULT_EPOCHS = 10
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network, in which floating-point type."""
+    """The task, the network, its initial weights, floating-point type and device."""
 
     task: str | None = flag(
-        None, "package.module:Class, derived from hvdtrain.Task, for anything but classification"
+        None, "train this hvdtrain.Task, package.module:Class, instead of classification"
     )
     model: str = flag(
         "lenet",
-        "lenet, mlp, resnet18-small, any classification network of torchvision, or "
+        "train lenet, mlp, resnet18-small, any classification network of torchvision, or "
         "package.module:callable(input_shape, classes)",
     )
-    num_classes: int | None = flag(None, "outputs of the model, if more than the data's classes")
+    num_classes: int | None = flag(None, "set the number of outputs, if above the data's classes")
     pretrained: str | None = flag(
-        None, "start from these weights: a file, a checkpoint, or a run's folder", learns=False
+        None, "start from the weights in this file, checkpoint or run folder", learns=False
     )
-    dtype: str = flag("float32", "type of parameters and data", ("float32", "float64"))
+    dtype: str = flag("float32", "set the type of parameters and data", ("float32", "float64"))
     device: str = flag(
-        "auto", "where to compute: CUDA when there is one", ("auto", "cpu", "cuda"), False
+        "auto", "compute on this device; auto: CUDA if available", ("auto", "cpu", "cuda"), False
     )
 
     def __post_init__(self) -> None:
@@ -57,44 +57,44 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which samples, and how they are read."""
+    """The data set, and how its samples are placed, read and augmented."""
 
     data: str = flag(
         "digits",
-        "digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, valid/CLASS/*.jpg), "
-        "synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
+        "train on digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, "
+        "valid/CLASS/*.jpg), synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
     )
-    data_dir: str = flag("data", "folder of data sets that are read from files", learns=False)
+    data_dir: str = flag("data", "read data set files from this folder", learns=False)
     data_placement: str = flag(
         "shared",
-        "per-host: each host reads its own part ({host} in a path is the number of the host)",
+        "place the samples; per-host: each host reads its own part ({host} in a path: its number)",
         ("shared", "per-host"),
     )
     valid_split: float | None = flag(
-        None, "part of a folder without train/ and valid/ that is for validation"
+        None, "hold out this fraction of a folder without train/ and valid/ for validation"
     )
     image_size: int | None = flag(
-        None, "height and width that images of folders get (default: 224, or as the model needs)"
+        None, "resize folder images to this many pixels square (default: 224, or by model)"
     )
     hflip: float | None = flag(
-        None, "probability of mirroring a training image (default: as usual for the data)"
+        None, "mirror training images with this probability (default: by data set)"
     )
     crop_padding: int | None = flag(
-        None, "pixels put around a training image before its own size is cut out at random"
+        None, "pad training images by this many pixels, then crop the original size at random"
     )
     crop_scale: float | None = flag(
-        None, "smallest part of a folder's training image that is cut out at random (default: .08)"
+        None, "crop at least this fraction of a folder's training image at random (default: .08)"
     )
     max_image_pixels: int | None = flag(
-        None, "pixels of the largest image that is read (default: 89478485)", learns=False
+        None, "reject images of more than this many pixels (default: 89478485)", learns=False
     )
     workers: int | None = flag(
         None,
-        "processes that read ahead for each worker (default: its cores, at most 8; 0: none)",
+        "read ahead with this many processes per worker (default: its cores, at most 8; 0: none)",
         learns=False,
         short="-j",
     )
-    skip_bad_samples: bool = flag(False, "leave out images that cannot be read, and count them")
+    skip_bad_samples: bool = flag(False, "skip and count images that cannot be read")
 
     def __post_init__(self) -> None:
         require(
@@ -121,15 +121,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many samples make one step. At most one of the two is given."""
+    """The samples of a step. At most one of the two batch sizes may be given."""
 
     global_batch_size: int | None = flag(
-        None, f"samples per step over all workers (default: {DEFAULT_GLOBAL_BATCH_SIZE})"
+        None, f"take this many samples per step in all (default: {DEFAULT_GLOBAL_BATCH_SIZE})"
     )
-    batch_size: int | None = flag(None, "samples per step and worker, instead", learns=False)
-    grad_accum_steps: int = flag(1, "cut each step into so many forward and backward passes")
+    batch_size: int | None = flag(None, "take this many samples per step and worker", learns=False)
+    grad_accum_steps: int = flag(1, "split each step into this many forward and backward passes")
     rank_weights: str | None = flag(
-        None, "shares of mixed hardware, a number per worker (default: equal): 1,1,2", learns=False
+        None, "share out batches by a weight per worker, such as 1,1,2 (default: 1)", learns=False
     )
 
     def __post_init__(self) -> None:
@@ -144,19 +144,19 @@ class BatchConfig:
             positive("grad_accum_steps", self.grad_accum_steps),
             (
                 self.rank_weights is None or are_weights(self.rank_weights),
-                f"--rank-weights={self.rank_weights}: must be numbers of at least 0, not all 0, "
-                "with commas between them",
+                f"--rank-weights={self.rank_weights}: must be comma-separated numbers of at least "
+                "0, not all 0",
             ),
         )
 
     def resolve(self, workers: int) -> int:
-        """The global batch size for this many workers."""
+        """Return the global batch size for this many workers."""
         if self.batch_size is not None:
             return self.batch_size * workers
         return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def weights(self, workers: int) -> tuple[float, ...]:
-        """Each worker's weight. Raises UsageError unless there are as many as workers."""
+        """Return a weight for each worker. Raises UsageError for another number of weights."""
         if self.rank_weights is None:
             return (1.0,) * workers
         weights = tuple(float(text) for text in self.rank_weights.split(","))
@@ -169,21 +169,21 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters are updated."""
+    """The optimizer, its learning rate, and what is done to gradients and weights."""
 
-    opt: str = flag("sgd", "any optimizer of torch.optim, by its name in lower case")
-    lr: float = flag(0.05, "learning rate, before --scale-lr")
-    momentum: float = flag(0.9, "momentum, for optimizers that have one")
-    weight_decay: float = flag(0.0, "weight decay")
+    opt: str = flag("sgd", "update with this optimizer of torch.optim, named in lower case")
+    lr: float = flag(0.05, "set the learning rate, before --scale-lr")
+    momentum: float = flag(0.9, "set the momentum, for optimizers that have one")
+    weight_decay: float = flag(0.0, "set the weight decay")
     scale_lr: str = flag(
         "none",
         "multiply --lr by global batch / --lr-base-batch-size, or its square root",
         ("none", "linear", "sqrt"),
     )
-    lr_base_batch_size: int = flag(256, "the global batch size that --lr is meant for")
-    clip_grad: float | None = flag(None, "largest norm of the gradient over all workers")
+    lr_base_batch_size: int = flag(256, "state the global batch size that --lr is meant for")
+    clip_grad: float | None = flag(None, "clip the norm of the reduced gradient to this value")
     model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
-    model_ema_decay: float = flag(0.9998, "how much of the moving average stays at each step")
+    model_ema_decay: float = flag(0.9998, "keep this fraction of the moving average at each step")
 
     def __post_init__(self) -> None:
         require(
@@ -202,20 +202,20 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How long, and how the learning rate moves."""
+    """The length of the run, and the learning rate over time."""
 
     epochs: int | None = flag(
         None,
-        f"passes over the data (default: {DEFAULT_EPOCHS}, or as --max-steps says)",
+        f"make this many passes over the data (default: {DEFAULT_EPOCHS}, or up to --max-steps)",
         learns=False,
     )
     max_steps: int | None = flag(None, "end after this many steps, if earlier", learns=False)
     sched: str = flag(
         "constant",
-        "learning rate over time: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
+        "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
         ("constant", "cosine", "step"),
     )
-    warmup_epochs: float = flag(0.0, "raise the learning rate linearly over so many epochs")
+    warmup_epochs: float = flag(0.0, "raise the learning rate linearly over this many epochs")
 
     def __post_init__(self) -> None:
         require(
@@ -226,7 +226,7 @@ class ScheduleConfig:
         )
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """The length of the run in steps."""
+        """Return the length of the run in steps."""
         if self.epochs is None and self.max_steps is not None:
             return self.max_steps
         steps = (self.epochs or DEFAULT_EPOCHS) * steps_per_epoch
@@ -235,13 +235,15 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """In which numbers is computed and exchanged, and over which samples is normalised."""
+    """Number formats of computation and exchange, batch norm, and determinism."""
 
-    amp: str = flag("none", "autocast, with loss scaling for fp16", ("none", "bf16", "fp16"))
-    compression: str = flag("none", "type in which gradients are exchanged", ("none", "fp16"))
-    sync_bn: bool = flag(False, "batch norm over the samples of all workers")
+    amp: str = flag(
+        "none", "autocast to this type, with loss scaling for fp16", ("none", "bf16", "fp16")
+    )
+    compression: str = flag("none", "exchange gradients in this type", ("none", "fp16"))
+    sync_bn: bool = flag(False, "normalise batches over the samples of all workers")
     deterministic: bool = flag(
-        False, "only algorithms, and an exchange, that repeat bit for bit; else an error"
+        False, "use only algorithms and an exchange that repeat bit for bit, else fail"
     )
 
     def __post_init__(self) -> None:
@@ -250,19 +252,19 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """How often the run checks itself."""
+    """Checks of gradients and parameters during the run."""
 
     audit_every: int = flag(
-        0, "check reduced gradients against the ring every so many steps (0: never)", learns=False
+        0, "audit reduced gradients against the ring every so many steps (0: never)", learns=False
     )
     audit: str = flag(
         "bound",
-        "within the rounding bound, or equal in every bit (where the order of sums is known)",
+        "accept audits within the rounding bound, or only equal bits (needs a known order of sums)",
         ("bound", "exact"),
         learns=False,
     )
     audit_parts: int = flag(
-        1, "check one of so many parts of the gradients at each audit, all in turn", learns=False
+        1, "audit one of this many parts of the gradients at a time, in turn", learns=False
     )
     hash_every: int = flag(
         1000, "compare all ranks' parameters every so many steps (0: only at saves)", learns=False
@@ -279,28 +281,26 @@ class CheckConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run is written, and what is reported."""
+    """The folder of the run, its seed, reports and checkpoints."""
 
-    output: str = flag("runs", "folder of runs", learns=False)
+    output: str = flag("runs", "write runs below this folder", learns=False)
     experiment: str | None = flag(
-        None, "name of this run (default: MODEL-DATA, or TASK)", learns=False
+        None, "name this run (default: MODEL-DATA, or TASK)", learns=False
     )
-    seed: int = flag(0, "seed of initial parameters, sample order and dropout")
-    log_interval: int = flag(10, "steps between progress lines", learns=False)
-    eval_interval: int = flag(
-        1, "epochs between evaluations (the end is always evaluated)", learns=False
-    )
+    seed: int = flag(0, "seed initial parameters, sample order and dropout")
+    log_interval: int = flag(10, "print progress every so many steps", learns=False)
+    eval_interval: int = flag(1, "evaluate every so many epochs, and at the end", learns=False)
     checkpoint_interval: int = flag(
-        0, "steps between checkpoints, besides one at each evaluation", learns=False
+        0, "save every so many steps, besides at each evaluation (0: only then)", learns=False
     )
-    keep_checkpoints: int = flag(3, "how many checkpoints stay, besides the best", learns=False)
+    keep_checkpoints: int = flag(3, "keep this many checkpoints, besides the best", learns=False)
     profile: str | None = flag(
-        None, "steps to profile, such as 20-22: traces in the run's profile/", learns=False
+        None, "profile these steps, such as 20-22, into the run's profile/", learns=False
     )
     resume: str | None = flag(
         None,
-        "auto: go on with the run of --output and --experiment from its newest good checkpoint, or "
-        "start it; or the folder of one of its checkpoints",
+        "auto: continue the run of --output and --experiment from its newest good checkpoint, or "
+        "start it; a checkpoint's folder: continue from there",
         learns=False,
     )
 
@@ -325,7 +325,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All groups of `hvdtrain train`."""
+    """The complete configuration of `hvdtrain train`, by groups."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -338,7 +338,7 @@ class TrainConfig:
 
     @property
     def experiment(self) -> str:
-        """The name of the run's folder."""
+        """Return the name of the run's folder."""
         if self.run.experiment is not None:
             return self.run.experiment
         readable = self.model.task or f"{self.model.model}-{self.data.data}"
@@ -346,5 +346,5 @@ class TrainConfig:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Return the path of the run's folder."""
         return Path(self.run.output) / self.experiment

@@ -1,4 +1,4 @@
-"""What the fields of a configuration are made of: flags, and checks of their values."""
+"""Configuration fields that are command-line flags, and checks of their values."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hvdtrain.errors import UsageError
 def flag(
     default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True, short: str = ""
 ) -> Any:
-    """A field that is also a command-line flag; `text` is its help.
+    """Return a dataclass field that is also a command-line flag; `text` is its help.
 
-    `learns`: it decides what is learned, so a resumed run must have it as it was. `short`: another
-    spelling of the flag.
+    `learns`: the value affects what is learned, so a resumed run must have the same. `short`: an
+    alternative spelling of the flag.
     """
     metadata = {"help": text, "choices": choices, "learns": learns, "short": short}
     return field(default=default, metadata=metadata)
 
 
 def require(*checks: tuple[bool, str]) -> None:
-    """Each check: whether it holds, and what to say if not. Raises UsageError with all of them."""
+    """Raise UsageError with the messages of all checks, (holds, message), that do not hold."""
     problems = [problem for holds, problem in checks if not holds]
     if problems:
         raise UsageError(*problems)
 
 
 def positive(name: str, value: float | None, zero: bool = False) -> tuple[bool, str]:
-    """A check that `value` is None, or finite and above zero (or zero, where that is allowed)."""
+    """Return a check that `value` is None, or finite and above zero (`zero`: or zero)."""
     text = f"--{name.replace('_', '-')}={value}: must be {'at least' if zero else 'above'} 0"
     if value is None:
         return True, text
@@ -38,14 +38,14 @@ def positive(name: str, value: float | None, zero: bool = False) -> tuple[bool, 
 
 
 def one_of(config: Any, name: str) -> tuple[bool, str]:
-    """A check that a field has one of its choices."""
+    """Return a check that the field `name` of `config` has one of its choices."""
     choices = config.__dataclass_fields__[name].metadata["choices"]
     value = getattr(config, name)
     return value in choices, f"--{name.replace('_', '-')}={value}: choose from {', '.join(choices)}"
 
 
 def are_weights(text: str) -> bool:
-    """Whether it is numbers of at least 0, not all 0, with commas between them."""
+    """Return whether `text` is a comma-separated list of numbers of at least 0, not all 0."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -57,7 +57,7 @@ def are_weights(text: str) -> bool:
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
-    """First and last step of "20-22"; None where it is not that."""
+    """Return the first and last step of a range such as "20-22", or None if it is malformed."""
     first, dash, last = text.partition("-")
     numbers = all(part.isascii() and part.isdigit() and len(part) < 19 for part in (first, last))
     if not dash or not numbers or not 1 <= int(first) <= int(last):
@@ -66,5 +66,5 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
 
 
 def is_file_name(text: str) -> bool:
-    """Whether it names something in a folder, and not a path."""
+    """Return whether `text` is a single path component."""
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text

@@ -1,4 +1,4 @@
-"""Reads options from a YAML file: one mapping of option names to plain values."""
+"""The configuration from flags and a YAML file: one mapping of option names to plain values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any], list[str]]:
-    """The values in the file, and its problems, each with file and line.
+    """Return the values in the file, and its problems, each with file and line.
 
-    Values are read as the flag of the same name reads them (YAML by itself would take 1e-3 for
-    text and 2024-06-30 for a date). Raises UsageError when the file is no readable mapping.
+    Values are parsed like the flag of the same name (plain YAML parses 1e-3 as text and 2024-06-30
+    as a date). Raises UsageError if the file is not a readable mapping.
     """
     import yaml
 
@@ -34,7 +34,7 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
     if root is None:
         return {}, []
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{file}:1: must hold lines of the form NAME: VALUE")
+        raise UsageError(f"{file}:1: must contain lines of the form NAME: VALUE")
     values: dict[str, Any] = {}
     problems = []
     for key_node, value_node in root.value:
@@ -47,7 +47,7 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
 
 
 def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any]) -> Any:
-    """One value in its option's type. Raises ValueError with the reason when there is none."""
+    """Return the value of a node in its option's type. Raises ValueError with the reason."""
     option = options.get(name)
     if option is None:
         near = nearest(name, options)
@@ -55,7 +55,7 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
     if name in seen:
         raise ValueError(f"{name} is given twice")
     if not isinstance(node.value, str):
-        raise ValueError(f"{name}: a single value was expected")
+        raise ValueError(f"{name}: expected a single value")
     if node.tag == NULL and option.optional:
         return None
     try:
@@ -66,10 +66,10 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
 
 
 def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
-    """The configuration from defaults, then the YAML file, then flags.
+    """Return the configuration from defaults, overridden by the YAML file, then by flags.
 
-    `arguments`: what the parser found; `unknown`: what it could not place. Raises UsageError with
-    every problem of the flags, the file and all groups.
+    `arguments`: the parsed arguments; `unknown`: those that the parser did not recognise. Raises
+    UsageError with every problem of the flags, the file and all groups.
     """
     options = train_options()
     flags = {name: value for name, value in arguments.items() if name in options}
@@ -95,7 +95,7 @@ def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
 
 
 def dump_yaml(config: TrainConfig) -> str:
-    """The configuration as `--config` reads it."""
+    """Return the configuration as YAML that `--config` reads."""
     import yaml
 
     return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False)).rstrip()

@@ -1,4 +1,4 @@
-"""The options of a training run by name: one for each field of the configuration's groups."""
+"""Options of a training run by name, one for each field of the configuration's groups."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 
-MAY_NAME_CODE = ("model", "data", "task")  # code that a file names runs only when trusted
-ELSEWHERE = {  # what other programs call our options
+MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
+ELSEWHERE = {  # names in other programs
     "learning_rate": "lr",
     "optimizer": "opt",
     "scheduler": "sched",
@@ -43,7 +43,7 @@ class Option:
 
 
 def train_options() -> dict[str, Option]:
-    """Every option of `hvdtrain train`, by name. Names are unique over the groups."""
+    """Return every option of `hvdtrain train` by name. Names are unique over the groups."""
     options = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         hints = typing.get_type_hints(group_type)
@@ -65,7 +65,7 @@ def train_options() -> dict[str, Option]:
 
 
 def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
-    """Every option's value by name: what config.yaml holds and `--config` reads."""
+    """Return every option's value by name, the content of config.yaml."""
     return {
         name: getattr(getattr(config, option.group), name)
         for name, option in train_options().items()
@@ -73,6 +73,6 @@ def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The option that was probably meant."""
+    """Return the known option closest to `name`, if any is close."""
     close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)
     return ELSEWHERE.get(close[0], close[0]) if close else None

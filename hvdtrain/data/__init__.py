@@ -1,4 +1,19 @@
-"""Data sets by name, and the sampler that shares them out."""
+"""Data sets by name, and their distribution over ranks and steps.
+
+builtin         digits, Fashion-MNIST and CIFAR-10; the import of torchvision
+download        downloads of Fashion-MNIST and CIFAR-10
+image_files     the image files and classes of a folder
+image_folder    the data set of such a folder
+plugin          a user's data set
+synthetic       generated images
+splits          the types of splits and data sets
+options         reading options
+transforms      augmentation and resizing
+streaming       reader processes
+sampler         the order of samples, and the share of each rank
+feeding         batches of one rank; a host's own part of the samples
+fingerprint     detection of changed data
+"""
 
 from __future__ import annotations
 
@@ -41,7 +56,7 @@ IN_MEMORY: dict[str, Callable[[Path, torch.dtype], Dataset]] = {
     "fashion-mnist": load_fashion_mnist,
     "cifar10": load_cifar10,
 }
-USUAL_CHANGES = {"cifar10": (0.5, 4)}  # probability of mirroring, padding of crops
+USUAL_CHANGES = {"cifar10": (0.5, 4)}  # defaults of --hflip and --crop-padding
 
 
 def load_dataset(
@@ -51,7 +66,7 @@ def load_dataset(
     dtype: torch.dtype,
     options: ReadOptions | None = None,
 ) -> Dataset:
-    """The data set that `--data` names, in floating-point type `dtype`. Raises UsageError."""
+    """Return the data set that `--data` names, with inputs of type `dtype`. Raises UsageError."""
     options = options or ReadOptions()
     if name.startswith(FOLDER_PREFIX):
         return load_image_folder(name, seed, dtype, options)

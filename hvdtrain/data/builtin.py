@@ -1,6 +1,7 @@
-"""Fashion-MNIST from its IDX files, read by torchvision.
+"""Digits of scikit-learn, Fashion-MNIST and CIFAR-10, and the import of torchvision.
 
-Source: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747.
+Sources: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747; A. Krizhevsky, "Learning
+multiple layers of features from tiny images", 2009. torchvision reads the files of both.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ FILES = tuple(
 
 
 def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
-    """60,000 training and 10,000 validation images of 28x28, pixels from 0 to 1.
+    """Return 60,000 training and 10,000 validation images of 28x28, pixels from 0 to 1.
 
-    Raises UsageError naming the files that are missing or damaged, and where they belong.
+    Raises UsageError, with the missing or damaged files and their folder.
     """
     folder = data_dir / FASHION_FOLDER
     missing = [name for name in FILES if not (folder / name).is_file()]
@@ -46,7 +47,7 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     for train in (True, False):
         try:
             read = datasets.FashionMNIST(str(data_dir), train=train)
-        except Exception as error:  # the reader raises whatever its parsing stumbles over
+        except Exception as error:  # the parser raises errors of many types
             part = "train" if train else "t10k"
             raise UsageError(
                 f"--data=fashion-mnist: the {part}-* files in {folder} cannot be read "
@@ -66,9 +67,12 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
                 f"{CLASSES - 1}, in {folder}: these are files of another data set"
             )
         splits.append(TensorSplit(inputs, read.targets.to(torch.int64)))
-    train_split, valid_split = splits
     return Dataset(
-        *("fashion-mnist", FASHION_SHAPE, CLASSES, train_split, valid_split),
+        name="fashion-mnist",
+        shape=FASHION_SHAPE,
+        classes=CLASSES,
+        train=splits[0],
+        valid=splits[1],
         names=NAMES,
         images=ImageFormat(*FASHION_SHAPE),
     )
@@ -79,24 +83,27 @@ CIFAR10_SHAPE = (3, 32, 32)
 
 
 def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
-    """50,000 training and 10,000 validation images of 32x32, pixels from 0 to 1.
+    """Return 50,000 training and 10,000 validation images of 32x32, pixels from 0 to 1.
 
-    Raises UsageError where its files are missing, or not the original ones.
+    Raises UsageError if the files are missing, or not the original ones.
     """
     splits = []
     for train in (True, False):
         try:
             read = import_torchvision().datasets.CIFAR10(str(data_dir), train=train)
-        except Exception as error:  # checked against checksums before anything is unpickled
+        except Exception as error:  # checksums are checked before unpickling
             raise UsageError(
                 f"--data=cifar10: the files in {data_dir / CIFAR10_FOLDER} are missing, or not the "
                 f"original ones ({error})"
             ) from error
         inputs = torch.from_numpy(read.data).permute(0, 3, 1, 2).to(dtype).div_(255)
         splits.append(TensorSplit(inputs.contiguous(), torch.tensor(read.targets)))
-    train_split, valid_split = splits
     return Dataset(
-        *("cifar10", CIFAR10_SHAPE, 10, train_split, valid_split),
+        name="cifar10",
+        shape=CIFAR10_SHAPE,
+        classes=CLASSES,
+        train=splits[0],
+        valid=splits[1],
         names=tuple(read.classes),
         images=ImageFormat(*CIFAR10_SHAPE),
     )
@@ -105,15 +112,15 @@ def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
 FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn's package: 64 pixels, label
 DIGITS_SHAPE = (1, 8, 8)
 LARGEST_PIXEL = 16
-VALID_EVERY = 5  # of each class, every fifth image is for validation
+VALID_EVERY = 5  # every fifth image of each class is for validation
 
 
 def load_digits(dtype: torch.dtype) -> Dataset:
-    """Pixels from 0 to 1. The split is fixed, and holds each class in the same proportion.
+    """Return 1,797 images of 8x8, pixels from 0 to 1, in a fixed split stratified by class.
 
-    Raises UsageError when scikit-learn is not installed.
+    Raises UsageError if scikit-learn is not installed.
     """
-    table = np.loadtxt(_file(), delimiter=",")
+    table = np.loadtxt(_digits_file(), delimiter=",")
     labels = table[:, -1].astype(np.int64)
     inputs = torch.as_tensor(table[:, :-1] / LARGEST_PIXEL, dtype=dtype).reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels)
@@ -124,11 +131,11 @@ def load_digits(dtype: torch.dtype) -> Dataset:
         TensorSplit(inputs[torch.from_numpy(mask)], targets[torch.from_numpy(mask)])
         for mask in (~is_valid, is_valid)
     )
-    return Dataset("digits", DIGITS_SHAPE, 10, train, valid, images=ImageFormat(*DIGITS_SHAPE))
+    return Dataset("digits", DIGITS_SHAPE, CLASSES, train, valid, images=ImageFormat(*DIGITS_SHAPE))
 
 
-def _file() -> Path:
-    """Found without importing scikit-learn, which would take each worker a second or two."""
+def _digits_file() -> Path:
+    """Find the file without importing scikit-learn, which takes a second or two per worker."""
     package = importlib.util.find_spec("sklearn")
     path = Path(package.origin).parent / FILE if package and package.origin else None
     if path is None or not path.is_file():
@@ -141,11 +148,11 @@ def _file() -> Path:
 _SCHEMAS = tuple(
     f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
 )
-_library: torch.library.Library | None = None  # definitions live as long as this object
+_library: torch.library.Library | None = None  # keeps the definitions alive
 
 
 def import_torchvision() -> types.ModuleType:
-    """Import torchvision, first declaring the operators that it asks for if they are absent."""
+    """Import torchvision, declaring the operators that it requires if they are absent."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
@@ -159,6 +166,6 @@ def import_torchvision() -> types.ModuleType:
 
 
 def import_transforms() -> types.ModuleType:
-    """torchvision.transforms.v2."""
+    """Import torchvision.transforms.v2."""
     import_torchvision()
     return importlib.import_module("torchvision.transforms.v2")

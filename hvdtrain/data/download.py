@@ -1,4 +1,4 @@
-"""Fetching data sets whose source is known, by one process a host."""
+"""Downloads of Fashion-MNIST and CIFAR-10, by one process per host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 
 TIMEOUT_S = 15.0
 LOCK_TIMEOUT_S = 1800.0
-# torchvision's reader, and the files that tell that nothing need be fetched.
+# torchvision's class, and the files whose presence makes a download unnecessary.
 KNOWN = {
     "fashion-mnist": ("FashionMNIST", [FASHION_FOLDER / name for name in FASHION_FILES]),
     "cifar10": ("CIFAR10", [CIFAR10_FOLDER / "batches.meta"]),
@@ -23,8 +23,10 @@ KNOWN = {
 
 
 def fetch(name: str, data_dir: Path) -> None:
-    """Download a data set that is not in `data_dir` yet. One process a host calls it; a lock keeps
-    other jobs out. Raises UsageError that says which files to put where, if it cannot be had.
+    """Download a data set that is not in `data_dir` yet.
+
+    One process per host calls this; a lock keeps other jobs out. Raises UsageError, with the files
+    to install by hand, if the download fails.
     """
     if name not in KNOWN:
         return
@@ -37,7 +39,7 @@ def fetch(name: str, data_dir: Path) -> None:
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(lock, timeout=LOCK_TIMEOUT_S):
-            socket.setdefaulttimeout(TIMEOUT_S)  # urllib has none of its own
+            socket.setdefaulttimeout(TIMEOUT_S)  # urllib has no default timeout
             getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
     except Exception as error:  # no network, no permission, a wrong checksum, a full disk
         missing = [str(file) for file in files if not (data_dir / file).is_file()]
@@ -53,9 +55,9 @@ def fetch(name: str, data_dir: Path) -> None:
 
 
 def _remove_empty(folders: Sequence[Path], lock: Path) -> None:
-    """What an attempt in vain has made."""
+    """Remove what a failed attempt has left."""
     with suppress(OSError):
         lock.unlink(missing_ok=True)
     for folder in folders:
-        with suppress(OSError):  # it is not empty, or was never made
+        with suppress(OSError):  # not empty, or never created
             folder.rmdir()

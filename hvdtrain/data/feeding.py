@@ -1,7 +1,7 @@
-"""From the order of samples to the batches of one rank, step by step.
+"""The batches of one rank, step by step, and a host's own part of the samples.
 
-A rank knows beforehand which samples each of its steps will take, to the end of the epoch. Splits
-that read from disks are told, and read ahead in worker processes (`StreamingSplit`).
+The samples of every step of a rank are determined up to the end of the epoch. Splits that read from
+disks receive them in advance, and read ahead in worker processes (`StreamingSplit`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdtrain.ring import split_evenly
 
 @dataclass(frozen=True)
 class Loaded:
-    """A batch, and how many samples are in it. Those that could not be read are left out."""
+    """A batch of `samples` samples; `bad` further ones could not be read."""
 
     batch: Any
     samples: int
@@ -31,22 +31,22 @@ class Loaded:
 class StreamingSplit(Protocol):
     """A split that reads ahead."""
 
-    may_skip: bool  # whether samples that cannot be read are left out
+    may_skip: bool  # whether unreadable samples are skipped
 
     def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        """The batches of these samples, in this order."""
+        """Yield the batches of these samples, in this order."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank computes on in one step."""
+    """The data of one step on one rank."""
 
-    samples: int  # of the global batch, over all ranks
+    samples: int  # in the global batch, over all ranks
     batches: Iterator[Loaded]  # this rank's part of each micro-batch
 
 
 def stream(split: Split, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-    """The batches of these samples, in this order; read ahead where the split can."""
+    """Yield the batches of these samples, in this order; read ahead if the split supports it."""
     if isinstance(split, StreamingSplit):
         yield from split.stream(batches, epoch)
         return
@@ -55,22 +55,22 @@ def stream(split: Split, batches: Sequence[Indices], epoch: int) -> Iterator[Loa
 
 
 def may_skip(split: Split) -> bool:
-    """Whether a batch of this split may hold fewer samples than were asked for."""
+    """Return whether a batch of this split may have fewer samples than requested."""
     return isinstance(split, StreamingSplit) and split.may_skip
 
 
 @dataclass(frozen=True)
 class Feed:
-    """How the samples of a split come to one rank."""
+    """The distribution of a split's samples over steps, ranks and micro-batches."""
 
     split: Split
     sampler: GlobalBatchSampler
     shares: SharesLike
     micro_batches: int
-    everyone: bool  # every rank takes part in each micro-batch, also with no sample
+    everyone: bool  # every rank takes part in each micro-batch, even without samples
 
     def epoch(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
-        """From `cursor` samples into the run to the end of that epoch, at most `steps` steps."""
+        """Yield up to `steps` steps from `cursor` samples into the run, within that epoch."""
         batches = list(itertools.islice(self.sampler.global_batches(cursor), steps))
         parts = [self._parts(batch, rank) for batch in batches]
         epoch = cursor // self.sampler.samples
@@ -79,19 +79,22 @@ class Feed:
             yield StepData(len(batch), itertools.islice(loaded, len(own)))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
-        """One step on a global batch of one's own choice."""
+        """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
         return StepData(len(indices), stream(self.split, parts, epoch))
 
     def _parts(self, batch: Indices, rank: int) -> list[Indices]:
-        """Micro-batches are cut from the global batch first, so they are the same for every N."""
+        """Return the rank's part of each micro-batch.
+
+        Micro-batches are cut from the global batch first, so they are the same for every N.
+        """
         cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
         own = [(cut, self.shares.of(cut, rank)) for cut in cuts]
         return [part for cut, part in own if len(part) or (self.everyone and len(cut))]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on `device`."""
+    """Return the same structure with its tensors on `device`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -103,7 +106,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 class PartSplit:
-    """Samples start .. start + len(part) - 1 of `samples`; others cannot be had here."""
+    """A split of `samples` samples of which `part` holds start .. start + len(part) - 1.
+
+    Only those can be read; others raise IndexError.
+    """
 
     def __init__(self, part: Split, start: int, samples: int) -> None:
         self._part = part

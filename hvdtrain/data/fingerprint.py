@@ -1,8 +1,8 @@
-"""What identifies the samples of a split, in short: so that a change of the data is noticed.
+"""Short identification of the samples of a split, to detect changes of the data.
 
-A split that offers `fingerprint()` returns one text for each sample, in order, such as its name and
-its label; or a single text that changes whenever its samples do. Of one without, the number of
-samples is known. No sample is read.
+`fingerprint()` of a split returns one text for each sample, in order, such as its name and label,
+or a single text that changes whenever its samples do. For splits without it only the number of
+samples is compared. No sample is read.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 from hvdtrain.data.splits import Split
 
 MOST_MARKS = 512
-Fingerprint = dict[str, Any]  # plain values, as a checkpoint holds them
+Fingerprint = dict[str, Any]  # plain values, for checkpoints
 
 
 def texts_of(holder: object) -> list[str] | None:
-    """Return what `holder.fingerprint()` gives, as a list; None where there is none."""
+    """Return the texts of `holder.fingerprint()` as a list, or None if it has none."""
     offered = getattr(holder, "fingerprint", None)
     texts = offered() if offered else None
     return [texts] if isinstance(texts, str) else None if texts is None else list(map(str, texts))
 
 
 def fingerprint(split: Split) -> Fingerprint:
-    """Return the number of samples, and digests of the texts up to marks in equal distance.
+    """Return the number of samples, and cumulative digests of the texts at equally spaced marks.
 
-    The distance is a power of two, so that marks of two fingerprints can be compared.
+    The spacing is a power of two, so that the marks of two fingerprints can be compared.
     """
     texts, distance = texts_of(split) or [], 1
     while distance * MOST_MARKS < len(texts):
@@ -47,7 +47,10 @@ def fingerprint(split: Split) -> Fingerprint:
 
 
 def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | None:
-    """Return what has changed from one to the other, or None. `split`: the new, if at hand."""
+    """Return a description of the change from `old` to `new`, or None.
+
+    `split`: the new split, if available, for names.
+    """
     before, now = old["samples"], new["samples"]
     if before != now:
         text = f"{before} samples then and {now} now"
@@ -69,7 +72,7 @@ def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str |
 
 
 def _first_difference(old: Fingerprint, new: Fingerprint) -> tuple[int, int]:
-    """The sample from which on, at the earliest, they differ; and among how many it is."""
+    """Return the first sample that may differ, and the number of samples in which one does."""
     distance = max(old["distance"], new["distance"])
     ratios = (distance // old["distance"], distance // new["distance"])
     marks = [one["marks"][r - 1 :: r] for one, r in zip((old, new), ratios, strict=True)]

@@ -1,4 +1,4 @@
-"""Which files of a folder are images, and of which class; by their names alone."""
+"""The image files of a folder and their classes, by their names alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
 
-# Of all that Pillow reads, the types in which pictures are kept.
+# The types that Pillow reads and that are in use for pictures.
 EXTENSIONS = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png"),
     *(".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
@@ -21,7 +21,7 @@ Labelled = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Found:
-    """The images of a data set with the numbers of their classes."""
+    """The image files of a data set, with class numbers."""
 
     train: Labelled
     valid: Labelled
@@ -30,9 +30,9 @@ class Found:
 
 
 def images_under(folder: Path) -> tuple[list[str], list[str]]:
-    """The images in a folder and in those below it, and the files of other types; both sorted.
+    """Return the images below a folder, and the files of other types, both sorted.
 
-    Hidden files that are no images do not count.
+    Hidden files of other types are ignored.
     """
     files = sorted(_files_under(folder))
     images = [file for file in files if file.lower().endswith(EXTENSIONS)]
@@ -41,7 +41,7 @@ def images_under(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _files_under(folder: Path) -> Iterator[str]:
-    """Links to folders are followed, but for those to a folder around them: they have no end."""
+    """Yield the files below `folder`; follow links to folders, except to enclosing ones."""
     real = folder.resolve()
     named = real if ".." in folder.parts else folder.absolute()
     around = frozenset(map(_identity, [*real.parents, *named.parents]))
@@ -57,7 +57,7 @@ def _files_under(folder: Path) -> Iterator[str]:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What tells this folder from all others; None where it cannot be looked at."""
+    """Return device and inode of a folder, or None if it cannot be accessed."""
     try:
         status = folder.stat()
     except OSError:
@@ -66,13 +66,14 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def left_out(others: Sequence[str]) -> str:
-    """'2 files of other types left out (such as a/notes.txt)'."""
+    """Return a note such as '2 files of other types left out (such as a/notes.txt)'."""
     return f"{counted(len(others), 'file')} of other types left out (such as {others[0]})"
 
 
 def find_files(name: str, folder: Path, valid_split: float | None) -> Found:
-    """What `--data`=`name` means: the parts train/ and valid/ of `folder`, or, if a part for
-    validation is stated, its classes. Raises UsageError with all that is wrong with the folder.
+    """Return the images in train/ and valid/ of `folder` or, with `valid_split`, in its classes.
+
+    `name` is the value of `--data`, for messages. Raises UsageError with all problems.
     """
     if not folder.is_dir():
         raise UsageError(f"--data={name}: {folder} is not a folder")
@@ -126,7 +127,7 @@ def _both_parts(name: str, train: Path, valid: Path) -> Found:
 
 
 def _labelled(name: str, folder: Path) -> tuple[Labelled, list[str], list[str]]:
-    """Every image under a folder of classes, with the class's number; the classes; other files."""
+    """Return the labelled images in a folder of classes, the classes, and the other files."""
     classes = sorted(path.name for path in _entries(name, folder) if path.is_dir())
     if len(classes) < 2:
         raise UsageError(
@@ -158,7 +159,7 @@ def _entries(name: str, folder: Path) -> list[Path]:
 
 
 def _cut(labelled: Labelled, classes: int, valid_split: float) -> tuple[Labelled, Labelled]:
-    """The same part of each class for validation, evenly spread over its sorted files."""
+    """Split off the same fraction of each class, evenly spread over its sorted files."""
     train: Labelled = []
     valid: Labelled = []
     for label in range(classes):

@@ -1,7 +1,7 @@
-"""Images in a folder for each class, read and changed one by one.
+"""Images in one folder per class, read and transformed one by one.
 
-The transforms are torchvision's. What they draw depends on (seed, epoch, sample) alone, so neither
-the rank that reads a sample nor the process matters.
+The transforms are torchvision's. Their random numbers depend only on (seed, epoch, sample), not on
+the rank or process that reads a sample.
 """
 
 from __future__ import annotations
@@ -33,38 +33,36 @@ IMAGE_SIZE = 224
 CROP_SCALE = 0.08  # as torchvision's RandomResizedCrop, and its references for ImageNet
 HFLIP = 0.5
 CENTRE = 0.875  # of the shorter side, in validation: 224 of 256
-# Of ImageNet's training images, by channel, as all of torchvision's weights are made for.
+# Of ImageNet's training images, by channel; all weights of torchvision expect them.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Pillow's own. While an image is turned and converted, it may take 7 bytes a pixel.
+# Pillow's default. Rotating and converting an image may take 7 bytes per pixel.
 MAX_PIXELS = 89_478_485
-SKIPPING = "Mend or remove it, or give --skip-bad-samples to leave out what cannot be read"
+SKIPPING = "Repair or remove it, or give --skip-bad-samples to skip unreadable images"
 
 
 def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture as a person sees it: turned as its EXIF data says, as grey or RGB.
+    """Return the picture in grey or RGB, rotated according to its EXIF data.
 
-    Raises BadSample, naming the file, where there is none to see, or one of more than `max_pixels`:
-    a small file may unpack to gigabytes.
+    Raises BadSample, with the file name, if it cannot be decoded or has more than `max_pixels`: a
+    small file may unpack to gigabytes.
     """
     try:
         with warnings.catch_warnings(), _pillow_limit(max_pixels):
-            warnings.simplefilter("ignore")  # of the file's oddities; what matters raises
+            warnings.simplefilter("ignore")  # about oddities of the file; errors raise
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
                 picture = _with_8_bits(ImageOps.exif_transpose(file))
                 if "transparency" in picture.info:
                     picture = picture.convert("RGBA")
                 return picture.convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # decoders raise whatever their parsing stumbles over
+    except Exception as error:  # decoders raise errors of many types
         reason = _reason(error, max_pixels)
         raise BadSample(f"{path} cannot be read as an image: {reason}") from error
 
 
 @contextmanager
 def _pillow_limit(max_pixels: int) -> Iterator[None]:
-    """Pillow looks at the size that a file states, before it unpacks anything: above its limit it
-    warns, above twice its limit it raises.
-    """
+    """Set Pillow's limit of the stated size of an image: above it warns, above twice it raises."""
     usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
         yield
@@ -78,12 +76,12 @@ def _reason(error: Exception, max_pixels: int) -> str:
         pixels = f"{int(size[0]):,} pixels" if size else "too many pixels"
         return f"it has {pixels}, and --max-image-pixels={max_pixels} is the limit"
     if isinstance(error, UnidentifiedImageError):
-        return "it is damaged, or of a type that Pillow does not know"
+        return "it is damaged, or of a type that Pillow does not support"
     return getattr(error, "strerror", None) or str(error)
 
 
 def _with_8_bits(picture: Image.Image) -> Image.Image:
-    """Pillow would cut values off at 255. Of 32 bits, nobody has said what is white."""
+    """Scale 16-bit pixels, which Pillow would clip at 255. Raises ValueError for 32 bits."""
     if picture.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
@@ -92,7 +90,7 @@ def _with_8_bits(picture: Image.Image) -> Image.Image:
 
 
 def centred(picture: Image.Image, form: ImageFormat) -> torch.Tensor:
-    """As an uint8 tensor of the size that the network takes, without chance."""
+    """Return the resized, centre-cropped picture as a uint8 tensor (channels, height, width)."""
     functional = import_transforms().functional
     size = [form.height, form.width]
     if form.crop:
@@ -105,28 +103,28 @@ def centred(picture: Image.Image, form: ImageFormat) -> torch.Tensor:
 
 
 def normalised(pixels: torch.Tensor, form: ImageFormat, dtype: torch.dtype) -> torch.Tensor:
-    """From uint8, (..., channels, height, width), to what the network takes."""
+    """Normalise uint8 pixels (..., channels, height, width) to the network's input in `dtype`."""
     mean, std = (torch.tensor(v, dtype=dtype)[:, None, None] for v in (form.mean, form.std))
     return (pixels.to(dtype) / 255 - mean) / std
 
 
 @dataclass(frozen=True)
 class ImageSamples:
-    """Samples by number: (uint8 image, label), which `finish` normalises a batch at a time."""
+    """Samples (uint8 image, label) by number; `finish` normalises whole batches."""
 
     files: Labelled
     form: ImageFormat
     dtype: torch.dtype
     seed: int
     hflip: float = 0.0
-    crop_scale: float = 1.0  # 1: the centre, as in validation
+    crop_scale: float = 1.0  # 1: the centre crop of validation
     max_pixels: int = MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> list[str]:
-        """Return each file's name below the folder that holds all of them, and its class."""
+        """Return each file's path below their common folder, and its class."""
         ends = (self.files[0][0], self.files[-1][0])
         start = len(os.path.commonpath([Path(path).parent for path in ends])) + 1
         return [f"{path[start:]} (class {label})" for path, label in self.files]
@@ -162,13 +160,15 @@ class ImageSamples:
         return changes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Transforms are made again by the process that reads."""
+        """Leave out the transforms, which each reading process makes itself."""
         return {name: value for name, value in vars(self).items() if name != "_change"}
 
 
 def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOptions) -> Dataset:
-    """`name`: imagefolder:DIR, with DIR/train/CLASS/* and DIR/valid/CLASS/*, or, if a part for
-    validation is stated, DIR/CLASS/*. Raises UsageError with all that is wrong with the folder.
+    """Return the data set of `name`, imagefolder:DIR.
+
+    The images are DIR/train/CLASS/* and DIR/valid/CLASS/* or, with `options.valid_split`,
+    DIR/CLASS/*. Raises UsageError with all problems of the folder.
     """
     if options.crop_padding is not None:
         raise UsageError(

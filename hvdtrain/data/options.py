@@ -1,4 +1,4 @@
-"""How data is to be read: what a user may choose, and what is usual for each data set."""
+"""Reading options of a data set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The choices; None: as usual."""
+    """Reading options chosen by the user; None: the default of the data set."""
 
     image_size: int | None = None
     valid_split: float | None = None
@@ -21,7 +21,7 @@ class ReadOptions:
     skip_bad: bool = False
 
     def refuse_those_of_folders(self, data: str) -> None:
-        """Raises UsageError for what has no meaning for a data set that lies in memory."""
+        """Raise UsageError for options that do not apply to data sets in memory."""
         chosen = {
             "--crop-scale": self.crop_scale,
             "--max-image-pixels": self.max_pixels,

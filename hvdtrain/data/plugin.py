@@ -1,9 +1,9 @@
-"""A user's own data for classification: `--data package.module:callable`.
+"""User-defined data for classification: `--data package.module:callable`.
 
 The callable takes no arguments and returns an hvdtrain.Dataset, or two map-style torch data sets
-(train, valid) of samples (image tensor, class number), which are then read by worker processes.
-With an hvdtrain.ImageFormat as `images` of the Dataset, or as `image_format` of the first data set,
-`hvdtrain predict` knows how an image file becomes such a sample.
+(train, valid) of samples (image tensor, class number), which reader processes then read.
+`hvdtrain predict` needs an hvdtrain.ImageFormat, as `images` of the Dataset or `image_format` of
+the first data set, to convert image files to such samples.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hvdtrain.errors import UsageError
 
 
 def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
-    """Raises UsageError, naming what is not as it must be, before any worker trains."""
+    """Return the checked data set of a user. Raises UsageError with its problems."""
     made = plugins.call("--data", name, plugins.import_callable("--data", name))
     if isinstance(made, tuple | list) and len(made) == 2:
         made = _wrapped(name, made, dtype, options)
     if not isinstance(made, Dataset):
         raise UsageError(
-            f"--data={name}: gave a {type(made).__name__}; expected an hvdtrain.Dataset, or two "
+            f"--data={name}: returned {type(made).__name__}; expected hvdtrain.Dataset, or two "
             "torch data sets (train, valid) of (image, class)"
         )
     _check_description(name, made)
@@ -49,13 +49,12 @@ def _check_description(name: str, data: Dataset) -> None:
     if not isinstance(data.classes, int) or data.classes < 2:
         problems.append(f"classes must be a whole number of 2 or more, and is {data.classes}")
     elif data.names and len(data.names) != data.classes:
-        problems.append(f"{len(data.names)} names of {data.classes} classes")
+        problems.append(f"{len(data.names)} names for {data.classes} classes")
     if data.images is not None:
         channels = getattr(data.images, "channels", None)
         if not isinstance(data.images, ImageFormat) or channels not in (1, 3):
             problems.append(
-                "how images are read must be an hvdtrain.ImageFormat of 1 or 3 channels, and is "
-                f"{data.images}"
+                f"images must be an hvdtrain.ImageFormat of 1 or 3 channels, and is {data.images}"
             )
         elif sizes[:1] != (channels,):
             problems.append(f"its images have {channels} channels, its shape is {data.shape}")
@@ -67,12 +66,12 @@ def _check_tensors(name: str, part: str, split: TensorSplit, data: Dataset) -> N
     inputs, labels = split.inputs, split.labels
     kinds = [type(values).__name__ for values in (inputs, labels)]
     if kinds != ["Tensor", "Tensor"]:
-        raise UsageError(f"--data={name}: {part} split: tensors are needed, not {kinds}")
+        raise UsageError(f"--data={name}: {part} split: expected tensors, not {kinds}")
     problems = []
     if tuple(inputs.shape[1:]) != tuple(data.shape) or inputs.shape[:1] != labels.shape:
         problems.append(
-            f"inputs {list(inputs.shape)} and labels {list(labels.shape)} do not fit together, or "
-            f"not the shape {list(data.shape)}"
+            f"inputs {list(inputs.shape)} and labels {list(labels.shape)} do not match each "
+            f"other, or the shape {list(data.shape)}"
         )
     if not inputs.is_floating_point() or not bool(inputs.isfinite().all()):
         problems.append("inputs must be finite floating-point numbers, without NaN")
@@ -99,7 +98,7 @@ class TorchSamples:
         return len(self.samples)
 
     def fingerprint(self) -> list[str] | None:
-        """Return the data set's own, where it offers it."""
+        """Return the fingerprint of the torch data set, if it has one."""
         return texts_of(self.samples)
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -123,7 +122,7 @@ class TorchSamples:
 
 def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:
     if not isinstance(image, torch.Tensor) or not image.is_floating_point():
-        return f"a floating-point tensor was expected, not {getattr(image, 'dtype', type(image))}"
+        return f"expected a floating-point tensor, not {getattr(image, 'dtype', type(image))}"
     if tuple(image.shape) != tuple(shape):
         return f"an image of shape {list(image.shape)}, where others have {list(shape)}"
     if not bool(image.isfinite().all()):
@@ -131,23 +130,22 @@ def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:
     try:
         number = operator.index(label)
     except TypeError:
-        return f"class {label!r}, where a whole number is needed"
-    return "" if 0 <= number < classes else f"class {number}, where there are {classes}"
+        return f"class {label!r}: expected a whole number"
+    return "" if 0 <= number < classes else f"class {number}: out of range for {classes} classes"
 
 
 def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> Dataset:
     train, valid = made
     if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in made):
-        raise UsageError(f"--data={name}: map-style data sets are needed, with a length")
+        raise UsageError(f"--data={name}: expected map-style data sets with a length")
     if not all(plugins.call("--data", name, part.__len__) for part in made):
-        raise UsageError(f"--data={name}: a data set without samples")
+        raise UsageError(f"--data={name}: a data set has no samples")
     first = plugins.call("--data", name, train.__getitem__, 0)
     image = first[0] if isinstance(first, tuple | list) and len(first) == 2 else first
     names = getattr(train, "classes", None)
     if not isinstance(names, list | tuple):
         raise UsageError(
-            f"--data={name}: the first data set has no `classes` (a list of names), which tells "
-            "how many there are"
+            f"--data={name}: the first data set has no `classes`, the list of class names"
         )
     shape = tuple(getattr(image, "shape", ()))
     if len(shape) != 3:

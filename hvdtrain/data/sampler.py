@@ -1,10 +1,10 @@
-"""Which samples make up each step: pure index arithmetic, the same for every number of workers.
+"""The samples of each step: pure index arithmetic, the same for every number of workers.
 
-The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, and
-only each of these is shared out over the ranks: nothing is dropped and nothing is padded.
+The order of an epoch depends only on the seed and the epoch. It is cut into global batches, each of
+which is distributed over the ranks: no sample is dropped or padded.
 
-Where each host holds a part of the samples, the order is one of all parts merged, each in its
-proportion in every batch, and a sample goes to a rank of its host.
+If each host holds a part of the samples, the parts are merged into one order, in proportion in
+every batch, and a sample goes to a rank of its host.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Indices = NDArray[np.int64]
 
 
 class GlobalBatchSampler:
-    """The global batches of every epoch, and each rank's share of them."""
+    """The order of samples in every epoch, and its global batches."""
 
     def __init__(
         self, samples: int, global_batch_size: int, seed: int, parts: Sequence[int] = ()
     ) -> None:
-        """`parts`: how many of the samples lie on each host, in order; by default all on each.
+        """Raise ValueError for no samples, a batch size below one, or `parts` of another sum.
 
-        Raises ValueError for no samples, a batch smaller than one, or parts of another sum.
+        `parts`: the number of samples on each host, in order; by default each host has all.
         """
         if samples < 1 or global_batch_size < 1:
             raise ValueError(f"{samples} samples in batches of {global_batch_size}")
@@ -41,25 +41,25 @@ class GlobalBatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch; the last one may be short."""
+        """Return the number of global batches in an epoch; the last one may be short."""
         return -(-self.samples // self.global_batch_size)
 
     def order(self, epoch: int) -> Indices:
-        """Every sample's index once, in the order of this epoch (int64, shape (samples,))."""
+        """Return a permutation of all sample indices for this epoch (int64, shape (samples,))."""
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         orders = [generator.permutation(part) for part in self._parts]
         if len(orders) == 1:
             return orders[0]
-        # A part's j-th sample comes when j / length of the epoch is over: parts keep pace.
+        # The j-th sample of a part is placed at (j + 1/2) / length of the epoch.
         times = np.concatenate([(np.arange(len(o)) + 0.5) / max(len(o), 1) for o in orders])
         starts = itertools.accumulate(self._parts[:-1], initial=0)
         merged = np.concatenate([o + start for o, start in zip(orders, starts, strict=True)])
         return merged[np.argsort(times, kind="stable")]
 
     def global_batches(self, cursor: int) -> Iterator[Indices]:
-        """The global batches from `cursor` samples into the run to the end of that epoch.
+        """Yield the global batches from `cursor` samples into the run to the end of that epoch.
 
-        The cursor, which counts samples over all epochs, is the loader's whole state.
+        The cursor, which counts samples over all epochs, is the complete state of the loader.
         """
         epoch, start = divmod(cursor, self.samples)
         order = self.order(epoch)
@@ -68,37 +68,34 @@ class GlobalBatchSampler:
 
 
 class SharesLike(Protocol):
-    """Which samples of a batch are whose."""
+    """The distribution of a batch over ranks."""
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """One for each rank: the part of the samples that it takes, as multiples of another's."""
+        """Return a weight for each rank, proportional to its share of the samples."""
 
     def of(self, indices: Indices, rank: int) -> Indices:
-        """One rank's part of a batch. The parts of all ranks are the batch."""
+        """Return the part of a batch for `rank`. The parts of all ranks make up the batch."""
 
     def sizes(self, length: int) -> list[int]:
-        """The lengths of all ranks' parts of a batch of `length`; typical ones, given `slack`."""
+        """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""
 
     @property
     def slack(self) -> int:
-        """How many samples less a rank may get in some batch."""
+        """Return by how many samples a rank's part may fall short in some batch."""
 
 
 class Shares:
-    """How a global batch is shared out over ranks, in neighbouring parts.
+    """The distribution of a global batch over ranks, in contiguous parts.
 
-    Equal weights give parts that differ in length by at most one; other weights give parts in
-    proportion, rounded so that they always add up to the whole. Parts may be empty.
+    Equal weights give parts that differ in length by at most one; other weights give proportional
+    parts, rounded so that they always add up to the whole. Parts may be empty.
     """
 
     slack = 0
 
     def __init__(self, size: int, weights: Sequence[float] | None = None) -> None:
-        """`weights`: one for each of `size` ranks, not negative and not all zero.
-
-        Raises ValueError when they are not that.
-        """
+        """Raise ValueError unless `weights` has `size` finite values, not negative, not all 0."""
         self.weights = tuple(weights) if weights is not None else (1.0,) * size
         if len(self.weights) != size:
             raise ValueError(f"{len(self.weights)} weights for {size} ranks")
@@ -117,22 +114,24 @@ class Shares:
         return [stop - start for start, stop in itertools.pairwise(edges)]
 
     def _edge(self, length: int, edge: int) -> int:
-        # Rounded down after adding far less than 1, so that 1/3 of 3 is 1 in spite of rounding.
+        # The small term makes 1/3 of 3 exactly 1 in spite of rounding.
         return int(length * self._cumulative[edge] + 1e-9)
 
 
 class PlacedShares:
-    """Shares where each host holds a part of the samples: they go to the ranks of their host."""
+    """The distribution of samples held by single hosts, over the ranks of their host."""
 
     def __init__(
         self, parts: Sequence[int], host_of_rank: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """`parts`: samples on each host; `host_of_rank`: counted from 0; `weights`: of ranks,
-        compared within a host. Raises ValueError for a host that has samples but no weight.
+        """Raise ValueError for a host that has samples but no weight.
+
+        `parts`: the number of samples on each host. `host_of_rank`: the host of each rank, from 0.
+        `weights`: of the ranks, relative to others on the same host.
         """
         self._edges = [0, *itertools.accumulate(parts)]
-        # In a batch that spans a time dt of the epoch, part p has dt * length_p samples, one more
-        # or one less; so, with H parts, its proportion give or take 1 + (H - 2) * length_p / total.
+        # In a batch that spans a fraction dt of the epoch, part p has dt * length_p samples, give
+        # or take one; with H parts, its proportion give or take 1 + (H - 2) * length_p / total.
         others = sum(part > 0 for part in parts) - 2
         self.slack = 1 - (-max(parts) * others // sum(parts))
         self._hosts = list(host_of_rank)

@@ -1,4 +1,4 @@
-"""What a data set is to training: a train split and a valid split that hand out batches."""
+"""Types of splits and data sets, and their checks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ Shape = tuple[int, int, int]
 
 
 class Split(Protocol):
-    """Samples by number."""
+    """Samples that are read by number, in batches.
+
+    A split may also offer `fingerprint()`: one text for each sample, or one for all, by which a
+    resumed run detects that its data have changed (hvdtrain/data/fingerprint.py).
+    """
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
-        """The samples of `indices` (int64, of any length) together, as the task's `loss` takes
-        them: tensors, or tuples, lists or dicts of them.
+        """Return the samples of `indices` (int64, any length) as one batch for the task's `loss`.
 
-        In classification: inputs of shape (len(indices), channels, height, width), and int64
-        labels. `epoch`, counted from 0, matters only where samples are changed at random.
-
-        A split may also offer `fingerprint()`: one text for each sample, or one for all, by which
-        a resumed run notices that its data are no longer the same (hvdtrain/data/fingerprint.py).
+        A batch consists of tensors, or tuples, lists or dicts of them; in classification it is
+        (inputs of shape (len(indices), channels, height, width), int64 labels). `epoch`, counted
+        from 0, matters only for random augmentation.
         """
 
 
 def check_split(flag: str, name: str, part: str, split: Any) -> None:
-    """Raises UsageError unless this, of the user's `flag`=`name`, is a Split with samples."""
+    """Raise UsageError unless `split`, from the user's `flag`=`name`, is a Split with samples."""
     lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
     if lacking:
         raise UsageError(
@@ -46,19 +47,23 @@ def check_split(flag: str, name: str, part: str, split: Any) -> None:
 
 @dataclass(frozen=True)
 class Splits:
-    """The data of a task."""
+    """The data of a task.
+
+    `name`: of the data, in the header and summary. `train`, `valid`: the samples to train on and to
+    validate with. `note`: a description for the header.
+    """
 
     name: str
     train: Split
     valid: Split
-    note: str = ""  # for the header
+    note: str = ""
 
 
 class TensorSplit:
-    """Samples that are held in memory as one tensor."""
+    """Samples held in memory: a tensor of inputs, and one of labels."""
 
     def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """`inputs`: (samples, channels, height, width), floating point; `labels`: (samples,)."""
+        """`inputs`: (samples, channels, height, width), floating point; `labels`: int64."""
         self.inputs = inputs
         self.labels = labels
 
@@ -77,30 +82,41 @@ class TensorSplit:
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How an image file becomes an input: for data sets whose inputs are images."""
+    """The conversion of an image file to an input of shape (channels, height, width).
 
-    channels: int  # 1 or 3
+    `channels`: 1 (grey) or 3 (RGB). `crop`: whether the shorter side is scaled and the centre cut
+    out, otherwise the image is stretched. `mean`, `std`: for normalisation by channel, of pixels
+    from 0 to 1.
+    """
+
+    channels: int
     height: int
     width: int
-    crop: bool = False  # the shorter side is scaled and the centre cut out, else it is stretched
-    mean: tuple[float, ...] = (0.0,)  # by channel, of pixels from 0 to 1
+    crop: bool = False
+    mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set for classification, ready to train on."""
+    """A data set for classification.
+
+    `name`: as `--data` gives it. `shape`: of an input, (channels, height, width). `classes`: the
+    number of classes. `train`, `valid`: the splits to train on and to validate with. `note`: the
+    preprocessing, for the header. `names`: of the classes; by default their numbers. `images`: the
+    conversion of image files to inputs, for `hvdtrain predict`; None if there is none.
+    """
 
     name: str
     shape: Shape
     classes: int
     train: Split
     valid: Split
-    note: str = ""  # what was done to it, for the header
-    names: tuple[str, ...] = ()  # of the classes; by default their numbers
+    note: str = ""
+    names: tuple[str, ...] = ()
     images: ImageFormat | None = None
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """One for each class."""
+        """Return a name for each class."""
         return self.names or tuple(str(number) for number in range(self.classes))

@@ -1,6 +1,6 @@
-"""Samples that are read one by one, ahead of time, by processes of their own (torch's DataLoader).
+"""Samples read one by one, ahead of time, by reader processes (torch's DataLoader).
 
-They come from a fork server, since forking a process with a running Horovod is not safe.
+The processes are forked by a fork server, as forking a process with a running Horovod is unsafe.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import TrainingError
 
-Key = tuple[int, int]  # a sample's number, and the epoch
+Key = tuple[int, int]  # sample, epoch
 
 
 class BadSample(TrainingError):
-    """A sample that cannot be read; its text names the file."""
+    """A sample that cannot be read; the message names the file."""
 
 
 class Samples(Protocol):
-    """What can be read one by one. It is sent to the reading processes."""
+    """Samples that are read one by one. The object is sent to the reader processes."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, epoch: int) -> Any:
-        """One sample. Raises BadSample."""
+        """Return one sample. Raises BadSample."""
 
     def empty(self) -> Any:
-        """A batch of no samples."""
+        """Return a batch of no samples."""
 
     def finish(self, batch: Any) -> Any:
-        """What the training process itself does with a batch: what is sent to it stays small."""
+        """Complete a batch in the training process, so that readers send compact batches."""
 
 
 class StreamedSplit:
-    """A split of such samples."""
+    """A split that reads `Samples` ahead."""
 
     def __init__(
         self, samples: Samples, readers: int, may_skip: bool, stay: bool, advice: str = ""
     ) -> None:
-        """`readers`: processes; 0: this one. `may_skip`: leave out samples that cannot be read.
-        `stay`: whether the processes wait for the next epoch. `advice`: what to do about a sample
-        that cannot be read, where none may be left out.
+        """`readers`: the number of processes; 0: read in this one. `may_skip`: skip samples that
+        cannot be read. `stay`: keep the processes for the next epoch. `advice`: added to the error
+        about a sample that cannot be read, if it may not be skipped.
         """
         self.may_skip = may_skip
         self._samples = samples
@@ -68,7 +68,7 @@ class StreamedSplit:
         return self._length
 
     def fingerprint(self) -> list[str] | None:
-        """Return the samples' own, where they offer it."""
+        """Return the fingerprint of the samples, if they have one."""
         return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
@@ -85,11 +85,11 @@ class StreamedSplit:
                     raise TrainingError(loaded)
                 yield replace(loaded, batch=self._samples.finish(loaded.batch))
         except (RuntimeError, EOFError, ConnectionError) as error:
-            # It may end while it hands over a batch: the connection to it breaks off then.
-            handing_over = self._readers > 0 and not isinstance(error, RuntimeError)
-            if "DataLoader worker" not in str(error) and not handing_over:
+            # A reader that ends while it sends a batch breaks the connection.
+            sending = self._readers > 0 and not isinstance(error, RuntimeError)
+            if "DataLoader worker" not in str(error) and not sending:
                 raise
-            reason = str(error) or "it broke off while it handed over a batch"
+            reason = str(error) or "the connection broke while it sent a batch"
             raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
 
     def _make_loader(self) -> DataLoader[Loaded]:
@@ -107,7 +107,7 @@ class StreamedSplit:
 
 
 class _Order(Sampler[list[Key]]):
-    """The batches of the epoch that is to come; the loader asks anew at each."""
+    """The batches of the next epoch, for the loader."""
 
     def __init__(self) -> None:
         self.batches: list[list[Key]] = []
@@ -120,7 +120,7 @@ class _Order(Sampler[list[Key]]):
 
 
 class _Reader(torch.utils.data.Dataset[Any]):
-    """Reads a batch at a time, in whichever process it is."""
+    """A map-style data set that reads a batch at a time, in any process."""
 
     def __init__(self, samples: Samples, may_skip: bool, advice: str) -> None:
         self._samples = samples
@@ -128,14 +128,14 @@ class _Reader(torch.utils.data.Dataset[Any]):
         self._advice = advice
 
     def __getitems__(self, keys: list[Key]) -> Loaded | str:
-        # Told rather than raised: the loader would wrap it in its own traceback.
+        # Returned, not raised: the loader would wrap the error in its own traceback.
         try:
             return self.load(keys)
         except BadSample as error:
             return str(error)
 
     def load(self, keys: list[Key]) -> Loaded:
-        """These samples together. Raises BadSample, unless they may be skipped."""
+        """Return these samples as a batch. Raises BadSample, unless samples may be skipped."""
         read, bad = [], 0
         for index, epoch in keys:
             try:
@@ -151,8 +151,9 @@ class _Reader(torch.utils.data.Dataset[Any]):
 
 
 def _end_with_parent(number: int) -> None:
-    """A reading process ends when the training process is gone, however that went. torch looks at
-    its own parent only, and that is the fork server, which lives as long as its children do.
+    """Make a reader process end when the training process ends, for whatever reason.
+
+    torch watches only the reader's parent, the fork server, which lives as long as its children.
     """
     trainer = multiprocessing.parent_process()
     assert trainer is not None
@@ -169,14 +170,15 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 def _start_fork_server() -> None:
-    """Once a process. The signals that ask a run to stop are for the worker, not for its readers:
-    what they are to ignore, they inherit.
+    """Start the fork server, once per process, with the signals that stop a run ignored.
+
+    These signals are for the worker; its readers inherit that they are ignored.
     """
     forkserver.set_forkserver_preload(["torch", "hvdtrain.data.streaming"])
     stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     try:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
-    except ValueError:  # not the main thread: it may not change them
+    except ValueError:  # only the main thread may change handlers
         before = {}
     try:
         forkserver.ensure_running()

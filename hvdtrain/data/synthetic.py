@@ -1,8 +1,8 @@
-"""Made-up images of any shape, for measuring speed and for tests: no files, little memory.
+"""Synthetic images of any shape, for measurements and tests, without files and in little memory.
 
-Sample i belongs to class i mod classes: that class's pattern, with one of a pool of noise images on
-top. Each class can so be learnt, and every sample is a pure function of the seed and its number.
-Images repeat after pool x classes samples, so validation accuracy says nothing here.
+Sample i is the pattern of class i mod classes plus one of a pool of noise images. Classes are thus
+learnable, and every sample is a pure function of the seed and its number. Images repeat after
+pool x classes samples, so validation accuracy is meaningless.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PREFIX = "synthetic:"
 CLASSES = 10
 TRAIN_SAMPLES = 65_536
 VALID_SAMPLES = 4_096
-POOL = 251  # noise images; a prime, so that each meets every class
+POOL = 251  # noise images; prime, so that each is combined with every class
 NOISE = 0.5
 SYNTAX = re.compile(r"synthetic:(\d+)x(\d+)x(\d+)((?:,(?:classes|samples)=\d+)*)")
 
 
 class SyntheticSplit:
-    """Samples first .. first + samples - 1 of the made-up set."""
+    """Samples first .. first + samples - 1 of the synthetic data."""
 
     def __init__(
         self, patterns: torch.Tensor, noise: torch.Tensor, first: int, samples: int
@@ -46,9 +46,9 @@ class SyntheticSplit:
 
 
 def read_spec(spec: str) -> tuple[Shape, int, int]:
-    """Shape, classes and training samples of synthetic:CxHxW[,classes=K][,samples=M].
+    """Return shape, classes and training samples of synthetic:CxHxW[,classes=K][,samples=M].
 
-    Raises UsageError when it is not that.
+    Raises UsageError if `spec` is malformed.
     """
     match = SYNTAX.fullmatch(spec)
     options = dict(part.split("=") for part in match.group(4).split(",")[1:]) if match else {}
@@ -65,7 +65,7 @@ def read_spec(spec: str) -> tuple[Shape, int, int]:
 
 
 def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
-    """`spec`: as `read_spec` takes it. Raises UsageError."""
+    """Return the data set of `spec` (see `read_spec`). Raises UsageError."""
     shape, classes, samples = read_spec(spec)
     generator = np.random.Generator(np.random.PCG64([seed, 0x5EED]))
     patterns = torch.as_tensor(generator.standard_normal((classes, *shape)), dtype=dtype)

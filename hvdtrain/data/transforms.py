@@ -1,7 +1,7 @@
-"""Random changes to training images, drawn from (seed, epoch, sample) and from nothing else.
+"""Augmentation and resizing of batches of images.
 
-Which rank reads a sample, in which batch, and what was drawn before, make no difference: an
-augmented run too is the same for every number of workers, and after a resumption.
+Random numbers depend only on (seed, epoch, sample), not on the rank, the batch, or earlier numbers:
+an augmented run is the same for every number of workers, and after resuming.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset, Split, TensorSplit
 
 # SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
-# OOPSLA 2014. Its n-th number can be had without those before it.
+# OOPSLA 2014. Its n-th number can be computed without those before.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
-FLIP, ROW, COLUMN = range(3)  # what a number is drawn for
+FLIP, ROW, COLUMN = range(3)  # purposes of random numbers
 
 
 def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np.float64]:
-    """A number in [0, 1) for each sample of `indices`, the same wherever it is asked for."""
+    """Return a number in [0, 1) for each sample of `indices`, a pure function of all arguments."""
     sequence = np.random.SeedSequence([seed, epoch, purpose])
     (start,) = sequence.generate_state(1, np.uint64)
-    with np.errstate(over="ignore"):  # modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # modulo 2^64 is intended
         numbers = start + (indices.astype(np.uint64) + np.uint64(1)) * _STEP
         for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
             numbers = (numbers ^ (numbers >> shift)) * multiplier
@@ -42,7 +42,10 @@ def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np
 
 
 class ChangedSplit:
-    """The base: reads ahead where the other split does. Derive from it and define `change`."""
+    """Base class of a split that changes the batches of another, reading ahead if that does.
+
+    Derived classes define `change`.
+    """
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -52,7 +55,7 @@ class ChangedSplit:
         return len(self._split)
 
     def fingerprint(self) -> list[str] | None:
-        """Return the other split's."""
+        """Return the fingerprint of the underlying split."""
         return texts_of(self._split)
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
@@ -68,11 +71,11 @@ class ChangedSplit:
 
 
 class AugmentedSplit(ChangedSplit):
-    """Another split's samples, mirrored and shifted at random, a batch at a time."""
+    """The samples of another split, mirrored and shifted at random."""
 
     def __init__(self, split: Split, seed: int, hflip: float, crop_padding: int) -> None:
-        """`hflip`: probability of mirroring. `crop_padding`: pixels of zeros that are put around
-        an image before a window of its own size is cut out anywhere.
+        """`hflip`: probability of mirroring. `crop_padding`: pixels of zeros added around an image
+        before a window of its original size is cut out at random.
         """
         super().__init__(split)
         self._seed = seed
@@ -103,7 +106,7 @@ class AugmentedSplit(ChangedSplit):
 def _windows(
     padded: torch.Tensor, inputs: torch.Tensor, tops: torch.Tensor, lefts: torch.Tensor
 ) -> torch.Tensor:
-    """From each padded image the window of the size of `inputs` whose corner is given."""
+    """Cut out of each padded image a window of the size of `inputs`, with the given corner."""
     samples, channels, height, width = inputs.shape
     device = inputs.device
     rows = tops[:, None] + torch.arange(height, device=device)
@@ -117,7 +120,7 @@ def _windows(
 
 
 class ResizedSplit(ChangedSplit):
-    """Made a batch at a time."""
+    """The samples of another split, resized."""
 
     def __init__(self, split: Split, size: tuple[int, int]) -> None:
         super().__init__(split)
@@ -129,7 +132,7 @@ class ResizedSplit(ChangedSplit):
 
 
 def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
-    """The data set with images of `size` (height, width): at once where it lies in memory."""
+    """Return the data set with images of `size` (height, width); data in memory is resized once."""
     channels, height, width = dataset.shape
     note = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
     return replace(
@@ -148,7 +151,7 @@ def _resized_split(split: Split, size: tuple[int, int]) -> Split:
 
 
 def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(samples, channels, height, width) to `size`."""
+    """Resize (samples, channels, height, width) to `size` (height, width), bilinearly."""
     if inputs.shape[2:] == size:
         return inputs
     if len(inputs) == 0:

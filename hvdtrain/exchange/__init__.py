@@ -1,7 +1,7 @@
-"""What training needs of the other ranks, as a contract, and its form for a single process.
+"""The interface to the other ranks (Exchange), and its implementation for a single process.
 
-The training loop is handed an Exchange and never learns which one it has.
-`hvdtrain.exchange.horovod` holds the one over Horovod.
+The training loop receives an Exchange and does not depend on its implementation.
+`hvdtrain.exchange.horovod` holds the implementation over Horovod.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _joined: Exchange | None = None
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the ranks' gradients on their way.
+    """How gradients are reduced over ranks.
 
-    `op`: sum or average. `compression`: none or fp16, the type in which they travel.
+    `op`: sum or average. `compression`: none or fp16, the type in which they are sent.
     """
 
     op: str = "average"
     compression: str = "none"
 
     def weight(self, ranks: int) -> int:
-        """By what each rank multiplies its gradient for the sum over `ranks` to come out."""
+        """Return the factor for each rank's gradient so that the reduction is the sum."""
         return ranks if self.op == "average" else 1
 
 
@@ -54,11 +54,11 @@ class Exchange(Protocol):
 
     @property
     def controller(self) -> str:
-        """gloo or mpi; none for a single process."""
+        """Return 'gloo' or 'mpi'; 'none' for a single process."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether sums are added in the same order in every run."""
+        """Return whether sums are added in the same order in every run."""
 
     def distribute(
         self,
@@ -67,57 +67,64 @@ class Exchange(Protocol):
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
-        """Collective: make `optimizer.step()` reduce gradients over ranks first. Returns it.
+        """Collective: make `optimizer.step()` reduce gradients over ranks first; return it.
 
         Afterwards rank 0's parameters, buffers and optimizer state are on every rank, and gradients
-        are dense (`make_gradients_dense`).
-        `grad_accum_steps`: backward passes whose gradients add up before they are reduced.
+        are dense (`make_gradients_dense`). `grad_accum_steps`: number of backward passes whose
+        gradients are accumulated before they are reduced.
         """
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: on return every `.grad` is its reduction over ranks.
+        """Collective: wait until every `.grad` is reduced over ranks.
 
-        The next `optimizer.step()` uses the gradients as they then stand.
+        The next `optimizer.step()` uses the gradients without reducing them again.
         """
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
-        """Collective: begin summing `values` over ranks; the call of the result waits for it."""
+        """Collective: begin to sum `values` over ranks; return a function that waits for the sum.
+
+        The sum has the shape and dtype of `values`.
+        """
 
     def broadcast_object(self, value: Any, name: str) -> Any:
-        """Collective: rank 0's `value`, on every rank."""
+        """Collective: return rank 0's `value` on every rank."""
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        """Collective: every rank's `value`, in rank order."""
+        """Collective: return every rank's `value`, in rank order."""
 
     def peer_failures(self) -> AbstractContextManager[None]:
-        """Within it, the library's own "a collective broke off" is raised as PeerFailure."""
+        """Return a context manager that converts the library's error to PeerFailure.
+
+        This is the error that a collective raises when another rank fails.
+        """
 
     def summation_order(self) -> KnownOrder:
-        """In which order ranks are summed. Raises UsageError where nobody has said."""
+        """Return the order in which ranks are summed. Raises UsageError if it is unknown."""
 
     def ring(self) -> Transport:
-        """Collective: a ring over all ranks that does not use this exchange's own reductions."""
+        """Collective: return a ring over all ranks, independent of this exchange's reductions."""
 
     def start_timeline(self, path: Path) -> None:
-        """Begin to note down, on rank 0, what the library does with each tensor."""
+        """Start to record, on rank 0, the library's operations on each tensor."""
 
     def stop_timeline(self) -> None:
-        """End that."""
+        """Stop the recording of `start_timeline`."""
 
     def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
-        """From here on call `give_up`, in a thread, when a collective waits for longer than the
-        stall limit of Horovod's environment variables, if that is set.
+        """Call `give_up`, in a thread, if a collective exceeds the stall limit.
+
+        The limit is that of Horovod's environment variables; without one, nothing is watched.
         """
 
     def close(self) -> None:
-        """Collective: leave the group of ranks in good order."""
+        """Collective: leave the group of ranks together."""
 
     def abandon(self) -> None:
-        """Let the others know that this rank is about to end: their collectives break off."""
+        """Make the other ranks' collectives fail, because this rank is about to end."""
 
 
 class SingleProcess:
-    """N = 1: nothing to exchange. Needs no Horovod, and can be stepped through in a debugger."""
+    """The exchange of a single process, without Horovod; it can be run in a debugger."""
 
     rank = 0
     size = 1
@@ -135,10 +142,9 @@ class SingleProcess:
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """There are no other ranks: the gradients are reduced already.
+        """Set the missing gradients of trainable parameters to zero, as Horovod does.
 
-        A parameter that was not used gets a zero gradient, as it does from Horovod: else weight
-        decay would move it on several ranks and not on one.
+        Otherwise weight decay would change unused parameters on several ranks but not on one.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -158,40 +164,40 @@ class SingleProcess:
         return nullcontext()
 
     def summation_order(self) -> KnownOrder:
-        return OPEN_MPI_RING  # of one rank, any ring's
+        return OPEN_MPI_RING  # of one rank, all orders are equal
 
     def ring(self) -> Transport:
         (transport,) = in_process_ring(1)
         return transport
 
     def start_timeline(self, path: Path) -> None:
-        """There is no library."""
+        """Do nothing: there is no library to record."""
 
     def stop_timeline(self) -> None:
-        """There is no library."""
+        """Do nothing."""
 
     def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: no collective waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing."""
 
 
 def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Turn sparse gradients of `model` into dense ones as soon as a backward pass has made them.
+    """Convert sparse gradients of `model` to dense ones as soon as a backward pass makes them.
 
-    A rank whose share is empty has no gradient, and could not know that the others send rows; rows
-    that are looked up twice have no fixed order of summation; norms and most optimizers take no
-    sparse gradients. Dense ones are summed, checked and used as all others are, on any N. Raises
-    UsageError for an optimizer that takes sparse gradients only.
+    A rank whose share is empty has no gradient and could not determine that the others send sparse
+    ones; rows that are looked up twice have no fixed order of summation; norms and most optimizers
+    do not support sparse gradients. Dense ones are summed, checked and used like all others, for
+    any N. Raises UsageError for an optimizer that takes sparse gradients only.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
-            "SparseAdam: takes sparse gradients only, but those of several workers are added up as "
-            "dense ones (on one worker too: N changes nothing). Use torch.optim.Adam or Adagrad"
+            "SparseAdam: takes sparse gradients only, but hvdtrain makes all gradients dense (on "
+            "one worker too, so that N changes nothing). Use torch.optim.Adam or Adagrad"
         )
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -204,7 +210,7 @@ def _make_dense(parameter: torch.Tensor) -> None:
 
 
 def join(connect: Callable[[], Exchange]) -> Exchange:
-    """Collective: what `connect` gives, once in a process; from then on it is `joined`."""
+    """Collective: return the exchange of this process; the first call creates it by `connect`."""
     global _joined
     if _joined is None:
         _joined = connect()
@@ -212,26 +218,26 @@ def join(connect: Callable[[], Exchange]) -> Exchange:
 
 
 def joined() -> Exchange | None:
-    """The job that a script of somebody's own has joined by `hvdtrain.init`."""
+    """Return the exchange that a script has joined by `hvdtrain.init`, or None."""
     return _joined
 
 
 def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
-    """Collective: run `action` on every rank, and go on only if it succeeded on all of them.
+    """Collective: run `action` on every rank; return its result if it succeeded on all of them.
 
-    Otherwise every rank raises the same AgreedFailure, which names each failing rank: nobody is
+    Otherwise every rank raises the same AgreedFailure, which names each failing rank, so no rank is
     left waiting in a later collective. `what` names the collective ("prepare").
     """
-    told: tuple[int, str] | None = None
+    failure: tuple[int, str] | None = None
     try:
         result = action()
     except HvdtrainError as error:
-        told = (error.exit_code, str(error))
-    except (Exception, SystemExit) as error:  # a surprise, in a user's model perhaps
+        failure = (error.exit_code, str(error))
+    except (Exception, SystemExit) as error:  # unexpected, perhaps in a user's model
         trace = traceback.format_exc().rstrip()
-        told = (EXIT_FAILED, f"{type(error).__name__}: {error}\n{trace}")
-    told_by_rank = exchange.all_gather_object(told, f"hvdtrain.agree.{what}")
-    failures = {rank: told for rank, told in enumerate(told_by_rank) if told is not None}
+        failure = (EXIT_FAILED, f"{type(error).__name__}: {error}\n{trace}")
+    gathered = exchange.all_gather_object(failure, f"hvdtrain.agree.{what}")
+    failures = {rank: failure for rank, failure in enumerate(gathered) if failure is not None}
     if failures:
         raise AgreedFailure(failures, exchange.size)
     return result

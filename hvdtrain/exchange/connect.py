@@ -1,4 +1,4 @@
-"""Joining the other workers of a job."""
+"""Connection to the other workers of a job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def connect(topology: Topology) -> Exchange:
-    """Collective: join the other workers, if a launcher started this process as one of several.
+    """Collective: join the other workers if a launcher started this process, else return N = 1.
 
-    Raises UsageError where that launcher's processes cannot be joined.
+    Raises UsageError if Horovod cannot connect the processes of that launcher.
     """
     if topology.launched:
         return connect_workers()
@@ -24,7 +24,7 @@ def connect(topology: Topology) -> Exchange:
 
 
 def connect_workers() -> HorovodExchange:
-    """Collective: join the other workers. Raises PreflightError where Horovod does not work."""
+    """Collective: join the other workers. Raises PreflightError if Horovod does not work."""
     try:
         from hvdtrain.exchange.horovod import HorovodExchange
     except ImportError as error:

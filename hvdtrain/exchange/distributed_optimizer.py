@@ -1,9 +1,9 @@
 """A torch optimizer whose `step` first waits until its gradients are reduced over ranks.
 
-Horovod's DistributedOptimizer is a new optimizer of the same class: state, defaults and hooks of
-the one it is made from are dropped, and schedulers built before go on to steer that one. Here it
-only carries the gradients of the parameters, and the user's own optimizer makes the steps: it stays
-the object that it was, with all that belongs to it.
+Horovod's DistributedOptimizer is a new optimizer of the same class: it drops state, defaults and
+hooks of the original, and existing schedulers keep controlling the original. Here it only reduces
+gradients (the carrier), and the user's own optimizer makes the steps: it stays the same object,
+with its state, hooks and schedulers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def reduce_before_step(
 ) -> None:
     """Make `optimizer.step()` call `reduce` first, unless that was done since the backward pass.
 
-    `carrier`: Horovod's DistributedOptimizer over the same parameters, which is never stepped. It
-    stays at hand as `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are as
-    with Horovod.
+    `carrier`: Horovod's DistributedOptimizer over the same parameters, whose `step` is never
+    called. It is stored as `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are
+    set as on Horovod's optimizers.
     """
     flight = Flight(carrier)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(it is not None for it in (*args[1:], options.get("closure"))):
             raise UsageError(
-                "optimizer.step(closure): what the closure computes would not be averaged over "
-                "ranks. Call backward() before, and step() without a closure"
+                "optimizer.step(closure): the gradients of the closure would not be averaged over "
+                "ranks. Call backward() first, then step() without a closure"
             )
         if carrier._should_synchronize and not is_reduced(carrier):
             reduce(optimizer)
@@ -45,22 +45,22 @@ def reduce_before_step(
         if carrier._handles:
             raise TrainingError(
                 "optimizer.zero_grad() between backward() and optimizer.step(): the gradients are "
-                "still being reduced. To drop them call reduce_gradients(optimizer) before"
+                "still being reduced. To drop them call reduce_gradients(optimizer) first"
             )
         carrier._synchronized = False
         zero_grad(set_to_none)
 
     hook = optimizer.register_step_pre_hook(before_step)
-    # Before the user's own hooks, which may change gradients.
+    # First, because the user's own hooks may change gradients.
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
     own = {"carrier": carrier, "synchronize": flight.synchronize, "zero_grad": guarded_zero_grad}
     vars(optimizer).update(own, skip_synchronize=carrier.skip_synchronize)
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` of the same optimizer elsewhere, each value in the type that it had.
+    """Load a `state_dict` of the same optimizer on another rank, and keep the dtype of each value.
 
-    (`load_state_dict` gives it that of its parameter: ASGD, for one, would then compute otherwise.)
+    (`load_state_dict` casts to the dtype of the parameter, which changes the result of ASGD.)
     """
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -73,12 +73,12 @@ def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def carrier_of(optimizer: Optimizer) -> Any:
-    """Return what carries the gradients. Raises UsageError unless `optimizer` was distributed."""
+    """Return the carrier of `optimizer`. Raises UsageError unless it was distributed."""
     carrier = getattr(optimizer, "carrier", None)
     if carrier is None:
         raise UsageError(
             "this optimizer does not reduce gradients: call "
-            "optimizer = hvdtrain.distribute(model, optimizer) before"
+            "optimizer = hvdtrain.distribute(model, optimizer) first"
         )
     return carrier
 
@@ -86,7 +86,7 @@ def carrier_of(optimizer: Optimizer) -> Any:
 def is_reduced(carrier: Any) -> bool:
     """Return whether every gradient has been reduced since the last backward pass and step.
 
-    Where there is none at all, `model.zero_grad()` has dropped what was reduced.
+    If no parameter has a gradient, `model.zero_grad()` has dropped the reduced ones.
     """
     return (
         carrier._synchronized
@@ -96,7 +96,7 @@ def is_reduced(carrier: Any) -> bool:
 
 
 class Flight:
-    """The gradients that Horovod is reducing, which nobody else may change meanwhile."""
+    """The gradients that Horovod is reducing, which no other code may change meanwhile."""
 
     def __init__(self, carrier: Any) -> None:
         self._carrier = carrier
@@ -107,8 +107,8 @@ class Flight:
     def synchronize(self) -> None:
         """Collective: wait until every gradient is reduced.
 
-        Raises TrainingError if code has changed one since its reduction began: replaced it, or
-        written into it by an operation of torch. (Writes by way of `.data` leave no trace.)
+        Raises TrainingError if code has replaced a gradient since its reduction began, or changed
+        it by a torch operation. (Writes through `.data` cannot be detected.)
         """
         changed = [
             self._carrier._parameter_names[parameter]
@@ -121,10 +121,10 @@ class Flight:
                 f"code changed parameter {changed[0]}'s .grad between the backward pass and "
                 f"optimizer.step(), while it was being reduced ({len(changed)} parameters in "
                 "all). Clip by hvdtrain.clip_grad_norm_(optimizer, max_norm); before any other "
-                "change call reduce_gradients(optimizer) of what hvdtrain.init() gave"
+                "change call reduce_gradients(optimizer) of what hvdtrain.init() returned"
             )
         self._carrier.synchronize()
-        self._begun.clear()  # those that were begun and ended just now
+        self._begun.clear()  # of the reductions that synchronize() itself has begun and ended
 
     def _submit_and_note(self, parameter: torch.Tensor) -> Any:
         handle = self._submit(parameter)

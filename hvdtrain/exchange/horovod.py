@@ -1,6 +1,6 @@
-"""The exchange over Horovod. This is the one file that imports it.
+"""The exchange over Horovod. This is the only file that imports it.
 
-Every collective bears a name: unnamed ones are counted per rank and can deadlock.
+Every collective has a name: Horovod numbers unnamed ones per rank, so they can deadlock.
 """
 
 from __future__ import annotations
@@ -50,27 +50,29 @@ Trainable = tuple[frozenset[int], frozenset[int]]
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
 ENVIRONMENT_DEFAULTS = {
-    # Each tensor by itself: which tensors fuse depends on timing, and so, from three ranks on,
-    # would the order of summation. Without fusion a run repeats.
+    # No fusion: which tensors fuse depends on timing, and so, with three or more ranks, would the
+    # order of summation. Without fusion a run is repeatable.
     "HOROVOD_FUSION_THRESHOLD": "0",
-    # Open MPI spins while it waits; where workers fill the cores that takes compute time.
+    # Open MPI spins while it waits, which takes compute time if workers occupy all cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 
 class Distributed(NamedTuple):
-    """The parameters of one model, by name, and those trainable when it was distributed."""
+    """The parameters of a model by name, and those that were trainable at `distribute`."""
 
     named: dict[str, torch.nn.Parameter]
     watched: Trainable
 
 
 class HorovodExchange:
-    """All ranks of one horovodrun. Make one a process: Horovod cannot be initialised twice."""
+    """The exchange of all ranks of a job; one per process: Horovod cannot be initialised twice."""
 
     def __init__(self) -> None:
-        """Collective: initialise Horovod. Raises PreflightError when it cannot be, and UsageError
-        when it has found none of the processes that were started with this one.
+        """Collective: initialise Horovod.
+
+        Raises PreflightError if that fails, and UsageError if Horovod has not connected any of the
+        processes that the launcher started.
         """
         for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
@@ -85,7 +87,6 @@ class HorovodExchange:
         self.size: int = hvd.size()
         Topology.from_environment().check_joined(self.size)
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
-        # With fusion, which tensors travel together depends on timing.
         self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
         self.stalls = StallWatch()
         self._distributed: WeakKeyDictionary[torch.optim.Optimizer, Distributed] = (
@@ -93,7 +94,7 @@ class HorovodExchange:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
-        """Layers that hold it may be copied; it stays the one of this process."""
+        """Return the same object, so that layers that hold it can be copied."""
         return self
 
     @waits
@@ -104,13 +105,13 @@ class HorovodExchange:
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
     ) -> torch.optim.Optimizer:
-        """Collective: let Horovod reduce gradients, and spread rank 0's state.
+        """Collective: let Horovod reduce gradients, and broadcast rank 0's state.
 
-        Optimizer state goes first, by its state_dict, and parameters last: Horovod's
-        broadcast_optimizer_state may take a dummy step that moves parameters on other ranks.
+        Optimizer state is sent first, as a state_dict, and parameters last: Horovod's
+        broadcast_optimizer_state may take a dummy step that changes parameters on other ranks.
         Returns the same optimizer. Raises TrainingError, naming the ranks, if parameters differ
-        afterwards, AgreedFailure where rank 0's state does not fit, and UsageError if it is
-        distributed already.
+        afterwards, AgreedFailure if rank 0's state does not fit, and UsageError if the optimizer is
+        already distributed.
         """
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
@@ -123,7 +124,7 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         reduce_before_step(optimizer, carrier, self.reduce_gradients)
-        # From the CPU: a tensor arrives on the device that it left, which is another rank's.
+        # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
         own = copied_to_cpu(optimizer.state_dict()) if self.rank == 0 else None
         state = self.broadcast_object(own, "hvdtrain.optimizer")
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
@@ -136,11 +137,11 @@ class HorovodExchange:
 
     @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until Horovod has reduced every gradient, if it has not yet.
+        """Collective: wait until Horovod has reduced every gradient.
 
-        Raises TrainingError when code has changed a gradient meanwhile, and when the model or the
-        optimizer has trainable parameters that were not trainable, or not there, when it was
-        distributed: Horovod would silently leave them out.
+        Raises TrainingError if code has changed a gradient meanwhile, or if the set of trainable
+        parameters of the model or the optimizer has changed since `distribute`: Horovod would
+        silently omit new ones.
         """
         carrier = carrier_of(optimizer)
         if is_reduced(carrier):
@@ -148,12 +149,12 @@ class HorovodExchange:
         known = self._distributed[optimizer]
         if _trainable(known.named, optimizer) != known.watched:
             raise TrainingError(_explain_unwatched(known, optimizer))
-        # Those without a gradient on this rank, which others may have: begun before any is awaited.
+        # Parameters without a gradient on this rank may have one on others: begin all, then wait.
         for parameter in carrier._requires_update:
             if carrier._handles.get(parameter, (None, None))[0] is None:
                 carrier._handles[parameter] = carrier._allreduce_grad_async(parameter)
-        # hvd.synchronize() wakes up every 0.05 ms while it waits (horovod/torch/mpi_ops_v2.cc,
-        # WaitAndClear). A handle that is no number is not begun yet.
+        # Poll first: hvd.synchronize() wakes up every 0.05 ms while it waits
+        # (horovod/torch/mpi_ops_v2.cc, WaitAndClear). A handle that is not an integer is not begun.
         handles = [handle for handle, _ in carrier._handles.values()]
         rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
@@ -167,10 +168,10 @@ class HorovodExchange:
         return _result(handle)
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: each tensor's sum, average, min or max over ranks.
+        """Collective: return each tensor's sum, average, min or max over ranks.
 
-        `submission`: alone or together: each by itself, all begun before the first is awaited;
-        grouped: as one group, which Horovod fuses up to HOROVOD_FUSION_THRESHOLD, and only then.
+        `submission`: alone or together: one operation per tensor, all begun before the first is
+        awaited; grouped: one group, which Horovod fuses, but only up to HOROVOD_FUSION_THRESHOLD.
         """
         if submission == "grouped":
             reduced = hvd.grouped_allreduce(tensors, op=REDUCTIONS[op], name=name)
@@ -181,9 +182,9 @@ class HorovodExchange:
         )
 
     def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: this rank's share of each tensor's sum or average; see `all_reduce`.
+        """Collective: return this rank's rows of each tensor's sum or average; see `all_reduce`.
 
-        Shares are of rows; the first ranks' are longer by one where N does not divide them.
+        If N does not divide the number of rows, the first ranks receive one more.
         """
         if submission == "grouped":
             return list(hvd.grouped_reducescatter(tensors, op=REDUCTIONS[op], name=name))
@@ -193,7 +194,7 @@ class HorovodExchange:
         )
 
     def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
-        """Collective: every rank's tensors, joined in rank order; see `all_reduce`."""
+        """Collective: return every rank's tensors, joined in rank order; see `all_reduce`."""
         if submission == "grouped":
             return list(hvd.grouped_allgather(tensors, name=name))
         return _finish(
@@ -202,7 +203,10 @@ class HorovodExchange:
         )
 
     def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
-        """Collective: rank `root`'s tensors; Horovod has no groups for them, and fuses none."""
+        """Collective: return rank `root`'s tensors; `submission` has no effect here.
+
+        Horovod has no grouped broadcast, and does not fuse broadcasts.
+        """
         return _finish(
             hvd.broadcast_async(tensor, root, name=f"{name}.{number}")
             for number, tensor in enumerate(tensors)
@@ -242,13 +246,13 @@ class HorovodExchange:
 
     @waits
     def close(self) -> None:
-        # The first rank to shut down ends Horovod, and finalizes MPI, under all the others: none
-        # may while another still uses it (to free the ring's communicator, say).
+        # The first rank to shut down ends Horovod and finalizes MPI for all others, so wait until
+        # no rank uses it any more (for example, to free the ring's communicator).
         self.sum_later(torch.zeros(1), "hvdtrain.close")()
         hvd.shutdown()
 
     def abandon(self) -> None:
-        # It waits for ranks that may be gone, so it gets a thread and a limit.
+        # The shutdown waits for ranks that may have ended, so it runs in a thread with a limit.
         shutdown = threading.Thread(target=hvd.shutdown, name="abandon", daemon=True)
         shutdown.start()
         shutdown.join(ABANDON_TIMEOUT_S)
@@ -261,13 +265,13 @@ class HorovodExchange:
             raise UsageError(f"--audit=exact: {error}") from error
 
     def ring(self) -> Transport:
-        """Collective: a ring over all ranks that does not go through Horovod's operations.
+        """Collective: return a ring over all ranks that does not use Horovod's operations.
 
-        It is made of sockets on both controllers: the addresses are exchanged through Horovod, and
-        so is a secret, where the launcher has given none. It does not share Horovod's MPI, where
-        two threads that wait in Open MPI at the same time can both stand still for half a minute,
-        and where one rank that leaves ends MPI under the ring of all others. Raises PreflightError
-        without an interface.
+        It uses sockets on both controllers. The addresses are exchanged through Horovod, and so is
+        a secret if the launcher has given none. It does not share Horovod's MPI: two threads that
+        wait in Open MPI at the same time can both hang for half a minute, and one rank that leaves
+        finalizes MPI for the rings of all others. Raises PreflightError if the network interface is
+        unknown.
         """
         listener = listen(own_address())
         own = (listener.getsockname()[:2], RING_TOKEN in os.environ)
@@ -281,7 +285,7 @@ class HorovodExchange:
 def _trainable(
     named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Trainable:
-    """Ids of the trainable parameters: of the model, and of the optimizer."""
+    """Return the ids of the trainable parameters of the model and of the optimizer."""
     in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
     return (
         frozenset(id(p) for p in named.values() if p.requires_grad),
@@ -302,35 +306,35 @@ def _explain_unwatched(known: Distributed, optimizer: torch.optim.Optimizer) -> 
     ]
     return (
         "the trainable parameters have changed since the optimizer was distributed: "
-        f"{' and '.join(changes)}. Horovod reduces only what it was given then: "
+        f"{' and '.join(changes)}. Horovod reduces only the parameters of that time: "
         "freeze and unfreeze before distribute(), or distribute a new optimizer"
     )
 
 
 def _finish(handles: Iterable[int]) -> Tensors:
-    """Collective: await what has been begun; all of it is begun first."""
+    """Collective: wait for all operations; consuming `handles` begins all of them first."""
     return [_result(handle) for handle in list(handles)]
 
 
 def _result(handle: int) -> torch.Tensor:
-    """Collective: await one that has been begun."""
+    """Collective: wait for one operation; return its result."""
     rest_until(lambda: bool(hvd.poll(handle)))
     reduced: torch.Tensor = hvd.synchronize(handle)
     return reduced
 
 
 def ring_of_horovod() -> Transport:
-    """Collective: a ring over the ranks of a script that has called hvd.init() itself.
+    """Collective: return a ring over the ranks of a script that has called hvd.init() itself.
 
-    Raises UsageError when it has not.
+    Raises UsageError if it has not.
     """
     if not hvd.is_initialized():
-        raise UsageError("GradientAudit: call hvd.init() before")
+        raise UsageError("GradientAudit: call hvd.init() first")
     return HorovodExchange().ring()
 
 
 def _join_step() -> None:
-    """Collective: what horovodrun does for its workers, among the tasks of a step of srun."""
+    """Collective: set Horovod's variables, as horovodrun does, in all tasks of a Slurm step."""
     variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
     chosen = os.environ.get("HOROVOD_GLOO_IFACE")
     interface = chosen or slurm.interface_of(address, interface_address)
@@ -339,7 +343,7 @@ def _join_step() -> None:
 
 
 def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
-    """Start Horovod's rendezvous, as horovodrun does, in a thread. Returns its port."""
+    """Start Horovod's rendezvous server in a thread, as horovodrun does. Returns its port."""
     server = RendezvousServer()
     port: int = server.start()
     names = ("rank", "local_rank", "cross_rank", "size", "local_size", "cross_size")
@@ -350,9 +354,9 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
 
 
 def prove() -> int:
-    """Collective: one all-reduce whose result is known. Returns the exit code.
+    """Collective: check one all-reduce whose result is known. Returns the exit code.
 
-    `launch/setup` runs it by `horovodrun -np 2 python -m hvdtrain.exchange.horovod` on each
+    `launch/setup` runs it as `horovodrun -np 2 python -m hvdtrain.exchange.horovod` on each
     controller.
     """
     exchange = HorovodExchange()

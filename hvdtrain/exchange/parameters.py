@@ -1,4 +1,4 @@
-"""A model's parameters and buffers as one hash: two models are equal if and only if these are."""
+"""Hash of a model's parameters and buffers, and the check that ranks hold equal parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from hvdtrain.exchange import Exchange
 
 
 def params_sha256(model: torch.nn.Module) -> str:
-    """SHA-256 over name-sorted parameters and buffers: name, dtype, shape, little-endian bytes."""
+    """Return the SHA-256 over parameters and buffers sorted by name.
+
+    For each, the input is name, dtype, shape and little-endian bytes.
+    """
     return _sha256(dict(model.named_parameters()) | dict(model.named_buffers()))
 
 
@@ -30,16 +33,16 @@ def check_equal_on_all_ranks(
 ) -> None:
     """Collective: raise TrainingError, naming the ranks, unless all hold rank 0's parameters.
 
-    `when` says at which point of the run it was. Buffers are compared on demand only: batch-norm
-    statistics are each rank's own.
+    `when`: point of the run, for the message. Buffers are compared only on request, because
+    batch-norm statistics may differ between ranks.
     """
     own = params_sha256(model) if with_buffers else _sha256(dict(model.named_parameters()))
     hashes = exchange.all_gather_object(own, "hvdtrain.params_sha256")
     different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     if different:
         raise TrainingError(
-            f"parameters differ between ranks {when}: what {name_ranks(different)} held "
-            "was not what rank 0 held"
+            f"parameters differ between ranks {when}: {name_ranks(different)} held other values "
+            "than rank 0"
         )
 
 

@@ -1,9 +1,9 @@
-"""Notices a collective that never ends, because another rank has stopped for good.
+"""Detection of a collective that never ends because another rank has stopped.
 
-Horovod's own stall inspector ends a job when some ranks have asked for a collective and others have
-not. It runs in threads that speak to all ranks in every cycle: where a whole process has stopped
-(SIGSTOP, a frozen virtual machine), these wait too, over Open MPI for ever. So the same limit, the
-user's HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, is kept here once more, by a thread of each process.
+Horovod's own stall inspector ends a job when some ranks have submitted a collective and others have
+not. It runs in threads that communicate with all ranks in every cycle: if a whole process has
+stopped (SIGSTOP, a frozen virtual machine), these wait too, over Open MPI forever. So a thread of
+each process here enforces the same limit, the user's HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdtrain.errors import PeerFailure
 
 LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-TRAIN_LIMIT_S = 1800  # of `train`: others may load or save for long while a rank waits for them
+TRAIN_LIMIT_S = 1800  # default of `train`; others may load or save for long while a rank waits
 _DEFAULT_WARNING_S = 60.0  # Horovod's own
 _LOOK_S = 0.5
 
@@ -28,30 +28,31 @@ Result = TypeVar("Result")
 
 
 class StallWatch:
-    """Knows for how long this process has been waiting in the collective that it is in."""
+    """The time that this process has been waiting in its current collective."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
 
     def begin(self) -> float | None:
-        """A collective begins. Returns what `end` needs."""
+        """Record the start of a collective. Returns the argument for `end`."""
         before, self._since_s = self._since_s, time.monotonic()
         return before
 
     def end(self, before: float | None) -> None:
-        """It has ended, perhaps within another one."""
+        """Record the end of a collective; `before`: from `begin`, not None inside another one."""
         self._since_s = None if before is None else time.monotonic()
 
     def start(
         self, give_up: Callable[[PeerFailure], None], environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Call `give_up`, in a thread, when a collective lasts longer than the limit of
-        `environment`; without a limit, never.
+        """Call `give_up`, in a thread, when a collective exceeds the limit of `environment`.
+
+        Without a limit nothing is watched.
         """
         limit_s = _seconds(environment, LIMIT, 0.0)
         if limit_s <= 0 or environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
             return
-        # Horovod, which can name the ranks, looks once in so long, and up to three times: first.
+        # Leave Horovod, which can name the ranks, time for its up to three periodic checks.
         patience_s = limit_s + 3 * _seconds(environment, WARNING, _DEFAULT_WARNING_S)
 
         def watch() -> None:
@@ -59,7 +60,7 @@ class StallWatch:
                 time.sleep(_LOOK_S)
             give_up(
                 PeerFailure(
-                    f"nothing has come from the other ranks for {patience_s:g} s "
+                    f"nothing was received from the other ranks for {patience_s:g} s "
                     f"({LIMIT}={limit_s:g}): one of them has stopped, or its host is frozen"
                 )
             )
@@ -70,7 +71,7 @@ class StallWatch:
 def waits(
     method: Callable[Concatenate[Any, Parameters], Result],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """Decorate a method that waits for other ranks: its object's `stalls` counts the time in it."""
+    """Decorate a method that waits for other ranks, so that its object's `stalls` times it."""
 
     @functools.wraps(method)
     def counted(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

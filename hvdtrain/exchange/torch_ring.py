@@ -15,13 +15,13 @@ from hvdtrain.ring.transports.tcp import TcpTransport, listen, token_of_launcher
 
 
 def ring_of_torch_distributed() -> Transport:
-    """Collective: sockets between the ranks, whose addresses the job itself tells."""
+    """Collective: return a ring of sockets; addresses are exchanged by torch.distributed."""
     group = torch.distributed
     rank, size = group.get_rank(), group.get_world_size()
     listener = listen(route_to(os.environ.get("MASTER_ADDR", "localhost")))
-    told: list[Any] = [None] * size
-    group.all_gather_object(told, (listener.getsockname()[:2], RING_TOKEN in os.environ))
-    addresses, given = zip(*told, strict=True)
+    gathered: list[Any] = [None] * size
+    group.all_gather_object(gathered, (listener.getsockname()[:2], RING_TOKEN in os.environ))
+    addresses, given = zip(*gathered, strict=True)
     token = [token_of_launcher(given)]
     if token[0] is None:
         token = [secrets.token_bytes(32) if rank == 0 else None]

@@ -1,1 +1,1 @@
-"""Commands that measure and prove: verify, compare, bench, plan and report."""
+"""Commands that measure and verify: verify, verify-resume, compare, bench, plan and report."""

@@ -1,4 +1,4 @@
-"""Figures without global state: their size, colours, legends and files."""
+"""Figures without global state: size, colours, axes, legends and files."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_new
 
-# By Okabe and Ito, for all kinds of colour vision; without the yellow, which white swallows.
+# The palette by Okabe and Ito, for all kinds of colour vision, without yellow (faint on white).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 GREY = "#555555"
-WIDTH, HEIGHT = 6.4, 4.0  # inches: letters can still be read on a phone
+WIDTH, HEIGHT = 6.4, 4.0  # inches: text stays legible on a phone
 DPI = 160
 LEGEND_ROW = 0.2  # inches
 LONGEST_LABEL = 44
-LOG_FROM = 50.0  # largest over smallest value: from here on a linear axis hides the small ones
+LOG_FROM = 50.0  # ratio of largest to smallest value from which a linear axis hides the small ones
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure and what is told of it."""
+    """A figure with its name, title and caption."""
 
     name: str  # its file is NAME.png
     title: str
@@ -42,43 +43,62 @@ class Plot:
 
 @dataclass(frozen=True)
 class Look:
-    """How a run's lines look in every plot."""
+    """The line style of one run, the same in every plot."""
 
     colour: str
     dash: Any
 
 
 def look_of(index: int) -> Look:
-    """The look of the run at `index`; 28 differ."""
+    """Return the look of the run at `index`; the first 28 are distinct."""
     turn = index // len(PALETTE)
     return Look(PALETTE[index % len(PALETTE)], DASHES[turn % len(DASHES)])
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
-    """One that is drawn by Agg when it is saved, and that pyplot knows nothing of."""
+    """Return a figure outside pyplot, drawn by Agg when it is saved; sizes in inches."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)  # inches
     return Figure(figsize=(width, height), dpi=DPI, layout=layout)
 
 
 def dress(axes: Axes, title: str, y_label: str, x_label: str = "step") -> None:
-    """Title, labels and a faint grid; steps are whole."""
-    set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
+    """Set title, labels, a faint grid and integer ticks on the x axis."""
+    set_title(axes, title)
     axes.set_xlabel(x_label)
     set_text(axes.set_ylabel(y_label))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
+    _open_frame(axes, grid="both")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
+def dress_rows(axes: Axes, title: str, names: Sequence[str], x_label: str) -> None:
+    """Set title and label of a plot with one row for each name, the first on top."""
+    set_title(axes, title)
+    axes.set_xlabel(x_label)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    _open_frame(axes, grid="x")
+
+
+def _open_frame(axes: Axes, grid: Literal["both", "x"]) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def set_title(axes: Axes, title: str) -> None:
+    """Set a bold title, aligned left, without mathematical notation."""
+    set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
+
+
 def set_text(text: Any) -> None:
-    """Names come from files: a dollar sign in one starts no formula."""
+    """Turn off mathematical notation: names from files may contain dollar signs."""
     text.set_parse_math(False)
 
 
 def shorten(name: str) -> str:
-    """A label of one line; what is long loses its middle, as runs differ at their ends."""
+    """Return a label of one line; a long name loses its middle, as runs differ at their ends."""
     name = " ".join(name.split())
     if len(name) <= LONGEST_LABEL:
         return name
@@ -87,7 +107,7 @@ def shorten(name: str) -> str:
 
 
 def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> None:
-    """A legend of runs under the plot, which grows by it; none for a run alone."""
+    """Add a legend of runs under the plot, increasing its height; none for a single run."""
     if len(names) < 2:
         return
     labels = [shorten(names[i]) for i in indexes]
@@ -97,22 +117,28 @@ def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> N
     columns = 1 if longest > 36 else 2 if longest > 20 else 3
     rows = math.ceil(len(labels) / columns)
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
-    legend = figure.legend(
+    legend = legend_below(
+        figure,
         handles,
-        ["-"] * len(labels),  # a label that begins with _ would be left out: they come below
-        loc="outside lower center",
+        ["-"] * len(labels),  # placeholders: matplotlib would omit a label that begins with _
         ncols=min(columns, len(labels)),
-        frameon=False,
-        handlelength=2.8,  # long enough to tell dashes apart
-        fontsize=9,
+        handlelength=2.8,  # long enough to distinguish the dashes
     )
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_text(label)
         set_text(text)
 
 
+def legend_below(
+    figure: Figure, handles: Sequence[Any], labels: Sequence[str], **style: Any
+) -> Legend:
+    """Return a new legend in one row under the plot; `style` overrides options of the legend."""
+    row: dict[str, Any] = {"ncols": len(labels), "frameon": False, "fontsize": 9}
+    return figure.legend(handles, labels, loc="outside lower center", **(row | style))
+
+
 def name_kinds(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """A legend of what kinds of line there are, beside the title."""
+    """Add a legend of the kinds of line, beside the title."""
     axes.legend(
         handles,
         labels,
@@ -128,19 +154,27 @@ def name_kinds(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> Non
 
 
 def is_wide(values: Iterable[float]) -> bool:
-    """Whether the finite values are all above 0 and differ so much that a log axis helps."""
+    """Return whether the finite values are all positive and spread enough for a log axis."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
 
 
 def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
-    """Each as a PNG file in `folder`, which is made. Raises UsageError where that cannot be."""
+    """Write each plot to `folder` as a PNG file. Raises UsageError as `write_files`."""
+    return write_files(((f"{plot.name}.png", to_png(plot.figure)) for plot in plots), folder)
+
+
+def write_files(files: Iterable[tuple[str, str | bytes]], folder: Path) -> list[Path]:
+    """Write files, given as (name, content), to `folder`, which is created; return their paths.
+
+    Raises UsageError where the folder or a file cannot be written.
+    """
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for plot in plots:
-            paths.append(folder / f"{plot.name}.png")
-            write_new(paths[-1], to_png(plot.figure))
+        for name, content in files:
+            paths.append(folder / name)
+            write_new(paths[-1], content)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(
@@ -150,10 +184,10 @@ def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as a PNG file's bytes."""
+    """Return the figure encoded as PNG."""
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        # A name in letters that the font lacks shows as boxes; the page has it in full.
+        # Letters that the font lacks are drawn as boxes; the page shows the name in full.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
         figure.savefig(stream, format="png")
     return stream.getvalue()

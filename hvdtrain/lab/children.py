@@ -1,7 +1,7 @@
-"""Processes that measurements start: watched, and ended whatever happens.
+"""Child processes of measurements: started, watched, and ended on every way out.
 
-Those that compute here are forked from one server process that has imported torch, each into a
-session of its own; commands, such as horovodrun, are recognised by a mark in their environment.
+Workers are forked from one server process that has imported torch, each into a session of its own.
+Commands, such as horovodrun, are identified by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from typing import Any, Protocol
 from hvdtrain.launcher.command import engine_environment
 from hvdtrain.launcher.processes import marked
 
-PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # the latter is any optimizer's
+PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # optimizers import the latter
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-MARK = "HVDTRAIN_CHILD_MARK"  # each command's own
-GROUP_MARK = "HVDTRAIN_GROUP_MARK"  # of all that is started while they are guarded
+MARK = "HVDTRAIN_CHILD_MARK"  # identifies one command
+GROUP_MARK = "HVDTRAIN_GROUP_MARK"  # identifies everything started within `guarded`
 ALL_IS_WELL = b"."
 POLL_S = 0.02
-GRACE_S = 3.0  # for the others to say what they met, once one has failed
+GRACE_S = 3.0  # for the others to report their errors, once one has failed
 LINES_SHOWN = 12
 
 Result = dict[str, Any]
 
 
 class ChildFailure(Exception):
-    """A child did not come to its end; the text says why."""
+    """The failure of a child to finish, with the reason as its text."""
 
 
 class Child(Protocol):
-    """A process that was started here."""
+    """A process started by this one."""
 
     def exit_code(self) -> int | None:
-        """None: it is still running."""
+        """Return the exit code; None while the process is running."""
 
     def processes(self) -> list[int]:
-        """The ids of it, and of all that it has started."""
+        """Return the ids of this process and of all that it has started."""
 
     def end(self) -> None:
-        """It, and all that it has started, are gone on return."""
+        """End this process and all that it has started; return once they are gone."""
 
 
 class Forked:
-    """A process of the fork server."""
+    """A process forked by the fork server."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -72,23 +72,26 @@ class Forked:
 
 
 class Commanded:
-    """A command that may start processes in sessions of their own, as horovodrun does: they bear
-    a mark.
+    """A command and the processes that it starts, identified by a mark in their environment.
+
+    They may be in sessions of their own, as those of horovodrun.
     """
 
     def __init__(
         self, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment`: horovodrun's, unless given. Raises ChildFailure where the command is not
-        installed.
+        """Start the command. Raises ChildFailure where it is not installed.
+
+        `environment`: by default the one that horovodrun is given.
         """
         self._mark = secrets.token_hex(8)
         environment = environment or engine_environment(os.environ, {}, None)
+        group = {name: os.environ[name] for name in (GROUP_MARK,) if name in os.environ}
         with log.open("wb") as output:
             try:
                 self._process = subprocess.Popen(
                     argv,
-                    env={**environment, **_group(), MARK: self._mark},
+                    env={**environment, **group, MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -96,7 +99,7 @@ class Commanded:
                 )
             except FileNotFoundError as error:
                 raise ChildFailure(
-                    f"{error.filename} is not there. Run launch/setup, or install "
+                    f"{error.filename} is not installed. Run launch/setup, or install "
                     "hvdtrain[distributed]"
                 ) from error
 
@@ -115,8 +118,9 @@ class Commanded:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Whatever is started within ends with this process, also where it is killed, and also if it is
-    stopped and could not notice: another process looks after that.
+    """Ensure that whatever is started in this context ends with this process.
+
+    A separate guard process ends them, so that this also holds where this one is killed or stopped.
     """
     mark = secrets.token_hex(8)
     argv = [sys.executable, "-m", __name__, mark]
@@ -128,21 +132,17 @@ def guarded() -> Iterator[None]:
             guard.stdin.write(ALL_IS_WELL)
         finally:
             del os.environ[GROUP_MARK]
-            guard.stdin.close()  # without that word it ends what was left when an error came
+            guard.stdin.close()  # after an error, without ALL_IS_WELL, the guard ends the rest
 
 
 def guard(mark: str) -> None:
-    """Until the other process ends, or tells that all is well."""
+    """Wait for the guarded process; end what it has left unless it reported success."""
     if sys.stdin.buffer.read() != ALL_IS_WELL:
         end_marked(GROUP_MARK, mark)
 
 
-def _group() -> dict[str, str]:
-    return {name: os.environ[name] for name in (GROUP_MARK,) if name in os.environ}
-
-
 def fork_server() -> ForkServerContext:
-    """Starts it; it imports while we go on. Whatever is forked computes with one thread."""
+    """Start the fork server, which imports in the background; its forks compute with one thread."""
     os.environ.update(ONE_THREAD)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -151,7 +151,7 @@ def fork_server() -> ForkServerContext:
 
 
 def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: float) -> None:
-    """Until all have ended well. Raises ChildFailure when one has not, or time is over."""
+    """Wait until all have exited with 0. Raises ChildFailure on a failure or at `deadline`."""
     while not all_ended(children, folder):
         if time.monotonic() > deadline:
             raise ChildFailure(f"no end after {limit_s:g} s (--time-limit-s)")
@@ -159,7 +159,7 @@ def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: flo
 
 
 def all_ended(children: Sequence[Child], folder: Path) -> bool:
-    """Whether all have ended well. Raises ChildFailure when one has not."""
+    """Return whether all have exited with 0. Raises ChildFailure when one has failed."""
     codes = [child.exit_code() for child in children]
     if any(codes):
         _wait_for_the_others(children)
@@ -174,9 +174,9 @@ def _wait_for_the_others(children: Sequence[Child]) -> None:
 
 
 def explain(folder: Path, codes: Sequence[int | None]) -> str:
-    """What the first process to fail has said; of one that could not speak, its last lines."""
-    told = [read_json(path) for path in folder.glob("process-*.json")]
-    failed = [content for content in told if "error" in content]
+    """Return the first error reported; where there is none, exit code and end of a log."""
+    reports = [read_json(path) for path in folder.glob("process-*.json")]
+    failed = [content for content in reports if "error" in content]
     if failed:
         return str(min(failed, key=lambda content: content["failed_at"])["error"])
     number, code = next((n, code) for n, code in enumerate(codes) if code)
@@ -191,7 +191,7 @@ def read_json(path: Path) -> Result:
 
 
 def end_marked(name: str, mark: str) -> None:
-    """They are gone on return."""
+    """Kill all processes with this mark; return once they are gone."""
     while left := marked(name, mark):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

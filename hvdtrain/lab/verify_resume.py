@@ -1,8 +1,8 @@
-"""`hvdtrain verify-resume -- train ...`: does this model and configuration resume exactly?
+"""`hvdtrain verify-resume -- train ...`: verification that a configuration resumes exactly.
 
-Trains once without interruption, and again while workers are stopped (SIGTERM) and killed
+It trains once without interruption, and again while workers are stopped (SIGTERM) and killed
 (SIGKILL) at random moments and the run is resumed each time. The final parameters must have the
-same hash. Standard library only, as it starts everything as commands.
+same hash. Only the standard library is needed, as everything is started as a command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VANISH_S = 30.0
 
 @dataclass(frozen=True)
 class ResumeTrial:
-    """What is verified."""
+    """Configuration of one verification."""
 
     train_flags: list[str]
     workers: int
@@ -42,12 +42,12 @@ class ResumeTrial:
 
 
 def verify_resume(trial: ResumeTrial) -> int:
-    """Run the certificate; returns the exit code (17: the parameters differ)."""
+    """Run the verification; return the exit code (17: the parameters differ)."""
     for flag in ("--output", "--experiment", "--resume"):
         if any(part == flag or part.startswith(flag + "=") for part in trial.train_flags):
             raise UsageError(f"{flag} is chosen by verify-resume: leave it out")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-resume-") as scratch:
-        reference = Run(trial, Path(scratch), "reference")
+        reference = TrialRun(trial, Path(scratch), "reference")
         reference.start()
         reference.wait_for_success()
         expected = reference.summary()["params_sha256"]
@@ -62,17 +62,17 @@ def verify_resume(trial: ResumeTrial) -> int:
 
 
 def _interrupted_hashes(trial: ResumeTrial, folder: Path) -> list[str]:
-    """The final hashes of as many runs as it takes to make all cuts."""
+    """Return the final hash of each run; there are as many runs as all cuts need."""
     dice = random.Random(trial.seed)
     hashes: list[str] = []
     cuts = 0
     while cuts < trial.cuts or not hashes:
-        run = Run(trial, folder, f"interrupted-{len(hashes)}")
+        run = TrialRun(trial, folder, f"interrupted-{len(hashes)}")
         while cuts < trial.cuts:
             run.start()
             kind = signal.SIGTERM if cuts % 2 else signal.SIGKILL
             if not run.cut(kind, dice, after_checkpoint=cuts % 4 != 3):
-                break  # it came to its end first
+                break  # the run finished first
             cuts += 1
         if not run.finished():
             run.start()
@@ -82,8 +82,8 @@ def _interrupted_hashes(trial: ResumeTrial, folder: Path) -> list[str]:
     return hashes
 
 
-class Run:
-    """One run directory, and the job that is working in it."""
+class TrialRun:
+    """A run directory and the job that writes to it."""
 
     def __init__(self, trial: ResumeTrial, folder: Path, name: str) -> None:
         self._trial = trial
@@ -100,7 +100,7 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start or resume the job, in a process group of its own."""
+        """Start or resume the job, in a session of its own."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -113,10 +113,10 @@ class Run:
             )
 
     def cut(self, kind: signal.Signals, dice: random.Random, after_checkpoint: bool) -> bool:
-        """Send a signal to one worker at a random moment; False where the job ended before.
+        """Send a signal to one worker at a random moment; return False where the run finished.
 
-        `after_checkpoint`: the moment lies after this start has written a checkpoint, maybe
-        within the saving of the next; else anywhere from the first step on.
+        `after_checkpoint`: at a moment after this start has written a checkpoint, possibly while
+        it saves the next; else at any moment after it has logged.
         """
         before = self._progress(after_checkpoint)
         while self._progress(after_checkpoint) == before:
@@ -144,7 +144,7 @@ class Run:
         return not self.finished()
 
     def wait_for_success(self) -> None:
-        """Raises TrainingError, with the job's last lines, unless it ends with a finished run."""
+        """Wait for the job. Raises TrainingError, with its last lines, unless the run finished."""
         assert self._process is not None
         self._process.wait()
         self._wait_until_gone()
@@ -159,7 +159,7 @@ class Run:
             return False
 
     def summary(self) -> dict[str, str]:
-        """What the run's summary.json holds."""
+        """Return the content of the run's summary.json."""
         found: dict[str, str] = json.loads((self._path / "summary.json").read_text("utf-8"))
         return found
 
@@ -177,7 +177,7 @@ class Run:
         return self._process is not None and self._process.poll() is None
 
     def _workers(self) -> dict[int, int]:
-        """Process id by rank of the workers that are alive."""
+        """Return the process ids of running workers, by rank."""
         found = {}
         for pid, environment in marked(MARK, self._mark).items():
             command = command_of(pid)
@@ -187,7 +187,7 @@ class Run:
         return found
 
     def _wait_until_gone(self) -> None:
-        """Until the launcher and all its workers have ended; kills what does not."""
+        """Wait until launcher and workers have ended; kill those left after VANISH_S."""
         assert self._process is not None
         deadline = time.monotonic() + VANISH_S
         while (self._is_running() or marked(MARK, self._mark)) and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
-"""One agent a worker: `python -m hvdtrain.launcher.agent JOB`, started by horovodrun in its place.
+"""The agent of one worker: `python -m hvdtrain.launcher.agent JOB`, started by horovodrun.
 
-    launcher <-- TCP: output, step and phase, how it ended --- agent <-- pipes --- worker
-             --- stop, kill, stacks, leave ----------------->        --- signals -->
+    launcher <-- TCP: output, step and phase, exit code --- agent <-- pipes --- worker
+             --- stop, kill, stacks, leave -------------->        --- signals -->
 
-The agent outlives its worker until the launcher says "leave", so that horovodrun, which ends all
-when one ends, does not end workers that are still saving. When the launcher is gone or cannot be
-reached, the agent stops its worker and leaves; when the agent is killed, its guard kills the
-worker (hvdtrain/launcher/worker.py). So nothing is ever left behind.
+The agent outlives its worker until the launcher sends "leave", because horovodrun ends all workers
+when one ends, including those that are still saving. When the launcher is gone or unreachable, the
+agent stops its worker and exits; when the agent is killed, its guard kills the worker
+(hvdtrain/launcher/worker.py). No process is left behind.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hvdtrain.log import complain
 
 TICK_S = 0.1
 AWAY_S = 3.0
-ORPHAN_GRACE_S = 30.0  # to save and end, once the launcher is gone
-FLUSH_AFTER_S = 0.3  # a line that has not ended is passed on all the same
-MOST_PENDING_BYTES = 1 << 18  # of such a line; a message may hold 16 times as many
+ORPHAN_GRACE_S = 30.0  # for the worker to save and end, once the launcher is gone
+FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
+MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many
 
 
 class Agent:
-    """Watches one worker."""
+    """The supervisor of one worker, on the worker's host."""
 
     def __init__(self, job: str, orders: Orders, placement: Placement, channel: Connection) -> None:
         self._job = job
@@ -50,7 +50,7 @@ class Agent:
         self._connected = True
         self._left = False
         self.engine_signal = 0
-        self._last_word_s, self._looked_s = 0.0, time.monotonic()
+        self._alive_sent_s, self._polled_s = 0.0, time.monotonic()
         self._pending = b""
         self._pending_since_s = 0.0
         self._exit_code: int | None = None
@@ -68,11 +68,11 @@ class Agent:
         self._selector.register(channel, selectors.EVENT_READ, self._read_channel)
 
     def run(self) -> int:
-        """Until the launcher lets go. Returns the worker's exit code (128 + n after signal n)."""
+        """Run until the launcher sends "leave"; return the exit code (128 + n for signal n)."""
         while not self._left:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
-            self._look()
+            self._poll()
         code = self._exit_code
         return EXIT_FAILED if code is None else code if code >= 0 else 128 - code
 
@@ -83,41 +83,41 @@ class Agent:
         except OSError as error:
             self._exit_code = CANNOT_START
             reason = explain_start(error, self._orders)
-            self._say({"output": f"hvdtrain: error on {socket.gethostname()}: {reason}\n"})
-            self._say({"ended": CANNOT_START})
+            self._send({"output": f"hvdtrain: error on {socket.gethostname()}: {reason}\n"})
+            self._send({"ended": CANNOT_START})
             return None
 
-    def _look(self) -> None:
-        """What there is to do between messages."""
+    def _poll(self) -> None:
+        """Do the periodic work between messages."""
         now = time.monotonic()
-        if now - self._looked_s > AWAY_S:  # it was us who did not listen: the machine was asleep
+        if now - self._polled_s > AWAY_S:  # this process did not read: the machine was suspended
             self._channel.heard_s = now
-        self._looked_s = now
-        if self.engine_signal:  # horovodrun is ending its workers: the launcher decides what now
-            self._say({"engine_signal": self.engine_signal})
+        self._polled_s = now
+        if self.engine_signal:  # horovodrun is ending its workers: the launcher decides
+            self._send({"engine_signal": self.engine_signal})
             self.engine_signal = 0
         waited_s = now - self._pending_since_s
         if self._pending and (waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES):
-            self._pass_on(b"")
+            self._forward(b"")
         code = self._worker.poll() if self._worker and self._exit_code is None else None
         if code is not None:
             self._ended(code)
-        if now - self._last_word_s >= ALIVE_EVERY_S:
-            self._last_word_s = now
+        if now - self._alive_sent_s >= ALIVE_EVERY_S:
+            self._alive_sent_s = now
             state = self._worker.state if self._worker else ""
-            self._say({"alive": self.pulse.report() | {"state": state}})
+            self._send({"alive": self.pulse.report() | {"state": state}})
         if self._connected and self._channel.is_silent:
             self._lose()
 
     def _ended(self, code: int) -> None:
-        """The worker is gone: pass on its last words, and what it ended with."""
+        """Send the remaining output and the exit code of a worker that has ended."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._output, 1 << 16):
-                self._pass_on(data)
-        self._pass_on(b"")
+                self._forward(data)
+        self._forward(b"")
         self.pulse.read()
         self._exit_code = code
-        self._say({"ended": code, "pulse": self.pulse.report()})
+        self._send({"ended": code, "pulse": self.pulse.report()})
         if not self._connected:
             self._left = True
 
@@ -132,13 +132,13 @@ class Agent:
             self._pending_since_s = time.monotonic()
         self._pending = rest
         if whole[1]:
-            self._say({"output": _text(whole[0] + b"\n")})
+            self._send({"output": _text(whole[0] + b"\n")})
 
-    def _pass_on(self, data: bytes) -> None:
-        """Everything, also a line that has not ended."""
+    def _forward(self, data: bytes) -> None:
+        """Send all pending output and `data`, including an unterminated line."""
         text, self._pending = self._pending + data, b""
         if text:
-            self._say({"output": _text(text)})
+            self._send({"output": _text(text)})
 
     def _read_pulse(self) -> None:
         before = self.pulse.speaker
@@ -147,16 +147,16 @@ class Agent:
         if self._worker and self.pulse.speaker != before:
             self._worker.find_speaker(self.pulse.speaker)
         if figures := self.pulse.take_figures():
-            self._say({"figures": figures})
+            self._send({"figures": figures})
 
     def _read_channel(self) -> None:
         try:
             for message in self._channel.receive():
-                self._obey(message)
+                self._handle(message)
         except ConnectionLost:
             self._lose()
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         worker = self._worker if self._exit_code is None else None
         if "signal" in message and worker:
             worker.stop(int(message["signal"]))
@@ -170,7 +170,7 @@ class Agent:
             self._left = True
 
     def _lose(self) -> None:
-        """Nobody is there to report to: let the worker save, if it can, and leave."""
+        """Disconnect from the launcher: let the worker save, if it can, then exit."""
         if not self._connected:
             return
         self._connected = False
@@ -184,7 +184,7 @@ class Agent:
             self._worker.stop(signal.SIGTERM)
             self._worker.kill_after(ORPHAN_GRACE_S)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._connected:
             try:
                 self._channel.send(message)
@@ -193,10 +193,10 @@ class Agent:
 
 
 def explain_start(error: OSError, orders: Orders) -> str:
-    """Why a worker could not be started."""
+    """Return the reason why a worker could not be started."""
     command = orders.command[0]
     if error.filename == orders.folder:
-        return f"{orders.folder}, where launch was called, is not there: {error.strerror}"
+        return f"{orders.folder}, the working directory of launch: {error.strerror}"
     hint = " on PATH" if isinstance(error, FileNotFoundError) and "/" not in command else ""
     return f"{command}: {error.strerror}{hint}"
 
@@ -206,7 +206,7 @@ def _text(data: bytes) -> str:
 
 
 def main() -> int:
-    """Returns the worker's exit code."""
+    """Run the agent under its guard; return the worker's exit code."""
     return run_guarded(_work)
 
 
@@ -224,16 +224,16 @@ def _work() -> int:
         channel = connect(address, orders.token, introduction)
     except (HvdtrainError, ConnectionLost) as error:
         complain(f"hvdtrain agent on {socket.gethostname()}: cannot join job {job}: {error}")
-        if isinstance(error, ConnectionLost):  # nobody needs them any more
+        if isinstance(error, ConnectionLost):  # the job is over: its orders are obsolete
             remove_ticket(job)
         return EXIT_FAILED
     agent = Agent(job, orders, placement, channel)
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def note_signal(number: int, frame: FrameType | None) -> None:
         agent.engine_signal = number
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, tell)
+        signal.signal(number, note_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see spared_by_slurm
     code = agent.run()

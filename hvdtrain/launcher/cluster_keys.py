@@ -1,13 +1,12 @@
-"""The keys of a cluster of containers: `python -m hvdtrain.launcher.cluster_keys [FOLDER]`.
+"""SSH keys of a cluster of containers: `python -m hvdtrain.launcher.cluster_keys [FOLDER]`.
 
-They are made where the cluster starts, into a volume that its containers share, and go with it; an
-image never holds one. All containers show the same host key, so it is known beforehand, under any
-name, and ssh refuses whoever shows another.
+They are generated when the cluster starts, in a volume that its containers share and that is
+removed with it; no image holds a key. All containers have the same host key, so known_hosts lists
+it for any name, and ssh refuses a host with another key.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ Host *
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path.home() / ".ssh"
     try:
         made = make_keys(folder)
@@ -38,9 +37,9 @@ def main() -> int:
 
 
 def make_keys(folder: Path) -> bool:
-    """Fill a folder as ~/.ssh needs it; False when that is done already.
+    """Create the files of ~/.ssh in `folder`; return False if they all exist already.
 
-    Raises UsageError where keys lie that are not a cluster's, and PreflightError.
+    Raises UsageError if only some exist, and PreflightError if they cannot be written.
     """
     names = (USER_KEY, HOST_KEY, "authorized_keys", "known_hosts", "config")
     present = [name for name in names if (folder / name).exists()]
@@ -48,7 +47,7 @@ def make_keys(folder: Path) -> bool:
         return False
     if present:
         raise UsageError(
-            f"{folder} holds {', '.join(present)}, but not all that a cluster's keys consist of: "
+            f"{folder} holds {', '.join(present)}, but not all key files of a cluster: "
             "give an empty folder"
         )
     try:
@@ -62,7 +61,7 @@ def make_keys(folder: Path) -> bool:
 
 
 def _fill(folder: Path) -> None:
-    """In a folder beside at first, and the user's key last: what is broken off is not taken."""
+    """Write to a scratch folder, then move whole files from there, authorized_keys last."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
         new = Path(scratch)
         user, host = _key(new / USER_KEY), _key(new / HOST_KEY)
@@ -75,22 +74,11 @@ def _fill(folder: Path) -> None:
 
 
 def _key(path: Path) -> str:
-    """Make a key pair; returns the public half."""
-    command = [
-        "ssh-keygen",
-        "-q",
-        "-t",
-        "ed25519",
-        "-N",
-        "",
-        "-C",
-        "hvdtrain",
-        "-f",
-        os.fspath(path),
-    ]
+    """Generate a key pair; return the public half."""
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain", "-f", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise PreflightError(f"ssh-keygen made no key: {(done.stderr or done.stdout).strip()}")
+        raise PreflightError(f"ssh-keygen failed: {(done.stderr or done.stdout).strip()}")
     return path.with_suffix(".pub").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The horovodrun command of a job, and what goes into its environment. Nothing is run here."""
+"""The horovodrun command line of a job, and the environments of horovodrun and its workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvdtrain.launcher.tickets import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import Topology
 
-# Of the user's variables, those that the engines themselves need: Gloo's horovodrun puts its whole
-# environment on every worker's command line, where all users of a host can read it.
+# User variables that the engines themselves need; no others, since with Gloo horovodrun puts its
+# whole environment on every worker's command line, where all users of a host can read it.
 PASSED_ON = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH")
     + ("PYTHONPATH", "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
@@ -26,25 +26,25 @@ SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What horovodrun is told."""
+class EngineOptions:
+    """Options of one horovodrun command."""
 
     workers: int
     controller: str  # gloo or mpi
-    hosts: Sequence[tuple[str, int]]  # name and workers
-    interface: str | None  # of the network; None: horovodrun finds one
+    hosts: Sequence[tuple[str, int]]  # name and number of workers
+    interface: str | None  # network interface; None: horovodrun selects one
     start_timeout_s: int
     verbose: bool = False
-    mpi_prefix: str | None = None  # where other hosts find Open MPI; None: on their PATH
+    mpi_prefix: str | None = None  # Open MPI's folder on other hosts; None: on their PATH
 
 
 def agent_argv(job: str) -> list[str]:
-    """Starts an agent (hvdtrain/launcher/agent.py), and so a worker."""
+    """Return the command that starts an agent (hvdtrain/launcher/agent.py), and so a worker."""
     return [sys.executable, "-m", "hvdtrain.launcher.agent", job]
 
 
-def horovodrun_argv(engine: Engine, worker: Sequence[str]) -> list[str]:
-    """Starts the command `worker` as often as there are workers."""
+def horovodrun_argv(engine: EngineOptions, worker: Sequence[str]) -> list[str]:
+    """Return the horovodrun command that starts one process of `worker` for each worker."""
     here = Path(sys.executable)
     argv = [str(here.parent / "horovodrun"), "-np", str(engine.workers), f"--{engine.controller}"]
     argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in engine.hosts)]
@@ -62,9 +62,9 @@ def horovodrun_argv(engine: Engine, worker: Sequence[str]) -> list[str]:
 def engine_environment(
     environment: Mapping[str, str], settings: Mapping[str, str], ssh_folder: Path | None
 ) -> dict[str, str]:
-    """Of `environment`, what horovodrun itself needs; `settings` where the user has none.
+    """Return the environment of horovodrun: what it needs of `environment`, over `settings`.
 
-    `ssh_folder` holds the `ssh` that keeps host keys checked, and comes first on PATH.
+    `ssh_folder`, which holds the `ssh` that keeps host keys checked, is first on PATH.
     """
     kept = {
         name: value
@@ -77,15 +77,16 @@ def engine_environment(
 
 
 def find_mpirun() -> str | None:
-    """As horovodrun finds it: in the environment's own folder first."""
+    """Return the mpirun that horovodrun finds: in Python's own folder first, then on PATH."""
     here = str(Path(sys.executable).parent)
     return shutil.which("mpirun", path=os.pathsep.join([here, os.environ.get("PATH", os.defpath)]))
 
 
 def find_controller(wanted: str) -> str:
-    """For `auto`: Open MPI, told to yield, is the faster one where workers fill the cores.
+    """Return `gloo` or `mpi` for `auto`, `gloo` or `mpi`.
 
-    Raises UsageError for `mpi` where horovodrun could not use it.
+    `auto` prefers Open MPI: configured to yield, it is faster where workers fill the cores.
+    Raises UsageError for `mpi` without an mpirun that horovodrun can use.
     """
     if wanted == "gloo":
         return wanted
@@ -99,15 +100,16 @@ def find_controller(wanted: str) -> str:
 
 
 def is_open_mpi(mpirun: str) -> bool:
-    """Whether it is one that horovodrun's options fit."""
+    """Return whether it is Open MPI 4, the version that horovodrun's options fit."""
     command = [mpirun, "--version"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     return "(Open MPI) 4." in answer.stdout
 
 
 def mpi_prefix() -> str | None:
-    """The environment's own folder, where Open MPI is installed in it: other hosts have it there.
-    A shell that ssh starts has no such folder on its PATH.
+    """Return Python's own prefix if Open MPI is installed there, else None.
+
+    Other hosts have it in the same folder, which is not on the PATH of shells that ssh starts.
     """
     mpirun, folder = find_mpirun(), Path(sys.prefix)
     return str(folder) if mpirun and Path(mpirun).is_relative_to(folder) else None
@@ -119,7 +121,7 @@ def _is_secret(name: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """One environment variable."""
+    """One environment variable set for a job, and the reason."""
 
     name: str
     value: str
@@ -129,7 +131,10 @@ class EngineSetting:
 def settings_for(
     controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, ours: bool
 ) -> list[EngineSetting]:
-    """The settings of a job. `ours`: its workers are `hvdtrain train`, which sets its own."""
+    """Return a job's settings without those set by the user.
+
+    `ours`: the workers run `hvdtrain train`, which configures its stall check itself.
+    """
     stall_s = str(max(1, round(watchdog_timeout_s)))
     found = [
         EngineSetting(
@@ -156,28 +161,28 @@ def settings_for(
             EngineSetting(
                 "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
                 stall_s,
-                "and ends the job, as --watchdog-timeout-s says",
+                "Horovod ends the job after so long a wait (--watchdog-timeout-s)",
             ),
         ]
     return [setting for setting in found if setting.name not in environment]
 
 
-# What the engines give their workers, and settings of theirs: as this host has them.
+# Variables that the engines set for workers, and their settings: taken from this host.
 ENGINE_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
-# What belongs to a host and a login rather than to the user's work.
+# Variables that belong to a host and a login rather than to the user's work.
 HOST_NAMES = frozenset(
     ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
     + ("XDG_RUNTIME_DIR", "_")
 )
 HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
-# By which the launcher tells where rank 0 is, once that is settled.
+# Rank 0's address, set by the launcher once hosts are selected.
 MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One worker's."""
+    """Rank and size of one worker, in the job and on its host."""
 
     rank: int
     size: int
@@ -186,7 +191,7 @@ class Placement:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Placement:
-        """As horovodrun or mpirun tells it. Raises UsageError when neither has."""
+        """Read what horovodrun or mpirun has set; raise UsageError when neither has."""
         topology = Topology.from_environment(environment)
         sizes = [environment[name] for name in _LOCAL_SIZES if name in environment]
         if not topology.launched or not sizes:
@@ -197,9 +202,9 @@ class Placement:
 def worker_environment(
     orders: Orders, placement: Placement, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The user's variables, this host's own, the engine's, and the names that scripts look for.
+    """Return the user's, this host's and the engine's variables, plus RANK, MASTER_ADDR and so on.
 
-    Compute threads are shared out over the workers of a host, unless OMP_NUM_THREADS says so.
+    The host's cores are divided among its workers, unless the user sets OMP_NUM_THREADS.
     """
     of_host = {
         name: value
@@ -223,9 +228,9 @@ def worker_environment(
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // placement.local_size)),
-        "PYTHONUNBUFFERED": "1",  # a log that lags behind explains nothing
-        "PYTHONFAULTHANDLER": "1",  # a SIGABRT, ours or native code's, leaves Python stacks
+        "PYTHONUNBUFFERED": "1",  # logs must not lag behind
+        "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
     }
-    # horovodrun sets PYTHONUNBUFFERED for the agent; here it is the user's.
+    # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
     own = {name: value for name, value in environment.items() if name not in defaults}
     return own | defaults | of_user | of_host | of_job

@@ -1,4 +1,4 @@
-"""The hosts of a launch, and how many workers each of them takes."""
+"""The hosts of a launch, their slots, and the formats of --hostfile and -H."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SHOWN_HOSTS = 8  # in a message
 
 @dataclass(frozen=True)
 class Host:
-    """One machine that takes workers."""
+    """One machine that runs workers."""
 
-    name: str  # as ssh takes it: a name, an IPv4 address, or an IPv6 address without brackets
+    name: str  # for ssh: a name, an IPv4 address, or an IPv6 address without brackets
     slots: int = 1  # 1 to MOST_SLOTS
-    user: str | None = None  # to log in as; None leaves that to ssh
+    user: str | None = None  # login name; None: as ssh is configured
     source: str = ""  # where it was read: "hosts:3", "-H", "SLURM_JOB_NODELIST"
 
     @property
     def address(self) -> str:
-        """`user@name`, or the name alone: what messages call the host."""
+        """Return `user@name`, or the name alone, as used in messages."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def take_slots(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
-    """The first hosts whose slots hold `np` workers; the last one's slots are cut."""
+    """Return the first hosts with `np` slots, the last one's cut; raise UsageError if too few."""
     if np < 1:
         raise UsageError(f"-np {np}: must be above 0")
     taken: list[Host] = []
@@ -54,7 +54,7 @@ def take_slots(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
 
 
 def _count_slots(hosts: Sequence[Host]) -> str:
-    """'the hosts have 4 slots (alpha 1, beta 2, gamma 1)'."""
+    """Return text such as 'the hosts have 4 slots (alpha 1, beta 2, gamma 1)'."""
     total = sum(host.slots for host in hosts)
     shown = ", ".join(f"{host.address} {host.slots}" for host in hosts[:SHOWN_HOSTS])
     if len(hosts) > SHOWN_HOSTS:
@@ -63,10 +63,10 @@ def _count_slots(hosts: Sequence[Host]) -> str:
 
 
 MOST_HOSTS = 16_384
-MOST_BYTES = 2**20  # 64 for each of them
+MOST_BYTES = 2**20  # 64 for each host
 LONGEST_LINE = 4096
-MOST_PROBLEMS = 20  # told at once
-SILENCE_S = 10.0  # of a pipe that is given as the hostfile
+MOST_PROBLEMS = 20  # reported at once
+SILENCE_S = 10.0  # longest wait for data from a pipe given as the hostfile
 
 SLOTS = ("slots", "cpu", "count")
 MAX_SLOTS = tuple(f"max_{word}" for word in SLOTS) + tuple(f"{word}_max" for word in SLOTS)
@@ -75,7 +75,7 @@ UNDERSTOOD = "slots=N, max_slots=N or username=NAME"
 
 
 class HostCollector:
-    """Hosts as they are read, and what is wrong with them."""
+    """The hosts read so far, and the problems found."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -83,11 +83,11 @@ class HostCollector:
 
     @property
     def full(self) -> bool:
-        """Whether enough problems were found that the rest need not be read."""
+        """Return whether MOST_PROBLEMS were found, so that reading can stop."""
         return len(self.problems) >= MOST_PROBLEMS
 
     def add(self, host: Host) -> None:
-        """Take a host whose name is good."""
+        """Add a host whose name is valid; record a problem if it is a duplicate or one too many."""
         first = self._hosts.setdefault(name_key(host.name), host)
         if first is not host:
             self.problems.append(_same_host(first, host))
@@ -95,7 +95,7 @@ class HostCollector:
             self.problems.append(f"{host.source}: more than {MOST_HOSTS:,} hosts")
 
     def finish(self, empty: str) -> tuple[Host, ...]:
-        """The hosts; UsageError with every problem. `empty`: what is wrong when there are none."""
+        """Return the hosts; raise UsageError with every problem, or `empty` if none is listed."""
         if self.full:
             self.problems.append(f"(these are the first {len(self.problems)}; more may follow)")
         if not self._hosts and not self.problems:
@@ -106,12 +106,12 @@ class HostCollector:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file; UsageError names each bad line as FILE:LINE."""
+    """Return the hosts of a file; UsageError names each bad line as FILE:LINE."""
     return parse_hostfile(_decode(_read_bytes(path), path), path)
 
 
 def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
-    """The hosts of a file's text. `path`: where it is from, for the message."""
+    """Return the hosts listed in a hostfile's text; `path` is used in messages."""
     collector = HostCollector()
     for number, line in enumerate(_lines(text), 1):
         if not line or line.isspace():
@@ -120,7 +120,7 @@ def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
         if len(line) > LONGEST_LINE:
             collector.problems.append(f"{source}: longer than {LONGEST_LINE:,} characters")
         else:
-            _take_line(collector, _without_comment(line), source)
+            _take_line(collector, re.split("#|//", line, maxsplit=1)[0], source)
         if collector.full:
             break
     return collector.finish(
@@ -129,7 +129,7 @@ def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
 
 
 def parse_host_list(text: str) -> tuple[Host, ...]:
-    """The hosts of `-H a:2,b:4,user@c:1,[fe80::1]:2`."""
+    """Return the hosts of a -H value such as `a:2,b:4,user@c:1,[fe80::1]:2`."""
     collector = HostCollector()
     if len(text) > MOST_BYTES:
         raise UsageError(f"-H: longer than {MOST_BYTES:,} characters; write a hostfile instead")
@@ -148,7 +148,7 @@ def parse_host_list(text: str) -> tuple[Host, ...]:
 
 
 def parse_host(text: str, problems: list[str]) -> tuple[str | None, str, int | None]:
-    """User, name and slots of `[user@]name[:slots]`; what is wrong is added to `problems`."""
+    """Return user, name and slots of `[user@]name[:slots]`; append errors to `problems`."""
     user, at, rest = text.rpartition("@")
     name, slots = rest, None
     if rest.startswith("["):
@@ -168,7 +168,7 @@ def parse_host(text: str, problems: list[str]) -> tuple[str | None, str, int | N
 
 
 def parse_slots(text: str, whole: str, problems: list[str]) -> int | None:
-    """A number of slots. `whole`: what it is a part of, for the message."""
+    """Return a number of slots, or None with an error about `whole` appended to `problems`."""
     digits = text.lstrip("0")
     if re.fullmatch("[0-9]+", text) and 0 < len(digits) < 10 and int(digits) <= MOST_SLOTS:
         return int(digits)
@@ -179,12 +179,12 @@ def parse_slots(text: str, whole: str, problems: list[str]) -> int | None:
 
 
 def _same_host(first: Host, second: Host) -> str:
-    """Slots are not added up: a host that stands twice is mostly a slip."""
-    before = "before" if first.source == second.source else f"at {first.source}"
+    """Return the problem of a duplicate host: usually a slip, so slots are not added up."""
+    where = "" if first.source == second.source else f" at {first.source}"
     other = "" if first.address == second.address else f" (as {first.address})"
     return (
-        f"{second.source}: {second.address} stands already {before}{other}; keep one of the two, "
-        "with the slots of both"
+        f"{second.source}: {second.address} is already listed{where}{other}; keep one of the "
+        "two, with the slots of both"
     )
 
 
@@ -194,7 +194,7 @@ def _take_line(collector: HostCollector, line: str, source: str) -> None:
         return
     problems: list[str] = []
     if "=" in words[0]:
-        problems.append(f"{shown(words[0])}: the name of a host must stand before it")
+        problems.append(f"{shown(words[0])}: the name of a host must come before it")
         user, name, slots = None, "", None
     else:
         user, name, slots = parse_host(words[0], problems)
@@ -207,7 +207,7 @@ def _take_line(collector: HostCollector, line: str, source: str) -> None:
 def _parse_options(
     words: Iterable[str], user: str | None, slots: int | None, problems: list[str]
 ) -> tuple[str | None, int | None]:
-    """User and slots after what stands behind the host's name."""
+    """Return user and slots, updated from the options after the host's name."""
     most: int | None = None
     unknown = []
     for word in words:
@@ -229,23 +229,19 @@ def _parse_options(
             unknown.append(shown(word))
     if unknown:
         what = ", ".join(unknown[:4])
-        problems.append(f"{what}: not understood; after a host's name may stand {UNDERSTOOD}")
+        problems.append(f"{what}: not understood; a host's name may be followed by {UNDERSTOOD}")
     if most and slots and slots > most:
         problems.append(f"slots={slots} is above max_slots={most}; lower one or raise the other")
     return user, slots or most
 
 
-def _without_comment(line: str) -> str:
-    return re.split("#|//", line, maxsplit=1)[0]
-
-
 def _lines(text: str) -> list[str]:
-    """Lines as editors count them (`str.splitlines` also ends lines at rarer characters)."""
+    """Split into lines as editors count them (`str.splitlines` also splits at rarer characters)."""
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
 def _decode(data: bytes, path: Path) -> str:
-    """Text of any bytes: what is not ASCII may stand in comments and is refused in names."""
+    """Decode leniently: non-ASCII characters may occur in comments, and are refused in names."""
     for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         if data.startswith(mark):
             return data.decode("utf-16", "replace")
@@ -256,7 +252,7 @@ def _decode(data: bytes, path: Path) -> str:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """What the file holds; never more than MOST_BYTES, and a silent pipe is not waited for."""
+    """Read a file or pipe; raise UsageError above MOST_BYTES or after SILENCE_S without data."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -270,14 +266,14 @@ def _read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise UsageError(f"{path}: the hostfile cannot be read ({error.strerror})") from None
     except ValueError:
-        raise UsageError(f"{shown(str(path))}: not a name that a hostfile can have") from None
+        raise UsageError(f"{shown(str(path))}: not a valid path of a hostfile") from None
 
 
 def _read_within_limits(descriptor: int, path: Path) -> bytes:
     data = b""
     while len(data) <= MOST_BYTES:
         if not select.select([descriptor], [], [], SILENCE_S)[0]:
-            raise UsageError(f"{path}: nothing came from this pipe for {SILENCE_S:.0f} s")
+            raise UsageError(f"{path}: no data from this pipe for {SILENCE_S:.0f} s")
         part = os.read(descriptor, MOST_BYTES + 1 - len(data))
         if not part:
             return data

@@ -1,4 +1,4 @@
-"""A job over its restarts: which hosts are fit, how many workers fit on them, when to give up."""
+"""A launched job over its restarts: usable hosts, number of workers, and when to give up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.command import (
     MASTER_ADDR,
     MASTER_PORT,
-    Engine,
+    EngineOptions,
     agent_argv,
     engine_environment,
     horovodrun_argv,
@@ -27,7 +27,7 @@ from hvdtrain.launcher.doctor.facts import Finding
 from hvdtrain.launcher.doctor.preflight import Preflight, preflight
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.ranks import Limits, Outcome, Rank
+from hvdtrain.launcher.ranks import JobOutcome, Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.supervise import Supervisor, Watch
@@ -36,22 +36,22 @@ from hvdtrain.pulse import RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PREFLIGHT_TIMEOUT_S = 30.0
-FRUITLESS = 3  # starts in a row that end no further than the one before
-LASTING_S = 600.0  # a start of a script that tells no steps is worth another one after this long
-MASTER_PORTS = range(20000, 30000)  # below those that systems hand out by themselves
+FRUITLESS = 3  # consecutive starts without progress after which the job is given up
+LASTING_S = 600.0  # a start of a script that reports no steps counts as progress after this long
+MASTER_PORTS = range(20000, 30000)  # below the ephemeral ports of operating systems
 
 
 @dataclass(frozen=True)
-class Work:
-    """What the workers run."""
+class WorkerCommands:
+    """The commands of each worker, at the first start and at restarts."""
 
     command: list[str]
-    restarted: list[str]  # the same, going on from what is there
+    restarted: list[str]  # `train` with --resume auto; a script's own command
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What `hvdtrain launch` was told."""
+    """The options of `hvdtrain launch`, resolved."""
 
     workers: int
     min_workers: int
@@ -67,7 +67,7 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """The workers of one start."""
+    """The hosts of one start, with the slots in use, and the network interface."""
 
     hosts: tuple[Host, ...]
     interface: str | None
@@ -77,26 +77,29 @@ class Placed:
         return sum(host.slots for host in self.hosts)
 
 
-class Job:
-    """Starts the work, and again after failures, as often as the plan allows."""
+class LaunchJob:
+    """A job: its first start, and restarts after failures as often as the plan allows."""
 
     def __init__(
         self,
         plan: JobPlan,
-        work: Work,
+        work: WorkerCommands,
         logs: Logs,
         stop: StopRequests,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         show: Callable[[Watch], None],
     ) -> None:
-        """`tell` gets lines for the user, `show` what there is to see, several times a second."""
+        """`notify` receives lines for the user; `show` the job's state, several times a second."""
         self._plan, self._work, self._logs, self._stop = plan, work, logs, stop
-        self._tell, self._show = tell, show
+        self._notify, self._show = notify, show
 
-    def run(self) -> Outcome:
-        """To its end. Raises PreflightError where it cannot start at all."""
+    def run(self) -> JobOutcome:
+        """Run to the end and return the last outcome.
+
+        Raises PreflightError if the hosts fail the checks before the first start.
+        """
         furthest, fruitless, pause_s = 0, 0, FIRST_PAUSE_S
-        outcome = Outcome(EXIT_OK)
+        outcome = JobOutcome(EXIT_OK)
         for start in range(self._plan.restarts + 1):
             began_s = time.monotonic()
             try:
@@ -108,36 +111,38 @@ class Job:
             left = self._plan.restarts - start
             if outcome.exit_code == EXIT_OK or not outcome.may_retry or not left:
                 return outcome
-            self._tell(outcome.text)
+            self._notify(outcome.text)
             lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
             fruitless = 0 if outcome.steps > furthest or lasted else fruitless + 1
             pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
             furthest = max(furthest, outcome.steps)
             if fruitless >= FRUITLESS:
-                text = f"{FRUITLESS} starts in a row came no further than step {furthest}: given up"
+                text = (
+                    f"{FRUITLESS} starts in a row made no progress past step {furthest}: given up"
+                )
                 return replace(outcome, text=f"{outcome.text}\n{text}")
-            self._tell(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
+            self._notify(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
             time.sleep(pause_s)
         raise AssertionError("a range of at least one start")
 
-    def _start_when_fit(self, start: int) -> Outcome:
-        """A restart, which waits for hosts that are away."""
+    def _start_when_fit(self, start: int) -> JobOutcome:
+        """Restart the job; wait up to the start timeout for hosts that fail their checks."""
         deadline = time.monotonic() + self._plan.limits.start_timeout_s
-        pause_s, told = FIRST_PAUSE_S, ""
+        pause_s, reported = FIRST_PAUSE_S, ""
         while True:
             try:
                 return self._start(start)
             except PreflightError as error:
                 if time.monotonic() + pause_s > deadline:
                     raise
-                if str(error) != told:
-                    self._tell(f"waiting for hosts: {error}")
-                told = str(error)
+                if str(error) != reported:
+                    self._notify(f"waiting for hosts: {error}")
+                reported = str(error)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
-    def _start(self, start: int) -> Outcome:
-        """One start, on the hosts that are fit."""
+    def _start(self, start: int) -> JobOutcome:
+        """Start the job once, on the hosts that pass their checks, and run it to its end."""
         plan = self._plan
         hosts = plan.hosts if start else take_slots(plan.hosts, plan.workers)
         token, job = secrets.token_hex(32), f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -172,7 +177,7 @@ class Job:
 
     def _orders(self, token: str, start: int) -> Orders:
         environment = dict(os.environ)
-        bin_folder = str(Path(sys.executable).parent)  # `python` is the one that hvdtrain is in
+        bin_folder = str(Path(sys.executable).parent)  # `python` is the one that runs hvdtrain
         environment["PATH"] = os.pathsep.join([bin_folder, environment.get("PATH", os.defpath)])
         return Orders(
             token=token,
@@ -182,12 +187,12 @@ class Job:
         )
 
     def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> Placed:
-        """The workers on the fit hosts: at first all must be, later as many as are needed."""
+        """Place the workers: the first start needs every host, a restart only --min-np slots."""
         plan = self._plan
         problems = [item for item in found.findings if item.status == "fail"]
         for item in found.findings:
             if item.status == "warn":
-                self._tell(f"warning: {explain(item)}")
+                self._notify(f"warning: {explain(item)}")
         if not start:
             if problems:
                 raise PreflightError("\n".join(map(explain, problems)))
@@ -197,18 +202,18 @@ class Job:
         slots = sum(host.slots for host in fit)
         if slots < plan.min_workers:
             raise PreflightError(
-                f"--min-np={plan.min_workers}: the hosts that are fit have {slots} slots\n"
+                f"--min-np={plan.min_workers}: the usable hosts have {slots} slots\n"
                 + "\n".join(map(explain, problems))
             )
         for item in problems:
-            self._tell(f"left out: {explain(item)}")
+            self._notify(f"left out: {explain(item)}")
         return Placed(take_slots(fit, min(plan.workers, slots)), found.interface)
 
 
 def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
-    """Where agents call back: on this machine, on the user's choice of its networks, or on all.
+    """Return the address on which to listen for agents: loopback, one interface's, or all.
 
-    Raises PreflightError where that network has no address.
+    Raises PreflightError if `interface` has no IPv4 address.
     """
     if all(is_local(host) for host in hosts):
         return "127.0.0.1"
@@ -221,18 +226,18 @@ def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
 
 
 def explain(finding: Finding) -> str:
-    """A finding in one paragraph."""
+    """Format a finding as one paragraph."""
     where = f"{finding.host}: " if finding.host else ""
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
 def master_of(placed: Placed, found: Preflight) -> dict[str, str]:
-    """The first host, as the others reach it."""
+    """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port."""
     first, address = placed.hosts[0], "127.0.0.1"
     others = [host for host in placed.hosts if not is_local(host)]
     if not is_local(first):
         address = first.name
-    elif others:  # it is this machine: by the address that they have called back to
+    elif others:  # rank 0 is on this machine: the address that the others have connected to
         address = found.facts[others[0].address].get("channel")["address"]
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}
 
@@ -241,9 +246,9 @@ def _names(hosts: Sequence[Host]) -> str:
     return ", ".join(f"{host.address}:{host.slots}" for host in hosts)
 
 
-def engine_of(plan: JobPlan, placed: Placed, names: Sequence[str]) -> Engine:
-    """What horovodrun is told; `names`: the hosts' as it takes them."""
-    return Engine(
+def engine_of(plan: JobPlan, placed: Placed, names: Sequence[str]) -> EngineOptions:
+    """Return the options of horovodrun; `names` are the hosts' names in a form it accepts."""
+    return EngineOptions(
         workers=placed.workers,
         controller=plan.controller,
         hosts=tuple(zip(names, (host.slots for host in placed.hosts), strict=True)),

@@ -1,4 +1,4 @@
-"""The output of each worker: one file a rank, and its lines for whoever looks on."""
+"""The output of the workers: one log file for each rank, and its lines for the view."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import IO
 from hvdtrain.errors import UsageError
 from hvdtrain.files import open_kept
 
-NOTE = "--- "  # before lines of the launcher's own
+NOTE = "--- "  # prefix of the launcher's own lines
 START = f"{NOTE}start "
 
 
 class Logs:
-    """rank.N.log for each rank, and horovodrun.log; a restart goes on in the same files."""
+    """The files rank.N.log, one for each rank, and horovodrun.log; restarts append to them."""
 
     def __init__(self, folder: Path, show: Callable[[int, str], None]) -> None:
-        """`show` is called with rank and line. Raises UsageError when nothing can be written."""
+        """`show` receives rank and line. Raises UsageError if the folder cannot be written."""
         self.folder = folder
         self._show = show
         self._files: dict[int, IO[str]] = {}
         self._partial: dict[int, str] = {}
-        self._ended: dict[int, bool] = {}  # whether the file ends with a whole line
+        self._ended: dict[int, bool] = {}  # whether the file ends with a newline
         self._lossy = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ class Logs:
         return self.folder / f"rank.{rank}.log"
 
     def write(self, rank: int, text: str) -> list[str]:
-        """Returns the lines that are whole by now."""
+        """Append a worker's output to its log; return the lines completed by it."""
         with self._tolerating():
             if rank not in self._files:
                 path = self.path(rank)
@@ -50,14 +50,14 @@ class Logs:
         return self._shown(rank, lines)
 
     def finish(self, rank: int) -> list[str]:
-        """A worker has ended: its last line is whole now, though nothing ends it."""
+        """Return the last line of a worker that has ended, if it is unterminated."""
         rest = self._partial.pop(rank, "")
         return self._shown(rank, [rest] if rest else [])
 
     def _shown(self, rank: int, lines: list[str]) -> list[str]:
-        # Of a progress bar that rewrites its line only the last state is of interest.
+        # A progress bar rewrites its line: only its last state is kept.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-        # Letters of more bytes than one may have come in two pieces.
+        # Multi-byte characters may arrive in two pieces.
         raw = [line.encode("utf-8", "surrogateescape") for line in lines]
         lines = [line.decode("utf-8", "replace") for line in raw]
         for line in lines:
@@ -65,7 +65,7 @@ class Logs:
         return lines
 
     def note(self, text: str) -> None:
-        """A line of the launcher's own, into every file."""
+        """Write a line of the launcher's own to every file."""
         for rank, file in [*self._files.items(), (-1, self.engine)]:
             with self._tolerating():
                 file.write(
@@ -75,7 +75,7 @@ class Logs:
             self._ended[rank] = True
 
     def engine_lines(self) -> list[str]:
-        """What horovodrun and its like have said since the last start."""
+        """Return the lines in horovodrun.log since the last start, without the launcher's own."""
         path = self.folder / "horovodrun.log"
         lines = path.read_text("utf-8", errors="replace").splitlines()
         starts = [at for at, line in enumerate(lines) if line.startswith(START)]
@@ -88,7 +88,7 @@ class Logs:
 
     @contextmanager
     def _tolerating(self) -> Iterator[None]:
-        """A full disk does not keep the launcher from ending a job well; it is told once."""
+        """Suppress errors such as a full disk, so that the job ends normally; report them once."""
         try:
             yield
         except OSError as error:

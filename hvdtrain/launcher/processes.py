@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them."""
+"""Processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:
-    """The environments of the living processes that were started with this variable, by their
-    ids. A job's processes are found again by such a mark wherever they have moved to: into a
-    session of their own, or under another parent.
+    """Return pid -> environment of the running processes started with the variable name=value.
+
+    Such a mark finds a job's processes even in a session of their own or under another parent.
     """
     wanted, found = f"{name}={value}".encode(), {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -23,7 +23,7 @@ def marked(name: str, value: str) -> dict[int, dict[str, str]]:
 
 
 def command_of(pid: int) -> str:
-    """Its arguments, joined by spaces; empty once it has ended."""
+    """Return the arguments of a process, joined by spaces; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     except OSError:
@@ -31,13 +31,13 @@ def command_of(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended; its number stays its own until it is waited for."""
+    """Return whether a child has ended, without reaping it: its pid stays reserved."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, pid, options) is not None
 
 
 def process_state(pid: int) -> str:
-    """The letter that /proc has for it: R, S, D, T (stopped), t (traced), Z; empty when gone."""
+    """Return the state in /proc: R, S, D, T (stopped), t (traced), Z; empty once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -45,7 +45,7 @@ def process_state(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below this one, parents first."""
+    """Return the pids of the running descendants of a process, parents first."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -55,13 +55,13 @@ def descendants(pid: int) -> list[int]:
         if state not in "ZX":
             children.setdefault(int(parent), []).append(int(folder.name))
     found = children.get(pid, [])
-    for below in found:  # which grows
+    for below in found:  # the list grows in the loop
         found += children.get(below, [])
     return found
 
 
 def id_within(pid: int) -> int:
-    """The id that a process has in its own PID namespace; 0 when it is gone."""
+    """Return the id of a process in its own PID namespace; 0 once it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -71,7 +71,8 @@ def id_within(pid: int) -> int:
 
 
 def reap(codes: dict[int, int]) -> bool:
-    """Note the exit codes of children that have ended (minus n after signal n), by their ids.
+    """Reap ended children: store pid -> exit code (minus n for signal n) in `codes`.
+
     Returns whether any child is left.
     """
     while True:

@@ -1,7 +1,7 @@
-"""How the launcher and its agents talk: one line of JSON a message, over TCP, both ways.
+"""The protocol between the launcher and its agents: lines of JSON over TCP, in both directions.
 
-Each side proves that it knows the job's token, by HMAC over what the other has just made up, before
-anything else is said. Every second each side says something, so that a cut network is noticed.
+First each side proves that it has the job's token, by an HMAC over a random challenge of the other
+side. Then each side sends at least one message a second, so that a cut network is noticed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 Message = dict[str, Any]
 
 ALIVE_EVERY_S = 1.0
-LOST_AFTER_S = 10.0  # without a word from the other side
+LOST_AFTER_S = 10.0  # without a message from the other side
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_LINE_BYTES = 1 << 22
 LONGEST_GREETING_BYTES = 1 << 14
 
 
 class ConnectionLost(Exception):
-    """The other side has closed, fallen silent, or said what it should not."""
+    """The peer closed the connection, timed out, or sent an invalid message."""
 
 
 class Connection:
-    """Messages over a socket."""
+    """A socket that sends and receives messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -43,16 +43,16 @@ class Connection:
         self.heard_s = time.monotonic()
 
     def fileno(self) -> int:
-        """Of the socket, for selectors."""
+        """Return the socket's file descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come for longer than it ever should."""
+        """Return whether nothing has arrived for more than LOST_AFTER_S."""
         return time.monotonic() - self.heard_s > LOST_AFTER_S
 
     def send(self, message: Message) -> None:
-        """Raises ConnectionLost when the other side does not take it."""
+        """Send a message; raise ConnectionLost if that fails."""
         try:
             with self._sending:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
@@ -60,7 +60,10 @@ class Connection:
             raise ConnectionLost(str(error)) from error
 
     def receive(self, limit: int = LONGEST_LINE_BYTES) -> list[Message]:
-        """What has arrived, waiting for the first byte; raises ConnectionLost at the end of it."""
+        """Wait for data and return the messages completed by it, possibly none.
+
+        Raises ConnectionLost when the peer has closed, or an unfinished line exceeds `limit` bytes.
+        """
         if self._unread:
             messages, self._unread = self._unread, []
             return messages
@@ -73,14 +76,14 @@ class Connection:
         self.heard_s = time.monotonic()
         *lines, self._arrived = (self._arrived + data).split(b"\n")
         if len(self._arrived) > limit:
-            raise ConnectionLost("a line that does not end")
+            raise ConnectionLost("unterminated line")
         return [_read(line) for line in lines]
 
     def receive_one(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Message:
-        """One message of the greeting, in however many pieces it comes.
+        """Return one message of the handshake, in however many pieces it arrives.
 
-        What has come with it is kept for the next call, which the other side's next word, at most
-        ALIVE_EVERY_S later, brings about.
+        Further messages are kept for the next call, which the peer's next message triggers, at most
+        ALIVE_EVERY_S later.
         """
         deadline = time.monotonic() + timeout_s
         while not (messages := self.receive(LONGEST_GREETING_BYTES)):
@@ -94,7 +97,7 @@ class Connection:
 
 
 def connect(address: tuple[str, int], token: str, introduction: Message) -> Connection:
-    """The agent's side: raises ConnectionLost unless the launcher that has the token answers."""
+    """Connect an agent to its launcher; raise ConnectionLost unless the peer has the token."""
     try:
         sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     except OSError as error:
@@ -106,7 +109,7 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
         proof = prove(token, "agent", challenge)
         connection.send(introduction | {"proof": proof, "challenge": own})
         if not _same(connection.receive_one().get("proof"), prove(token, "launcher", own)):
-            raise ConnectionLost("whoever answers there does not know this job")
+            raise ConnectionLost("the peer does not hold this job's token")
     except ConnectionLost:
         connection.close()
         raise
@@ -114,18 +117,18 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
 
 
 def prove(token: str, side: str, challenge: str) -> str:
-    """What only someone with the token can say."""
+    """Return the proof of one side (`agent` or `launcher`): an HMAC that requires the token."""
     text = f"{side} {challenge}".encode("utf-8", "replace")
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def knows_token(token: str, challenge: str, introduction: Message) -> bool:
-    """The launcher's side of the proof."""
+    """Check an agent's proof, on the launcher's side."""
     return _same(introduction.get("proof"), prove(token, "agent", challenge))
 
 
 def _same(given: object, expected: str) -> bool:
-    """Compared in bytes: text that is not ASCII is refused by hmac with an exception."""
+    """Compare as bytes: for text that is not ASCII, hmac.compare_digest raises TypeError."""
     return hmac.compare_digest(str(given).encode("utf-8", "replace"), expected.encode())
 
 
@@ -141,11 +144,11 @@ def _read(line: bytes) -> Message:
 
 WAITING = "exchange"  # the phase in which a rank waits for others
 OWN = ("data", "compute", "update")  # phases of a step that depend on this rank alone
-STEPS_SHOWN = 10  # over which a rank's own time is averaged
+STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
 
 
 class WorkerPulse:
-    """Reads one worker's beats."""
+    """The reader of one worker's pulse pipe (written by hvdtrain/pulse.py)."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -155,15 +158,15 @@ class WorkerPulse:
         self._last: dict[str, Any] = {}
         self._beat_s = time.monotonic()
         self._phase, self._step, self._began_s = "start", 0, 0.0
-        self._busy_s = 0.0  # of this step so far, in phases of its own
+        self._busy_s = 0.0  # time of this step so far in the phases OWN
         self._busy_of_steps: list[float] = []
-        self.speaker = 0  # the id of the process that writes to it, as it has told it
+        self.speaker = 0  # id of the process that writes to the pipe, in its PID namespace
 
     def fileno(self) -> int:
         return self._fd
 
     def read(self) -> bool:
-        """Take in what has come; False once the worker has closed its end."""
+        """Read the available data; return False once the worker has closed its end."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._fd, 1 << 16)
@@ -176,12 +179,12 @@ class WorkerPulse:
         return True
 
     def take_figures(self) -> dict[str, Any]:
-        """The newest figures, once."""
+        """Return the newest figures and clear them."""
         figures, self._figures = self._figures, {}
         return figures
 
     def report(self) -> dict[str, Any]:
-        """Step, phase, and for how long nothing has come; what it ended with."""
+        """Return step, phase, seconds since the last beat, own time in a step, and how it ended."""
         steps = self._busy_of_steps
         return {
             "step": self._step,

@@ -1,4 +1,4 @@
-"""What the launcher knows of each rank, and whom a failure is put down to."""
+"""The state of each rank as seen by the launcher, and the verdict on a start of a job."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from hvdtrain.errors import (
 from hvdtrain.launcher.protocol import WAITING
 
 LAST_LINES = 15
-LONGEST_LINE = 500  # characters of each; the logs have all
+LONGEST_LINE = 500  # characters of each; the logs hold the full lines
 PREPARING = ("start", "prepare")  # phases before the first step: they may download
 STOPPED_STATES = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
-# How scripts end that Horovod tells of another rank's failure.
+# Output of scripts that end because another rank has failed.
 _VICTIM = re.compile(
     r"HorovodInternalError|has been shut down|Connection (reset|closed) by peer|"
     r"MPI_ERR_PROC_FAILED|Broken pipe"
 )
 _HINTS = {
-    "SIGKILL": " (by someone, or by the kernel where memory ran out: see dmesg)",
+    "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
     "SIGSEGV": " (a fault in native code)",
-    "SIGABRT": " (native code gave up)",
+    "SIGABRT": " (an abort in native code)",
     "SIGBUS": " (often a full /dev/shm)",
 }
 
 
 @dataclass
 class Rank:
-    """One rank, as its agent has told it."""
+    """One rank, as reported by its agent."""
 
     number: int
     host: str = ""
     state: str = "waiting"  # then running, ended or lost
-    process_state: str = ""  # of the worker, as /proc has it
+    process_state: str = ""  # state letter of the worker in /proc
     step: int = 0
     phase: str = "start"
     silent_s: float = 0.0
     busy_s: float | None = None  # own time in a step
-    speaks: bool = False  # tells its phases: a worker of hvdtrain
+    speaks: bool = False  # whether it reports phases: a worker of hvdtrain
     exit_code: int | None = None  # minus n after signal n
     ended_s: float = 0.0
     peer: bool = False  # ended because another rank had failed
-    spoke_s: float = field(default_factory=time.monotonic)  # its last line of output
+    spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    stopped_s: float = 0.0  # since when it has been stopped (time.monotonic()); 0: it is not
-    put_down: bool = False  # by the launcher, once the job had failed
+    stopped_s: float = 0.0  # time.monotonic() when it was stopped; 0: it is not
+    put_down: bool = False  # killed by the launcher, after the job had failed
 
     @property
     def place(self) -> str:
-        """As messages name it."""
+        """Return 'rank 1 on alpha', as used in messages."""
         return f"rank {self.number}" + (f" on {self.host}" if self.host else "")
 
     @property
     def is_preparing(self) -> bool:
-        """Whether it has not come to its first step, or to its first line, of other scripts."""
+        """Return whether it is before its first step, or for other scripts, its first output."""
         return self.phase in PREPARING if self.speaks else not self.last_lines
 
     @property
@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it ended because of another rank."""
+        """Return whether it ended because another rank had failed."""
         return self.peer or (not self.speaks and bool(_VICTIM.search("\n".join(self.last_lines))))
 
     def _take_state(self, letter: str) -> None:
@@ -87,29 +87,30 @@ class Rank:
             self.stopped_s = time.monotonic()
 
     def take(self, report: dict[str, Any]) -> None:
-        """An agent's report."""
+        """Update the state from an agent's report."""
         self.step, self.phase = int(report["step"]), str(report["phase"])
         self.busy_s, self.speaks = report["busy_s"], bool(report["speaks"])
-        silence_s = time.monotonic() - self.spoke_s  # all there is to see of other scripts
+        silence_s = time.monotonic() - self.spoke_s  # the only sign of progress of other scripts
         self.silent_s = float(report["silent_s"]) if self.speaks else silence_s
         self._take_state(str(report.get("state", self.process_state)))
         self.peer = bool(report.get("peer", False))
 
     def keep(self, lines: Iterable[str]) -> None:
-        """Lines of its output; the last ones are shown if it fails."""
+        """Keep the last lines of output, for the verdict."""
         self.last_lines.extend(line[:LONGEST_LINE] for line in lines if line.strip())
 
     def end(self, exit_code: int) -> None:
         self.state, self.exit_code, self.ended_s = "ended", exit_code, time.monotonic()
 
     def lose(self) -> None:
-        """Its agent is gone, or cannot be reached."""
+        """Mark the rank as lost: its agent is gone or unreachable."""
         self.state, self.ended_s = "lost", time.monotonic()
 
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:
-    """The first that failed of itself. Where all are victims of another, the first that has left
-    them with exit code 0, in the middle of their work; where nobody has, the first of them.
+    """Return the first rank that failed by itself; None if no rank has failed.
+
+    If all are victims: the first that ended early with exit code 0, else the first victim.
     """
     failed = [rank for rank in ranks if rank.has_failed]
     if failed and all(rank.is_victim or rank.put_down for rank in failed):
@@ -119,24 +120,24 @@ def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a job may take for what."""
+    """Time limits of a job, in seconds."""
 
-    start_timeout_s: float  # until all workers run, and for each until it is prepared
+    start_timeout_s: float  # until all workers run, and until each is prepared
     watchdog_timeout_s: float  # from then on, without progress
 
     def of(self, rank: Rank) -> float:
-        """For how long a rank may be silent."""
+        """Return for how many seconds a rank may be silent."""
         if rank.is_preparing:
             return max(self.start_timeout_s, self.watchdog_timeout_s)
         return self.watchdog_timeout_s
 
 
 def silent_ranks(ranks: Sequence[Rank], limits: Limits) -> list[Rank]:
-    """Whom to put a standstill down to; empty while the job moves.
+    """Return the ranks that cause a standstill; empty while the job makes progress.
 
-    A rank that waits for others in the exchange is silent rightly, and so may be one of a script
-    that tells no phases. So only where all are silent, or one in work of its own, is there a
-    standstill; then those outside the exchange are named.
+    Silence alone is no fault: a rank may wait for others in the exchange, or run a script that
+    reports no phases. The job stands still if a rank is stopped, or silent in its own work (these
+    are returned), or if all ranks are silent.
     """
     running = [rank for rank in ranks if rank.state == "running"]
     silent = [rank for rank in running if rank.silent_s > limits.of(rank)]
@@ -154,7 +155,7 @@ def silent_ranks(ranks: Sequence[Rank], limits: Limits) -> list[Rank]:
 
 
 def explain_end(rank: Rank) -> str:
-    """How a failed rank ended."""
+    """Describe how a rank ended."""
     code = rank.exit_code
     if rank.state == "lost":
         return "cannot be reached any more: its agent was killed, or its host or network is down"
@@ -166,33 +167,33 @@ def explain_end(rank: Rank) -> str:
 
 
 def explain_silence(rank: Rank) -> str:
-    """What a silent rank was doing."""
+    """Describe what a silent rank was doing."""
     state = STOPPED_STATES.get(rank.process_state)
     where = f", in phase {rank.phase}" if rank.speaks else ""
     where += f" of step {rank.step}" if rank.step else ""
     return f"{rank.place}: {state or 'silent'}{where}, for {rank.silent_s:.0f} s"
 
 
-FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # of a worker: starting again changes nothing
+FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
 STOPPED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-OTHERS_SHOWN = 8  # ranks besides the one that a message is about
+OTHERS_SHOWN = 8  # further ranks in a message
 LINES_SHOWN = 12
 _ENDED_PROCESS = re.compile(r"Process (\d+) exit with status code (\d+)")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one start of a job ended."""
+class JobOutcome:
+    """The result of one start of a job."""
 
     exit_code: int
-    text: str = ""  # the verdict, where it did not end well
+    text: str = ""  # the verdict; empty after success
     may_retry: bool = False
-    steps: int = 0  # the furthest that was seen
+    steps: int = 0  # highest step of any rank
 
 
 @dataclass
 class Evidence:
-    """What was seen of one start."""
+    """Observations of one start, from which the verdict is made."""
 
     ranks: list[Rank]
     limits: Limits
@@ -200,17 +201,17 @@ class Evidence:
     # What ended it first: "a rank", "start" (too slow), "silence", or "engine" (horovodrun).
     cause: str = ""
     silent: list[Rank] = field(default_factory=list)
-    standstill: list[str] = field(default_factory=list)  # who was silent, as it was found
-    stacks: dict[int, list[str]] | None = None  # lines by rank; None: not asked for
+    standstill: list[str] = field(default_factory=list)  # the ranks when it was found, in words
+    stacks: dict[int, list[str]] | None = None  # lines by rank; None: not requested
     requested: list[int] = field(default_factory=list)  # signals to the launcher
-    engine_lines: list[str] = field(default_factory=list)  # what horovodrun has said
+    engine_lines: list[str] = field(default_factory=list)  # output of horovodrun
 
     def blame(self, cause: str) -> None:
-        """The first cause counts."""
+        """Record the cause of the end, unless one is recorded already."""
         self.cause = self.cause or cause
 
     def find_standstill(self, silent: list[Rank]) -> None:
-        """Nothing moves any more; told now, since these ranks are about to be ended."""
+        """Record a standstill and describe all ranks now, before they are killed."""
         self.blame("silence")
         self.silent = silent
         others = [rank for rank in self.ranks if rank.state == "running" and rank not in silent]
@@ -220,12 +221,12 @@ class Evidence:
         self.standstill += [f"{rank.place} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
 
 
-def judge(seen: Evidence) -> Outcome:
-    """The verdict."""
+def judge(seen: Evidence) -> JobOutcome:
+    """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
     steps = max((rank.step for rank in seen.ranks), default=0)
 
-    def outcome(exit_code: int, text: str = "", may_retry: bool = False) -> Outcome:
-        return Outcome(exit_code, text, may_retry, steps)
+    def outcome(exit_code: int, text: str = "", may_retry: bool = False) -> JobOutcome:
+        return JobOutcome(exit_code, text, may_retry, steps)
 
     if all(rank.state == "ended" and rank.exit_code == 0 for rank in seen.ranks):
         return outcome(EXIT_OK)
@@ -251,7 +252,7 @@ def _explain_stop(seen: Evidence) -> str:
     killed = [r.number for r in seen.ranks if r.state != "ended" or r.exit_code == -signal.SIGKILL]
     if killed:
         return f"stopped by {name}: {name_ranks(killed)} had not ended, and was killed"
-    return f"stopped by {name}: every worker was told, and has ended"
+    return f"stopped by {name}: every worker was notified and has ended"
 
 
 def _explain_failure(seen: Evidence, first: Rank) -> str:
@@ -282,31 +283,31 @@ def _explain_standstill(seen: Evidence) -> str:
         if frames := _main_thread(frames):
             lines += [f"{rank.place}, Python stacks:", *_quoted(frames)]
         else:
-            lines.append(f"{rank.place} gives no Python stacks")
+            lines.append(f"{rank.place} returned no Python stacks")
     return "\n".join([*lines, f"logs, with all stacks: {seen.log_folder}"])
 
 
 def _explain_start(seen: Evidence) -> str:
     missing = [rank.number for rank in seen.ranks if rank.state == "waiting"]
     if seen.cause == "start":
-        what = f"nothing was heard of {name_ranks(missing)} for {seen.limits.start_timeout_s:g} s"
+        what = f"no contact from {name_ranks(missing)} for {seen.limits.start_timeout_s:g} s"
         what += " (--start-timeout-s)"
     else:
         what = "horovodrun ended before the workers had started"
-    advice = f"log: {seen.log_folder / 'horovodrun.log'}. `hvdtrain doctor` tests more"
-    return "\n".join([f"{what}. It said:", *_last(seen.engine_lines), advice])
+    advice = f"log: {seen.log_folder / 'horovodrun.log'}. `hvdtrain doctor` runs more checks"
+    return "\n".join([f"{what}. Output of horovodrun:", *_last(seen.engine_lines), advice])
 
 
 def _explain_engine(seen: Evidence) -> str:
-    """horovodrun ended under workers that were well: mostly a broken SSH connection."""
+    """Explain an end of horovodrun while its workers ran: usually a broken SSH connection."""
     found = [_ENDED_PROCESS.search(line) for line in seen.engine_lines]
     ended = next((match for match in reversed(found) if match and match[2] == "255"), None)
     if ended and int(ended[1]) < len(seen.ranks):
         place = seen.ranks[int(ended[1])].place
-        text = f"the ssh connection that {place} was started by broke off (ssh's exit code 255)"
+        text = f"the ssh connection that started {place} was lost (ssh's exit code 255)"
     else:
         text = "horovodrun ended while its workers were running"
-    return "\n".join([f"{text}. horovodrun said:", *_last(seen.engine_lines)])
+    return "\n".join([f"{text}. Output of horovodrun:", *_last(seen.engine_lines)])
 
 
 def _last(lines: Sequence[str]) -> list[str]:
@@ -318,7 +319,7 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 
 def _main_thread(lines: list[str]) -> list[str]:
-    """Of what faulthandler has written, the main thread, which comes last."""
+    """Return the main thread's stack from faulthandler's output, where it is the last one."""
     starts = [at for at, line in enumerate(lines) if "(most recent call first)" in line]
     if not starts:
         return []

@@ -1,9 +1,8 @@
-"""Hosts that a site's own scheduler has chosen: Slurm's environment, or the MPI Operator's file.
+"""Hosts allocated by a site's scheduler: from Slurm's environment or the MPI Operator's hostfile.
 
-Slurm tells a job its hosts in a few variables; nothing is asked of its commands (`scontrol show
-hostnames`), which are absent in many containers. A list such as `gpu[008-010,12],login1` has the
-hosts gpu008 gpu009 gpu010 gpu12 login1, and `2(x3),1` gives two slots to each of the first three
-hosts and one to the fourth.
+Slurm lists a job's hosts in environment variables. Its commands (`scontrol show hostnames`) are not
+used: many containers lack them. The list `gpu[008-010,12],login1` means the hosts gpu008 gpu009
+gpu010 gpu12 login1, and `2(x3),1` two slots on each of the first three hosts and one on the fourth.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hvdtrain.launcher.hosts import (
 )
 
 MPI_HOSTFILE = Path("/etc/mpi/hostfile")  # where the Kubeflow MPI Operator mounts it
-NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the second in old versions
+NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # the second is set by old versions
 INSTEAD = "name the hosts by -H or --hostfile instead"
 
 RANGE = re.compile("([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -35,19 +34,19 @@ REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 def hosts_of_site(
     environment: Mapping[str, str], mpi_hostfile: Path = MPI_HOSTFILE
 ) -> tuple[Host, ...]:
-    """The hosts of this job, as Slurm or the MPI Operator gave them; () where there is none."""
+    """Return the hosts that Slurm or the MPI Operator allocated; () without either."""
     if any(environment.get(name) for name in NODE_LISTS):
         return _hosts_of_slurm(environment)
     try:
         present = mpi_hostfile.exists()
-    except OSError:  # in a folder that may not be looked into
+    except OSError:  # a folder without read permission
         present = False
     return read_hostfile(mpi_hostfile) if present else ()
 
 
 def _hosts_of_slurm(environment: Mapping[str, str]) -> tuple[Host, ...]:
     variable = next(name for name in NODE_LISTS if environment.get(name))
-    _refuse_what_is_not_one_job(environment)
+    _check_whole_job(environment)
     names = _expand_names(environment[variable], variable)
     slots = _slots_of_slurm(environment, len(names), variable)
     collector = HostCollector()
@@ -61,8 +60,8 @@ def _hosts_of_slurm(environment: Mapping[str, str]) -> tuple[Host, ...]:
     return collector.finish(f"{variable}: no hosts in it; {INSTEAD}")
 
 
-def _refuse_what_is_not_one_job(environment: Mapping[str, str]) -> None:
-    """Where this process sees but a part of the job, or is one of several that start it."""
+def _check_whole_job(environment: Mapping[str, str]) -> None:
+    """Raise UsageError in a heterogeneous job, and in one of several copies of the launcher."""
     copies = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if copies != "1":
         raise UsageError(
@@ -78,7 +77,7 @@ def _refuse_what_is_not_one_job(environment: Mapping[str, str]) -> None:
 
 
 def _slots_of_slurm(environment: Mapping[str, str], hosts: int, node_list: str) -> list[int]:
-    """The slots of each host: its tasks, or else as many as its cores hold."""
+    """Return the slots of each host: its tasks, else its cores divided by the cores per task."""
     tasks = environment.get("SLURM_TASKS_PER_NODE")
     if tasks:
         return _expand_counts(tasks, hosts, "SLURM_TASKS_PER_NODE", node_list)
@@ -95,12 +94,14 @@ def _slots_of_slurm(environment: Mapping[str, str], hosts: int, node_list: str) 
 
 
 def _expand_counts(text: str, hosts: int, variable: str, node_list: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: as many as there are hosts."""
+    """Expand `2(x3),1` to [2, 2, 2, 1]; raise UsageError unless it has one count for each host."""
     counts: list[int] = []
     for part in text[:MOST_BYTES].split(","):
         match = REPEATED.fullmatch(part.strip())
         if match is None:
-            raise UsageError(f"{variable}={shown(text)}: not understood (2(x3),1 is); {INSTEAD}")
+            raise UsageError(
+                f"{variable}={shown(text)}: not a list of counts such as 2(x3),1; {INSTEAD}"
+            )
         count, times = int(match[1]), int(match[2] or 1)
         if not 1 <= count <= MOST_SLOTS or times < 1:
             raise UsageError(
@@ -112,14 +113,13 @@ def _expand_counts(text: str, hosts: int, variable: str, node_list: str) -> list
     if len(counts) != hosts:
         more = "more" if len(counts) > hosts else str(len(counts))
         raise UsageError(
-            f"{variable}={shown(text)}: speaks of {more} hosts, but {node_list} has {hosts}; "
-            f"{INSTEAD}"
+            f"{variable}={shown(text)}: covers {more} hosts, but {node_list} has {hosts}; {INSTEAD}"
         )
     return counts
 
 
 def _expand_names(text: str, variable: str) -> list[str]:
-    """`gpu[008-010,12],login1` as its five names, at most MOST_HOSTS."""
+    """Expand `gpu[008-010,12],login1` to its five names; raise UsageError above MOST_HOSTS."""
     names: list[str] = []
     for pattern in _split_outside_brackets(text, variable):
         room = MOST_HOSTS - len(names)
@@ -148,7 +148,7 @@ def _split_outside_brackets(text: str, variable: str) -> list[str]:
 
 
 def _expand_piece(piece: str, most: int, variable: str) -> list[str]:
-    """`[08-10,12]` as 08 09 10 12, at most so many; text outside brackets stands for itself."""
+    """Expand `[08-10,12]` to 08 09 10 12, at most `most`; return other text unchanged."""
     if not piece.startswith("["):
         return [piece]
     numbers: list[str] = []

@@ -1,8 +1,8 @@
-"""Reaching hosts by SSH: a configuration of our own, and an `ssh` that keeps host keys checked.
+"""SSH access to hosts: a generated configuration, and an `ssh` that keeps host keys checked.
 
-horovodrun takes plain names alone and switches the check of host keys off. So it is given, first on
-PATH, a small `ssh` that drops this option (what holds is the user's own configuration; without one,
-an unknown host is refused) and that knows users and IPv6 addresses by a configuration.
+horovodrun accepts plain names only and disables the check of host keys. A wrapper named `ssh`,
+first on its PATH, removes that option, so that the user's configuration applies (without one, an
+unknown host is refused). The generated configuration maps aliases to users and IPv6 addresses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.stopping import spared_by_slurm
 from hvdtrain.slurm import in_job
 
-_TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun takes _ too, Open MPI does not
+_TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
 _SAFE_IN_CONFIGURATION = re.compile(r'[^\s"\\\x00-\x1f]+')
 _WRAPPER = """\
 #!/bin/sh
-# Written by hvdtrain. horovodrun asks for host keys not to be checked; that request is dropped.
+# Written by hvdtrain. Removes the option by which horovodrun disables the check of host keys.
 for part do
     shift
     [ "$part" = StrictHostKeyChecking=no ] && part=BatchMode=yes
@@ -46,7 +46,8 @@ _NO_SSH = """\
 echo "hvdtrain: there is no ssh command on PATH" >&2
 exit 127
 """
-# After the user's own files, so that theirs win. A dead connection is noticed within a minute.
+# The user's files take precedence: ssh uses the first value of each option. The keep-alive settings
+# detect a dead connection within a minute.
 _CONFIGURATION_END = """\
 Match all
 Include ~/.ssh/config
@@ -60,7 +61,7 @@ ServerAliveCountMax 3
 
 @dataclass(frozen=True)
 class SshOptions:
-    """What the user says about SSH: --ssh-port, --ssh-identity-file."""
+    """SSH options of the user: --ssh-port and --ssh-identity-file."""
 
     port: int | None = None
     identity_file: Path | None = None
@@ -77,15 +78,15 @@ class SshOptions:
 
 
 class SshSetup:
-    """A private folder with `config` and an executable `ssh`, while the context lasts.
+    """A context manager for a private folder with `config` and an executable `ssh`.
 
-    Where this is a job of Slurm it also holds an `mpirun`, which Slurm's SIGTERM does not end.
+    In a Slurm job the folder also holds an `mpirun` that ignores Slurm's SIGTERM.
     """
 
     path: Path
 
     def __init__(self, hosts: Sequence[Host], options: SshOptions) -> None:
-        """Raises UsageError for a host that cannot be written into a configuration of ssh."""
+        """Raise UsageError for a host that cannot be written to an ssh configuration."""
         self.hosts = tuple(hosts)
         self.options = options
         self._names = _names(self.hosts)
@@ -110,21 +111,21 @@ class SshSetup:
         self._folder.cleanup()
 
     def name_of(self, host: Host) -> str:
-        """What horovodrun is told: the host's name where it takes that, else an alias."""
+        """Return the host's name for horovodrun: its own if that is accepted, else an alias."""
         return self._names[host.address]
 
     def argv(self, host: Host, remote_command: Sequence[str]) -> list[str]:
-        """The command that runs `remote_command` on the host: no terminal, never a question."""
+        """Return the command that runs `remote_command` on the host: no terminal, no prompts."""
         quiet = ["-T", "-o", "LogLevel=ERROR"]  # without the server's banner and warnings
         remote = shlex.join(remote_command)
         return [str(self.path / "ssh"), *quiet, "--", self.name_of(host), remote]
 
     def by_hand(self, host: Host) -> str:
-        """The command that a person would type to get to the host."""
+        """Return the command to log in to the host by hand."""
         return " ".join(["ssh", *self.flags(), host.address])
 
     def flags(self) -> list[str]:
-        """The user's options, as ssh and its companions take them."""
+        """Return the user's options as ssh arguments, quoted for a shell."""
         port = ["-p", str(self.options.port)] if self.options.port else []
         identity = self.options.identity_file
         return [*port, *(["-i", shlex.quote(str(identity))] if identity else [])]
@@ -160,7 +161,7 @@ class SshSetup:
 
 
 def is_local(host: Host) -> bool:
-    """Whether horovodrun starts the host's workers on this machine, without ssh."""
+    """Return whether horovodrun starts the host's workers on this machine, without ssh."""
     return _names_no_other_user(host) and resolves_here(host.name)
 
 
@@ -169,13 +170,15 @@ def _names_no_other_user(host: Host) -> bool:
 
 
 def _names(hosts: Sequence[Host]) -> dict[str, str]:
-    """An alias where horovodrun refuses the name, has it twice, or would not use ssh for it."""
-    names: dict[str, str] = {}  # by address, which stays the same when slots are cut
+    """Return address -> name: an alias if the name is refused, repeated, or would bypass ssh."""
+    names: dict[str, str] = {}  # by address, which does not change when slots are reduced
     problems = []
     for number, host in enumerate(hosts, 1):
         for text in filter(None, (host.name, host.user)):
             if text.startswith("-") or not _SAFE_IN_CONFIGURATION.fullmatch(text):
-                problems.append(f"{host.source or 'hosts'}: {text!r} is nothing that ssh can take")
+                problems.append(
+                    f"{host.source or 'hosts'}: {text!r} is not a valid host or user for ssh"
+                )
         plain = _TAKEN_BY_ENGINES.fullmatch(host.name) and host.name not in names.values()
         other_user_here = not _names_no_other_user(host) and resolves_here(host.name)
         taken = plain and not other_user_here

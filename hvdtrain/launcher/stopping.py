@@ -1,4 +1,4 @@
-"""Signals to `hvdtrain launch`."""
+"""Handling of signals to `hvdtrain launch`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import FrameType
 from hvdtrain.errors import Stopped
 from hvdtrain.slurm import in_job
 
-# A batch system may signal every process of a job, while its script hands its own signal on: what
-# comes with the first signal is no impatience.
+# A batch system may signal every process of a job, and the batch script pass its signal on too:
+# signals this close to the first one count as one.
 TOGETHER_S = 1.0
-_DEAF = """\
+_IGNORE_SIGTERM = """\
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -25,19 +25,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequests:
-    """While workers run, signals are noted and passed on to them; else they end the command."""
+    """The signals received: recorded while workers run, else raised as Stopped."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._workers_run = False
         self._first_s = 0.0
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._handle)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within, nothing is raised."""
+        """Record signals within the context instead of raising Stopped."""
         self._workers_run = True
         try:
             yield
@@ -57,11 +57,13 @@ class StopRequests:
 
 
 def spared_by_slurm(command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command`, deaf to SIGTERM where this is a job of Slurm.
+    """Return the command that runs `command`, in a Slurm job with SIGTERM ignored and blocked.
 
-    `scontrol requeue` and `scancel` send it to every process of the job's first host. It would end
-    horovodrun, mpirun and ssh, and with them the workers, before the launcher has had them save.
-    Slurm's SIGKILL comes later (KillWait). Ignored alone, mpirun would handle it all the same;
-    blocked alone, a shell that starts the program would unblock it.
+    `scontrol requeue` and `scancel` send SIGTERM to every process of the job's first host. It would
+    end horovodrun, mpirun and ssh, and so the workers, before they can save; Slurm's SIGKILL comes
+    later (KillWait). Ignoring alone does not suffice, since mpirun installs a handler; blocking
+    alone does not either, since a shell that starts the program unblocks it.
     """
-    return [sys.executable, "-I", "-S", "-c", _DEAF, *command] if in_job() else list(command)
+    return (
+        [sys.executable, "-I", "-S", "-c", _IGNORE_SIGTERM, *command] if in_job() else list(command)
+    )

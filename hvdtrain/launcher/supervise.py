@@ -1,11 +1,11 @@
-"""One start of a job: horovodrun, its agents, and what to do when something goes wrong.
+"""Supervision of one start of a job: horovodrun, its agents, and the response to failures.
 
-    starting -> running -> all ended well ---------------------------> let go
-                   |-> a rank fails, is lost, or falls silent --> grace --> kill --> let go
-                   |-> a signal to stop --> the workers save and end --------------> let go
+    starting -> running -> all ended with exit code 0 ----------------------------> release
+                   |-> a rank fails, is lost, or falls silent --> grace --> kill --> release
+                   |-> a signal to stop --> the workers save and end --------------> release
 
-The agents hold horovodrun until they are told to leave, so everything is decided here, and alike
-on both controllers.
+horovodrun runs until the agents receive "leave", so all decisions are made here, the same for both
+controllers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.protocol import Message
-from hvdtrain.launcher.ranks import Evidence, Limits, Outcome, Rank, judge, silent_ranks
+from hvdtrain.launcher.ranks import Evidence, JobOutcome, Limits, Rank, judge, silent_ranks
 from hvdtrain.launcher.stopping import spared_by_slurm
 
 TICK_S = 0.1
-PEERS_GRACE_S = 3.0  # for the other ranks to end, and rank 0 to write its summary
-ENGINE_GRACE_S = 20.0  # to save once horovodrun is ending
-STOP_GRACE_S = 60.0  # to save and end after a signal
+PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
+ENGINE_GRACE_S = 20.0  # for workers to save once horovodrun is ending
+STOP_GRACE_S = 60.0  # for workers to save and end after a signal
 STACKS_WAIT_S = 2.0
-LEAVE_WAIT_S = 10.0  # for horovodrun to end once all agents may
-STACKS_MARK = "Python stacks, asked for by the watchdog:"
+LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
+STACKS_MARK = "Python stacks, requested by the watchdog:"
 
 
 @dataclass
 class Watch:
-    """What the view shows."""
+    """The state of a job, for the view."""
 
     ranks: list[Rank]
     figures: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Watch:
 
 
 class Supervisor:
-    """Runs one start of a job to its end."""
+    """The supervisor of one start of a job."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class Supervisor:
         requested: Callable[[], list[int]],
         show: Callable[[Watch], None],
     ) -> None:
-        """`command`: horovodrun's. `requested`: the signals to stop that have come so far."""
+        """`command` starts horovodrun; `requested` returns the signals to stop received so far."""
         self._command, self._environment = command, environment
         self._channel, self._logs, self._limits = channel, logs, limits
         self.watch, self._requested, self._show = watch, requested, show
         self._signals_passed_on = 0
-        self._told: list[Message] = []
+        self._broadcasts: list[Message] = []
         self._evidence = Evidence(watch.ranks, limits, logs.folder)
 
-    def run(self) -> Outcome:
-        """Start it, watch it, and leave nothing of it behind."""
+    def run(self) -> JobOutcome:
+        """Start horovodrun, supervise it, end all its processes, and return the outcome."""
         engine = subprocess.Popen(
             spared_by_slurm(self._command),
             env=self._environment,
-            cwd="/",  # a folder that every host has; agents go to the job's own
+            cwd="/",  # exists on every host; agents change to the job's folder
             stdin=subprocess.DEVNULL,
             stdout=self._logs.engine,
             stderr=self._logs.engine,
@@ -81,7 +81,7 @@ class Supervisor:
                 self._turn()
             self._settle()
         finally:
-            self._let_go(engine)
+            self._release(engine)
         self._evidence.engine_lines = self._logs.engine_lines()
         self._evidence.requested = self._requested()
         return judge(self._evidence)
@@ -90,17 +90,17 @@ class Supervisor:
     def _ranks(self) -> list[Rank]:
         return self.watch.ranks
 
-    def _tell(self, message: Message) -> None:
-        """To all agents, also to those that come later."""
-        self._told.append(message)
-        self._channel.tell(message)
+    def _broadcast(self, message: Message) -> None:
+        """Send to all agents, including those that connect later."""
+        self._broadcasts.append(message)
+        self._channel.send(message)
 
     def _turn(self, timeout_s: float = TICK_S) -> None:
-        self._channel.poll(timeout_s, self._hear, self._lose)
+        self._channel.poll(timeout_s, self._receive, self._lose)
         self._show(self.watch)
 
     def _is_over(self, engine: subprocess.Popen[bytes]) -> bool:
-        """Whether the job has ended, well or not, or is to be ended."""
+        """Return whether the job has ended or must be ended; record the cause."""
         if all(rank.state == "ended" for rank in self._ranks):
             return True
         if self._pass_on_signals():
@@ -122,49 +122,50 @@ class Supervisor:
         return bool(silent)
 
     def _settle(self) -> None:
-        """Let the ranks end by themselves where they can, and end those that do not."""
+        """Give the ranks time to end by themselves, then kill the rest."""
         if self._evidence.cause == "silence":
             self._ask_for_stacks()
         else:
             grace_s = STOP_GRACE_S if self._signals_passed_on else PEERS_GRACE_S
-            if self._evidence.cause == "engine":  # the workers are well: they may be able to save
-                self._tell({"signal": signal.SIGTERM})
+            if self._evidence.cause == "engine":  # the workers still run and may save
+                self._broadcast({"signal": signal.SIGTERM})
                 grace_s = max(grace_s, ENGINE_GRACE_S)
             self._wait_for_all(grace_s)
         for rank in self._alive():
             rank.put_down = True
-        self._tell({"kill": True})
+        self._broadcast({"kill": True})
         self._wait_for_all(PEERS_GRACE_S, patient=False)
 
     def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.state == "running"]
 
     def _wait_for_all(self, limit_s: float, patient: bool = True) -> None:
-        """Until no worker runs any more; a second signal ends patience."""
+        """Wait until no worker runs; if `patient`, until a second signal at the latest."""
         deadline = time.monotonic() + limit_s
         while self._alive() and time.monotonic() < deadline:
             self._turn()
             if self._pass_on_signals() > 1 and patient:
                 return
 
-    def _let_go(self, engine: subprocess.Popen[bytes]) -> None:
-        """Agents and horovodrun end."""
-        self._tell({"kill": True})
-        self._tell({"leave": True})
+    def _release(self, engine: subprocess.Popen[bytes]) -> None:
+        """End the agents and horovodrun."""
+        self._broadcast({"kill": True})
+        self._broadcast({"leave": True})
         deadline = time.monotonic() + LEAVE_WAIT_S
         well = all(rank.state == "ended" for rank in self._ranks)
         while engine.poll() is None and time.monotonic() < deadline:
             if not well and not self._channel.connected:
                 break
-            self._channel.poll(TICK_S, self._hear, self._lose)
+            self._channel.poll(TICK_S, self._receive, self._lose)
         end_group(engine)
 
     def _pass_on_signals(self) -> int:
-        """The first goes to the workers; returns how many have come."""
+        """Send the first signal to the workers; return the number of signals received."""
         requested = self._requested()
         if requested and not self._signals_passed_on:
+            # Workers do not handle SIGHUP, the signal of a closed terminal.
             known = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
-            self._tell({"signal": known})  # a closed terminal's signal workers do not handle
+            self._broadcast({"signal": known})
             self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop")
         self._signals_passed_on = len(requested)
         return self._signals_passed_on
@@ -172,21 +173,21 @@ class Supervisor:
     def _ask_for_stacks(self) -> None:
         self._logs.note(STACKS_MARK)
         self._evidence.stacks = {}
-        self._channel.tell({"stacks": True})
+        self._channel.send({"stacks": True})
         deadline = time.monotonic() + STACKS_WAIT_S
         while time.monotonic() < deadline:
             self._turn()
 
-    def _hear(self, number: int, message: Message) -> None:
+    def _receive(self, number: int, message: Message) -> None:
         rank = self._ranks[number]
         if "hello" in message:
             hello = message["hello"]
             rank.host, rank.state = str(hello.get("host") or hello.get("hostname")), "running"
             rank.spoke_s = time.monotonic()
-            for told in self._told:
-                self._channel.tell(told, number)
+            for broadcast in self._broadcasts:
+                self._channel.send(broadcast, number)
             if all(other.state != "waiting" for other in self._ranks):
-                self._channel.tell({"all_here": True})
+                self._channel.send({"all_here": True})
         elif "output" in message:
             rank.spoke_s = time.monotonic()
             lines = self._logs.write(number, message["output"])
@@ -216,7 +217,7 @@ class Supervisor:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group; wait for it."""
+    """End the process group of `process`, by SIGTERM and then SIGKILL; wait for the process."""
     for number, limit_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,6 +1,6 @@
-"""What a launch leaves on each host for its agents: where to call, and a secret.
+"""Tickets: files on each host with the launcher's address and a job's orders, for its agents.
 
-It goes through a file that the user alone can read, since what horovodrun hands on shows in `ps`.
+Only the user can read them; what horovodrun passes on would show in `ps`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 
 from hvdtrain.errors import PreflightError
 
-STALE_S = 86400.0  # agents read theirs at the start
+STALE_S = 86400.0  # agents read their ticket at the start
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Written by the probe on each host, for the agents of one launch."""
+    """A job's orders for the agents of one host, written by the doctor's probe."""
 
     job: str  # id; letters, digits, - and _
     text: str  # JSON, opaque to the doctor
 
 
 def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
-    """Where a ticket may lie, best first.
+    """Return the possible paths of a job's ticket, best first.
 
-    More than one, since workers get the launcher's HOME and XDG_CACHE_HOME, which need not be this
-    host's. The host's name keeps hosts apart that share a home directory.
+    There are several, since workers get the launcher's HOME and XDG_CACHE_HOME, which may not be
+    valid on this host. The host's name separates hosts that share a home directory.
     """
     home = pwd.getpwuid(os.getuid()).pw_dir
     cache = environment.get("XDG_CACHE_HOME", "")
@@ -47,7 +47,7 @@ def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
 
 
 def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> Path:
-    """Write `content` (with its "job") where it can be written first. Raises OSError."""
+    """Write `content` (with its "job") to the first writable path; raise OSError if none is."""
     problems = []
     for path in ticket_paths(content["job"], environment):
         _remove_stale(path.parent)
@@ -61,7 +61,7 @@ def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> 
 
 
 def read_ticket(job: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """What the probe wrote on this host; None where there is nothing of ours."""
+    """Return what the probe wrote on this host; None without a private file of this user."""
     for path in ticket_paths(job, environment):
         try:
             status = path.stat()
@@ -74,7 +74,7 @@ def read_ticket(job: str, environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def remove_ticket(job: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Take it away again, wherever it lies."""
+    """Remove a job's ticket from all its possible paths."""
     for path in ticket_paths(job, environment):
         try:
             path.unlink()
@@ -83,7 +83,7 @@ def remove_ticket(job: str, environment: Mapping[str, str] = os.environ) -> None
 
 
 def _remove_stale(folder: Path) -> None:
-    """Tickets of jobs whose agents were killed hold their users' environments."""
+    """Remove old tickets, left by agents that were killed: they hold users' environments."""
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_S:
@@ -105,16 +105,16 @@ def _write_private(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Orders:
-    """One job's."""
+    """The orders of one job's agents: the worker command and where to run it."""
 
     token: str  # shared by the launcher and the agents
-    command: list[str]  # of a worker
-    folder: str  # in which it runs
+    command: list[str]  # of each worker
+    folder: str  # working directory of the workers
     environment: dict[str, str]  # the user's, where launch was called
 
     @property
     def ring_token(self) -> str:
-        """The workers' secret: it does not give away the job's own."""
+        """Return the workers' own secret, from which the token cannot be derived."""
         return hmac.new(self.token.encode(), b"ring", hashlib.sha256).hexdigest()
 
     def as_text(self) -> str:
@@ -122,7 +122,7 @@ class Orders:
 
 
 def read_orders(job: str) -> tuple[Orders, tuple[str, int]]:
-    """This host's orders, and where the launcher listens. Raises PreflightError without them."""
+    """Return orders and launcher address from this host's ticket; PreflightError without it."""
     found = read_ticket(job)
     if found is None:
         raise PreflightError(

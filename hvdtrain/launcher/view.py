@@ -1,4 +1,4 @@
-"""What `hvdtrain launch` shows: plain lines, or a live view on a terminal."""
+"""Output of `hvdtrain launch`: plain lines, or a live view on a terminal."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RANKS_SHOWN = 16
-SLOW = 1.2  # times the median of the ranks' own time in a step
+SLOW = 1.2  # multiple of the median of the ranks' own time in a step
 SILENT_S = 10.0
 HIDDEN_NAMED = 4
-PLAIN = ("", "waiting", "ended")  # what is said of a rank that is well
+PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 
 
 def make_view(workers: int, stream: TextIO, logs: Path) -> SteadyView:
-    """A live view on a terminal, else lines; it never keeps its caller waiting."""
+    """Return a live view on a terminal, else plain lines; its methods never block."""
     output = cast(TextIO, Output(stream))
     view = LiveView(output) if stream.isatty() else PlainView(workers, output)
     return SteadyView(view, stream, logs)
 
 
 class PlainView:
-    """Rank 0's lines as they are, the others' with their rank."""
+    """A view of plain lines: rank 0's unchanged, those of other ranks with a [rank] prefix."""
 
-    most_waiting = 1 << 22  # for a burst of output
+    most_waiting = 1 << 22  # room for a burst of output
 
     def __init__(self, workers: int, output: TextIO) -> None:
         self._width = len(str(workers - 1))
@@ -52,9 +52,9 @@ class PlainView:
 
 
 class LiveView:
-    """Progress, a row a rank, and above them what is said."""
+    """A live view: log lines, and below them the progress and a row for each rank."""
 
-    most_waiting = 1 << 16  # nobody reads more, and what follows is to be seen soon
+    most_waiting = 1 << 16  # a longer backlog would delay new lines
 
     def __init__(self, output: TextIO) -> None:
         from rich.console import Console
@@ -83,7 +83,7 @@ class LiveView:
 
 
 def render(watch: Watch) -> RenderableType:
-    """The view of a moment."""
+    """Render the state of a job as one frame."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
@@ -113,7 +113,7 @@ def render(watch: Watch) -> RenderableType:
 
 
 def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
-    """Of those without a row, the ones that stand out."""
+    """Describe the ranks without a row, naming those that have failed or are not well."""
     worst = [r.place for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
     text = f"and {len(ranks)} more"
     if worst:
@@ -124,12 +124,12 @@ def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
 
 
 def headline(watch: Watch) -> str:
-    """'epoch 2  step 120/230  loss 0.1234  2,033 samples/s  0:12 left'."""
+    """Return 'epoch 2  step 120/230  loss 0.1234  2,033 samples/s  0:00:12 left'."""
     figures, step = watch.figures, max((rank.step for rank in watch.ranks), default=0)
     parts = []
     if not step and not figures:
         ready = sum(rank.state != "waiting" for rank in watch.ranks)
-        return f"starting: {ready} of {len(watch.ranks)} workers are there"
+        return f"starting: {ready} of {len(watch.ranks)} workers connected"
     if "epoch" in figures:
         parts.append(f"epoch {figures['epoch']}")
     total = figures.get("total_steps")
@@ -145,7 +145,7 @@ def headline(watch: Watch) -> str:
 
 
 def slow_ranks(ranks: list[Rank]) -> set[int]:
-    """Those whose own time in a step is well above that of the median rank."""
+    """Return the ranks whose own time in a step is more than SLOW times the median."""
     times = sorted(rank.busy_s for rank in ranks if rank.busy_s is not None)
     if len(times) < 2:
         return set()
@@ -154,7 +154,7 @@ def slow_ranks(ranks: list[Rank]) -> set[int]:
 
 
 def describe(rank: Rank, slow: bool) -> str:
-    """What there is to say of a rank besides its place."""
+    """Return the remark on a rank, such as 'slow' or 'lost'; empty if it runs normally."""
     if rank.state in ("waiting", "ended", "lost"):
         return rank.state if rank.exit_code in (None, 0) else f"ended with {rank.exit_code}"
     if rank.process_state in STOPPED_STATES:
@@ -168,24 +168,24 @@ REFRESH_S = 0.5
 
 
 class View(Protocol):
-    """Shows a job."""
+    """The interface of the views of a job."""
 
     most_waiting: int  # characters that may wait for the terminal
 
     def label(self, rank: int, text: str) -> str | None:
-        """A worker's line as it is shown; None: it is not."""
+        """Return a worker's line as it is shown, or None to hide it."""
 
     def show(self, text: str) -> None:
         """Write lines."""
 
     def update(self, watch: Watch) -> None:
-        """Where the job stands."""
+        """Show the state of the job."""
 
     def close(self) -> None: ...
 
 
 class Output:
-    """Writes to a stream's file at once, with no lock that would keep the process from ending."""
+    """An unbuffered writer to a stream's file, without a lock that could block at exit."""
 
     def __init__(self, stream: TextIO) -> None:
         self._fd = stream.fileno()
@@ -208,12 +208,14 @@ class Output:
 
 
 class SteadyView:
-    """Another view, in a thread. Lines that find no room are left out, and counted; once the
-    terminal or pipe is gone all are: the job goes on, or saves and ends.
+    """A view that runs another view in a thread.
+
+    Lines that exceed its limit are dropped and counted. Once the terminal or pipe is closed, all
+    are dropped, and the job continues.
     """
 
     def __init__(self, view: View, stream: TextIO, logs: Path) -> None:
-        """`logs`: where whoever misses lines finds them."""
+        """`logs` is named in the notice of dropped lines."""
         self.view, self._stream, self._logs = view, stream, logs
         self._lines: list[str] = []
         self._waiting = self._left_out = 0
@@ -224,12 +226,12 @@ class SteadyView:
         self._thread = threading.Thread(target=self._print_all, name="terminal", daemon=True)
         self._thread.start()
 
-    def tell(self, text: str) -> None:
-        """A line of the launcher's: they are few, and all are kept."""
+    def notice(self, text: str) -> None:
+        """Show a line of the launcher; these are never dropped."""
         self._put(f"hvdtrain launch: {text}")
 
     def line(self, rank: int, text: str) -> None:
-        """A line of a worker's."""
+        """Show a worker's line; drop it if too much output is waiting."""
         shown = self.view.label(rank, text)
         if shown is None:
             return
@@ -240,7 +242,7 @@ class SteadyView:
             self._put(shown)
 
     def update(self, watch: Watch) -> None:
-        """Where the job stands; called several times a second."""
+        """Show the state of the job, at most every REFRESH_S seconds."""
         now = time.monotonic()
         if now - self._framed_s >= REFRESH_S:
             self._framed_s = now
@@ -250,7 +252,7 @@ class SteadyView:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Wait until all is printed."""
+        """Print all that is waiting, then end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -275,7 +277,7 @@ class SteadyView:
                 self._gone, self._lines = True, []
 
     def _print(self) -> bool:
-        """What has come; False at the end."""
+        """Wait for lines or a frame and print them; return False at the end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._lines or self._left_out or self._frame or self._closing

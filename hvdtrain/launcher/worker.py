@@ -1,8 +1,8 @@
-"""A worker: the command that an agent starts, often a shell, and all that the command starts.
+"""A worker: the command that an agent starts, often a shell, and all processes that it starts.
 
-The agent is a subreaper (see `run_guarded`), so all of it stays below the agent, also what
-outlives its parent or has a session of its own. Of these processes one may speak: it writes to the
-pulse pipe (hvdtrain/pulse.py), and it is the one that can save.
+The agent is a subreaper (see `run_guarded`), so all these processes remain its descendants, even
+those that outlive their parent or have a session of their own. One of them may be the speaker: the
+process that writes to the pulse pipe (hvdtrain/pulse.py), and that can save.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hvdtrain.launcher.processes import descendants, id_within, process_state, r
 from hvdtrain.launcher.tickets import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
-NEXT_S = 0.5  # for a shell to end after what it has waited for
-REST_GRACE_S = 3.0  # for what the command leaves behind
-KILLED_S = 2.0  # after which nobody waits for a process that the kernel does not let go
-CANNOT_START = 127  # as shells have it
+NEXT_S = 0.5  # for a shell to end after its last command
+REST_GRACE_S = 3.0  # for processes that the command leaves behind
+KILLED_S = 2.0  # longest wait for killed processes, which the kernel may hold
+CANNOT_START = 127  # exit code, as in shells
 
 
 class Worker:
-    """The processes of one worker."""
+    """One worker: its command and all descendants."""
 
     def __init__(
         self, orders: Orders, environment: dict[str, str], output: int, pulse: int
     ) -> None:
-        """`output`, `pulse`: the pipes to write to. Raises OSError when it cannot be started."""
+        """Start the command with the pipes `output` and `pulse`; raise OSError on failure."""
         agent = os.getpid()
         library = ctypes.CDLL(None)
 
@@ -57,52 +57,52 @@ class Worker:
         self._command = self._process.pid
         self._speaker = 0
         self._codes: dict[int, int] = {}
-        self._stop = 0  # the signal that has asked it to end
-        self._silent_s = math.inf  # since when no process speaks any more
-        self._rest_asked = False  # what the command has left behind to end
+        self._stop = 0  # the signal that requested its end
+        self._silent_s = math.inf  # time since which there is no speaker
+        self._rest_stopped = False  # whether SIGTERM was sent to the remaining processes
         self._kill_at_s = math.inf
         self._killed_s = math.inf
 
     @property
     def state(self) -> str:
-        """The letter that /proc has for the process that speaks, or else for the command."""
+        """Return the /proc state letter of the speaker, or of the command if there is none."""
         return process_state(self._speaker if self._speaks() else self._command)
 
-    def find_speaker(self, told: int) -> None:
-        """The process that speaks has this id, in its own PID namespace."""
+    def find_speaker(self, pid_within: int) -> None:
+        """Find the speaker by its id in its own PID namespace."""
         below = descendants(os.getpid())
-        self._speaker = next((pid for pid in below if id_within(pid) == told), 0)
+        self._speaker = next((pid for pid in below if id_within(pid) == pid_within), 0)
         if self._stop:  # a shell has gone on to its next command
             self._signal(self._stop)
 
     def stop(self, number: int) -> None:
-        """Ask it to save and end.
+        """Request by a signal that the worker save and end.
 
-        The process that speaks passes on itself what its children need, and a shell that got the
-        signal too might send it a second time, which means: at once.
+        Only the speaker gets it: it passes on what its children need, and a shell with the same
+        signal might send it a second one, which means to stop without saving.
         """
         self._stop = number
         self._signal(number)
 
     def dump_stacks(self) -> None:
-        """Python stacks to standard error: a script that does not speak ends with them."""
+        """Request Python stacks on standard error; this aborts a script without a speaker."""
         self._signal(STACKS_SIGNAL if self._speaks() else signal.SIGABRT)
 
     def kill_after(self, seconds: float) -> None:
-        """Continue what has been stopped; kill what is left then."""
+        """Continue stopped processes now; kill what is left after `seconds`."""
         self._signal_all(signal.SIGCONT)
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill all processes of the worker now."""
         self._killed_s = min(self._killed_s, time.monotonic())
         self._signal_all(signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """The exit code (minus n after signal n) once nothing is left; call it again and again.
+        """Reap, and end leftovers; return the exit code once no process is left, else None.
 
-        It is that of the process that has spoken, where its shell ended before it; else the
-        command's.
+        The code (minus n for signal n) is the speaker's if its shell ended before it, else the
+        command's. Must be called repeatedly.
         """
         now = time.monotonic()
         some_left = reap(self._codes)
@@ -111,7 +111,7 @@ class Worker:
         if some_left and self._silent_s <= now:
             self._end_rest(ended)
         if min(self._killed_s, self._kill_at_s) < now:
-            self.kill()  # again: what was started since then
+            self.kill()  # again, for processes started since
         given_up = now - self._killed_s > KILLED_S
         if not ended or (some_left and not given_up):
             return None
@@ -119,16 +119,16 @@ class Worker:
         return self._codes.get(self._speaker, self._codes[self._command])
 
     def _end_rest(self, ended: bool) -> None:
-        """End what does not speak any more, or what the command has left behind."""
+        """End the processes left after the speaker or the command has ended."""
         if self._speaker and ended:  # only helpers are left
             self.kill()
             return
-        if self._speaker:  # after a stop a shell is not to go on to its next command
+        if self._speaker:  # after a stop, a shell must not continue with its next command
             due = self._stop != 0 and time.monotonic() - self._silent_s > NEXT_S
-        else:  # where the signal itself has ended a shell, what that has started may be saving
+        else:  # if the signal ended the shell, its children may still be saving
             due = ended and (not self._stop or self._codes[self._command] != -self._stop)
-        if due and not self._rest_asked:
-            self._rest_asked = True
+        if due and not self._rest_stopped:
+            self._rest_stopped = True
             self._signal_all(signal.SIGTERM)
             self.kill_after(REST_GRACE_S)
 
@@ -150,12 +150,12 @@ class Worker:
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-KILL_S = 5.0  # a process that the kernel holds in a system call may take longer: it is left to it
+KILL_S = 5.0  # longest wait for killed processes; one held in a system call is abandoned
 ROUND_S = 0.02
 
 
 def run_guarded(work: Callable[[], int]) -> int:
-    """Run `work` in a child process. Returns its exit code, when nothing it has started is left."""
+    """Run `work` in a child process; return its exit code once all its descendants are gone."""
     become_subreaper()
     guard = os.getpid()
     agent = os.fork()
@@ -184,12 +184,12 @@ def run_guarded(work: Callable[[], int]) -> int:
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of those below it whose parents end."""
+    """Make this process adopt descendants whose parents end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """Kill all processes below this one, and wait for their ends."""
+    """Kill all descendants of this process, and wait up to KILL_S for their end."""
     deadline = time.monotonic() + KILL_S
     while reap({}) and time.monotonic() < deadline:
         for pid in descendants(os.getpid()):
@@ -199,9 +199,9 @@ def kill_descendants() -> None:
 
 
 def _end_with(guard: int) -> None:
-    """End this process, and all below it, as soon as its parent has ended.
+    """End this process and its descendants as soon as its parent `guard` has ended.
 
-    By SIGCONT: it also reaches a process that has been stopped.
+    The kernel sends SIGCONT, which also reaches a stopped process.
     """
 
     def look(*_: object) -> None:
@@ -211,4 +211,4 @@ def _end_with(guard: int) -> None:
 
     signal.signal(signal.SIGCONT, look)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    look()  # it may have ended already
+    look()  # the guard may have ended already

@@ -1,4 +1,4 @@
-"""Networks by name."""
+"""Networks by name: LeNet, an MLP, those of torchvision, and a user's."""
 
 from __future__ import annotations
 
@@ -27,33 +27,34 @@ IMAGE_SIZES = {"lenet": lenet.IMAGE_SIZE[0], "resnet18-small": 32, "inception_v3
 
 
 def image_size_of(model_name: str) -> int | None:
-    """The height and width that the model was made for, or None where that is the usual one."""
+    """Return the height and width that the model was designed for, or None for the default."""
     return IMAGE_SIZES.get(model_name)
 
 
 def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
-    """What to add where a model fails on inputs of `shape` (..., height, width): something for a
-    network of torchvision, made for larger images than these.
+    """Return advice for an error of a model on inputs of `shape` (..., height, width).
+
+    It is empty unless the model is a network of torchvision, designed for larger images.
     """
     height, width = shape[-2:]
     if model_name in NAMES or ":" in model_name or min(height, width) >= IMAGENET_SIDE:
         return ""
     return (
-        f". The network was made for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
-        f"{height}x{width} may be too small for it: give a folder's images a larger --image-size, "
+        f". The network is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
+        f"{height}x{width} may be too small: set a larger --image-size for image folders, "
         f"or choose another --model ({', '.join(NAMES)})"
     )
 
 
 def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
-    """The data set in the image size that the model needs (LeNet: 28x28), resized if necessary."""
+    """Return the data set in the image size that the model needs (LeNet: 28x28)."""
     if model_name != "lenet" or dataset.shape[1:] == lenet.IMAGE_SIZE:
         return dataset
     return resized(dataset, lenet.IMAGE_SIZE)
 
 
 def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn.Module:
-    """The network that `--model` names, for inputs of `shape` (channels, height, width).
+    """Return the network that `--model` names, for inputs of `shape` (channels, height, width).
 
     Its parameters are drawn from torch's global generator. Raises UsageError.
     """
@@ -61,9 +62,11 @@ def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn
 
 
 def check_model(option: str, name: str, model: Any) -> nn.Module:
-    """`model`, if it is a network with something to train. Raises UsageError."""
+    """Return `model`. Raises UsageError unless it is a network with parameters to train."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{option}={name}: gave a {type(model).__name__}, no torch.nn.Module")
+        raise UsageError(
+            f"{option}={name}: returned {type(model).__name__}, expected torch.nn.Module"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"{option}={name}: has no parameter to train")
     return model
@@ -76,7 +79,7 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         return plugins.call(
             "--model", name, plugins.import_callable("--model", name), shape, classes
         )
-    known = from_torchvision.names()  # torchvision takes a second: only where it is asked for
+    known = from_torchvision.names()  # imports torchvision, which takes a second
     if name in known:
         return from_torchvision.build(name, shape, classes)
     close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
@@ -86,10 +89,6 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
         "and package.module:callable"
     )
-
-
-def _lenet(shape: Shape, classes: int) -> nn.Module:
-    return lenet.LeNet(shape[0], classes)
 
 
 def _mlp(shape: Shape, classes: int) -> nn.Module:
@@ -104,7 +103,7 @@ def _mlp(shape: Shape, classes: int) -> nn.Module:
 
 
 _BUILDERS: dict[str, Builder] = {
-    "lenet": _lenet,
+    "lenet": lambda shape, classes: lenet.LeNet(shape[0], classes),
     "mlp": _mlp,
     "resnet18-small": from_torchvision.resnet18_small,
 }

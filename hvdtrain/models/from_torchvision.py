@@ -1,8 +1,8 @@
-"""torchvision's classification networks by their names there, with fresh parameters.
+"""torchvision's classification networks by name, with newly initialised parameters.
 
 They are built for the classes, channels and image size of the data. `resnet18-small` is ResNet-18
-for images of about 32x32: K. He et al., "Deep Residual Learning" (2015), with the first layer that
-they use for CIFAR-10 (section 4.2), as the large stride and the pooling would leave 1x1.
+for images of about 32x32: K. He et al., "Deep Residual Learning" (2015), with the first layer of
+their networks for CIFAR-10 (section 4.2), as the usual stride and pooling would leave 1x1.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.splits import Shape
 from hvdtrain.errors import UsageError
 
-COLOURS = 3  # the input channels that torchvision builds for
-MAXVIT_SIDE = 7 * 2**5  # five halvings, and windows of 7 in what is left
-# No heads for training only: with them a tuple comes out. The initialisation is named, as
-# torchvision warns where it is left to it.
+COLOURS = 3  # input channels of torchvision's networks
+MAXVIT_SIDE = 7 * 2**5  # five halvings, then windows of 7
+# No auxiliary heads: with them the output is a tuple. The initialisation is set explicitly because
+# torchvision warns about its default.
 WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
 
 
 def names() -> list[str]:
-    """The networks that `build` knows."""
+    """Return the names of the networks that `build` supports."""
     models = _models()
     found: list[str] = models.list_models(module=models)
     return found
 
 
 def build(name: str, shape: Shape, classes: int) -> nn.Module:
-    """The network of this name, one of `names()`. Raises UsageError for unsuitable image sizes."""
+    """Return the network `name`, one of `names()`. Raises UsageError for unsuitable image sizes."""
     model: nn.Module = _models().get_model(
         name, weights=None, num_classes=classes, **_settings(name, shape)
     )
@@ -41,7 +41,7 @@ def build(name: str, shape: Shape, classes: int) -> nn.Module:
 
 
 def resnet18_small(shape: Shape, classes: int) -> nn.Module:
-    """ResNet-18 with a 3x3 convolution of stride 1 first, and no pooling after it."""
+    """Return ResNet-18 with a 3x3 convolution of stride 1 first, and no pooling after it."""
     model: nn.Module = _models().resnet18(weights=None, num_classes=classes)
     first = nn.Conv2d(shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
@@ -56,7 +56,7 @@ def _models() -> ModuleType:
 
 
 def _settings(name: str, shape: Shape) -> dict[str, Any]:
-    """What this network must be told besides the number of classes."""
+    """Return the constructor arguments of this network, besides the number of classes."""
     _, height, width = shape
     if name in ("googlenet", "inception_v3"):
         return dict(WITHOUT_AUXILIARY)
@@ -82,9 +82,9 @@ def _demand_multiple(name: str, shape: Shape, unit: int) -> None:
 
 
 def _replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Make the network take so many channels; all else of its first convolution stays.
+    """Give the first convolution this number of input channels, keeping its other properties.
 
-    The initialisation is torch's default: what each network prescribes is not told from outside.
+    The initialisation is torch's default, as that of the network is not accessible.
     """
     name, old = next(
         (name, module)

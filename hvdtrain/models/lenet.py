@@ -14,7 +14,7 @@ FLATTENED = 50 * 4 * 4
 
 
 class LeNet(nn.Module):
-    """Images of 28x28 to class scores."""
+    """A network that maps images of 28x28 to class scores."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class LeNet(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(samples, channels, 28, 28) to (samples, classes)."""
+        """Map (samples, channels, 28, 28) to scores (samples, classes)."""
         features = self.pool(self.relu(self.conv1(images)))
         features = self.pool(self.relu(self.conv2(features)))
         hidden = self.relu(self.hidden(features.flatten(start_dim=1)))

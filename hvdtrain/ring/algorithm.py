@@ -1,11 +1,11 @@
-"""The ring's exchanges, as generators, and the collectives that run them over a transport.
+"""The exchanges of the ring, as generators, and the collectives that run them over a transport.
 
-A generator of exchanges says what a rank sends and receives next, and computes in between; it
-knows nothing of how messages travel. So one algorithm serves real transports (`run_exchanges`) and
-the simulation of many ranks in one thread (`hvdtrain.ring.simulation`). See the package's head for
-the picture and the table.
+A generator yields what a rank sends and receives at each step, and computes between the steps. It
+does not depend on how messages travel. One algorithm therefore serves both real transports
+(`run_exchanges`) and the simulation of many ranks in one thread (`hvdtrain.ring.simulation`). The
+diagram and the step table are in the docstring of the package.
 
-Long segments travel in chunks: while one is on its way, the one before it is added.
+Long segments are sent in chunks: while one chunk is in transit, the previous one is added.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hvdtrain.ring.operations import Array, Reduce, finish, reduction
 from hvdtrain.ring.segments import longest_of, split_evenly
 from hvdtrain.ring.transports import Transport
 
-# Large enough that the cost of a message is small beside its transfer, small enough to stay in a
-# core's cache between arrival and addition (`hvdtrain bench ring` shows what it does).
+# Large enough that the overhead of a message is small beside its transfer, small enough to stay in
+# a core's cache between arrival and addition (`hvdtrain bench ring` measures the effect).
 CHUNK_BYTES = 1 << 20
 
 
 class Exchange(NamedTuple):
-    """One message to the next rank and one from the one before; an empty array is no message."""
+    """One message to the next rank and one from the previous rank; an empty array is no message."""
 
     outgoing: Array
     incoming: Array
-    meanwhile: Callable[[], object] | None = None  # to be called once, while they travel
+    meanwhile: Callable[[], object] | None = None  # called once, while the messages travel
 
 
 Exchanges = Iterator[Exchange]
@@ -38,11 +38,12 @@ Exchanges = Iterator[Exchange]
 def reduce_scatter_exchanges(
     source: Array, result: Array, segments: Sequence[slice], position: int, reduce: Reduce
 ) -> Exchanges:
-    """N - 1 steps after which `result` holds, at `position` in the ring, segment position + 1.
+    """Yield the N - 1 steps after which `result` holds the complete segment position + 1.
 
-    `source`, `result`: one-dimensional, of one length and dtype; they may be the same array.
-    Only `result` is written, and only in the N - 1 segments that arrive. Beyond them, memory for
-    one segment or, where segments are longer than a chunk, for two chunks is used.
+    `position`: the place of this rank in the ring. `source`, `result`: one-dimensional, of equal
+    length and dtype; they may be the same array. Only `result` is written, and only in the N - 1
+    segments that arrive. Extra memory: one segment, or two chunks where segments are longer than
+    a chunk.
     """
     size, longest = len(segments), longest_of(segments)
     chunk = max(CHUNK_BYTES // result.itemsize, 1)
@@ -70,7 +71,7 @@ def _in_chunks(
     reduce: Reduce,
     chunk: int,
 ) -> Exchanges:
-    """The same in chunks. Every rank makes as many exchanges, some of them empty."""
+    """Yield the same steps in chunks: equally many exchanges on every rank, some of them empty."""
     size, longest = len(segments), longest_of(segments)
     arriving = (np.empty(chunk, result.dtype), np.empty(chunk, result.dtype))
     pending: Callable[[], object] | None = None
@@ -81,7 +82,7 @@ def _in_chunks(
         for offset in range(0, longest, chunk):
             part = _chunk_of(received, offset, chunk)
             incoming = arriving[turn][: part.stop - part.start]
-            # The chunk that leaves was finished a step ago; at most its last one is pending.
+            # The outgoing chunk was completed one step ago: only the step's last one is pending.
             yield Exchange(sending[_chunk_of(sent, offset, chunk)], incoming, pending)
             pending = _later(reduce, source[part], incoming, result[part])
             turn = 1 - turn
@@ -99,7 +100,7 @@ def _later(reduce: Reduce, own: Array, arrived: Array, target: Array) -> Callabl
 
 
 def all_gather_exchanges(result: Array, segments: Sequence[slice], position: int) -> Exchanges:
-    """N - 1 steps that spread the finished segments: each rank begins with position + 1."""
+    """Yield the N - 1 steps that distribute the complete segments, position + 1 first."""
     size = len(segments)
     outgoing = result[segments[(position + 1) % size]]
     for step in range(size - 1):
@@ -116,7 +117,7 @@ def all_reduce_exchanges(
     reduce: Reduce,
     finish: Callable[[Array], object] = lambda total: None,
 ) -> Exchanges:
-    """Reduce-scatter, `finish` for the segment that is then this rank's, all-gather."""
+    """Yield a reduce-scatter, call `finish` on the complete segment, yield an all-gather."""
     if len(segments) == 1 and result is not source:
         result[:] = source
     yield from reduce_scatter_exchanges(source, result, segments, position, reduce)
@@ -125,23 +126,26 @@ def all_reduce_exchanges(
 
 
 def broadcast_exchanges(buffer: Array, position: int, size: int) -> Exchanges:
-    """From position 0 along the ring in chunks: each rank hands on a chunk as the next arrives."""
+    """Yield the steps of a broadcast from position 0 along the ring, in chunks.
+
+    Each rank forwards one chunk while it receives the next.
+    """
     if size == 1 or buffer.size == 0:
         return
     chunk = max(CHUNK_BYTES // buffer.itemsize, 1)
     parts = [buffer[start : start + chunk] for start in range(0, buffer.size, chunk)]
     nothing = buffer[:0]
     for step in range(len(parts) + size - 2):
-        given, taken = step - position, step - position + 1
-        sends = position < size - 1 and 0 <= given < len(parts)
-        receives = position > 0 and 0 <= taken < len(parts)
-        yield Exchange(parts[given] if sends else nothing, parts[taken] if receives else nothing)
+        sent, received = step - position, step - position + 1
+        sends = position < size - 1 and 0 <= sent < len(parts)
+        receives = position > 0 and 0 <= received < len(parts)
+        yield Exchange(parts[sent] if sends else nothing, parts[received] if receives else nothing)
 
 
 def run_exchanges(exchanges: Exchanges, transport: Transport, backwards: bool = False) -> None:
-    """Collective: make this rank's exchanges over a transport, one after the other.
+    """Collective: run the exchanges of this rank over a transport, in order.
 
-    Overflow and NaN are results like others here, and no reason to warn.
+    Overflow and NaN are valid results: NumPy's warnings are off.
     """
     with np.errstate(all="ignore"):
         for outgoing, incoming, meanwhile in exchanges:
@@ -149,7 +153,7 @@ def run_exchanges(exchanges: Exchanges, transport: Transport, backwards: bool = 
 
 
 def position_of(rank: int, size: int, backwards: bool) -> int:
-    """Where a rank stands if ring positions are counted in the direction of the messages."""
+    """Return the ring position of a rank, counted in the direction of the messages."""
     return -rank % size if backwards else rank
 
 
@@ -160,13 +164,13 @@ def reduce_scatter(
     op: str = "sum",
     backwards: bool = False,
 ) -> slice:
-    """Collective: reduce every rank's `buffer`, leaving each rank one finished segment, in place.
+    """Collective: reduce the `buffer` of all ranks in place, one complete segment per rank.
 
     `buffer`: one-dimensional and contiguous, the same length and dtype on every rank.
-    `segments`: one slice a rank, the same on every rank; the reduction of segments[p] begins at
+    `segments`: one slice per rank, the same on every rank. The reduction of segments[p] begins at
     position p and goes once round the ring. `backwards`: messages go from rank r to r - 1, and
-    rank r stands at position -r (mod N). Returns the slice that this rank holds the result of:
-    position + 1; the others hold partial results. Raises ValueError for an unknown op or dtype.
+    rank r has position -r (mod N). Returns the slice of the complete segment on this rank, position
+    + 1; the other segments hold partial results. Raises ValueError for an unknown op or dtype.
     """
     _check_segments(segments, transport)
     position = position_of(transport.rank, transport.size, backwards)
@@ -181,9 +185,10 @@ def reduce_scatter(
 def all_gather(
     buffer: Array, segments: Sequence[slice], transport: Transport, backwards: bool = False
 ) -> None:
-    """Collective: hand every rank's finished segment to all ranks, in place.
+    """Collective: distribute the complete segment of each rank to all ranks, in place.
 
-    On entry each rank holds what `reduce_scatter` left it; on return all hold all.
+    On entry each rank holds the segment that `reduce_scatter` completed there. On return every
+    rank holds all segments.
     """
     _check_segments(segments, transport)
     position = position_of(transport.rank, transport.size, backwards)
@@ -191,15 +196,15 @@ def all_gather(
 
 
 def gather(values: Array, transport: Transport) -> Array:
-    """Collective: every rank's `values` in rank order, shape (ranks, elements), on every rank.
+    """Collective: return the `values` of all ranks in rank order, shape (ranks, elements).
 
-    `values`: one-dimensional, of the same length and any one dtype on every rank; not changed, and
-    no bit of it is.
+    `values`: one-dimensional, of any dtype, the same length and dtype on every rank. They are not
+    changed, and are copied bit for bit.
     """
     size, length = transport.size, values.size
     table = np.empty((size, length), values.dtype)
     table[transport.rank] = values
-    # An all-gather begins with position p holding segment p + 1.
+    # At the start of an all-gather, position p holds segment p + 1.
     rows = [(position - 1) % size for position in range(size)]
     segments = [slice(row * length, (row + 1) * length) for row in rows]
     all_gather(table.reshape(-1), segments, transport)
@@ -207,10 +212,10 @@ def gather(values: Array, transport: Transport) -> Array:
 
 
 def broadcast(buffer: Array, transport: Transport, root: int = 0) -> None:
-    """Collective: every rank's `buffer` becomes that of rank `root`, in place.
+    """Collective: copy the `buffer` of rank `root` into that of every rank, in place.
 
-    `buffer`: contiguous, of the same length and dtype on every rank. It goes round the ring in
-    chunks, so that all links are busy at once. Raises ValueError when there is no rank `root`.
+    `buffer`: contiguous, of the same length and dtype on every rank. It travels in chunks, so that
+    all links are busy at once. Raises ValueError when there is no rank `root`.
     """
     if not 0 <= root < transport.size:
         raise ValueError(f"root={root}: there are {transport.size} ranks")
@@ -222,20 +227,22 @@ def broadcast(buffer: Array, transport: Transport, root: int = 0) -> None:
 def all_reduce(
     values: Array, transport: Transport, op: str = "sum", out: Array | None = None
 ) -> Array:
-    """Collective: `values` reduced over all ranks by `op`; a new array, or `out`.
+    """Collective: return `values` reduced over all ranks by `op`, in a new array or in `out`.
 
     `values`: any shape, the same shape and dtype on every rank; not changed unless `out is
-    values`. `out`: contiguous, of that shape and dtype. Beyond both, memory for at most one segment
-    plus one chunk is used. The order of addition is the ring's and the same in every run: segment
-    k is summed from rank k on, rightwards. See `hvdtrain.ring.operations` for ops, dtypes,
-    rounding and NaN. Raises ValueError for others, or when `out` does not fit.
+    values`. `out`: contiguous, of that shape and dtype. Extra memory: at most one segment plus one
+    chunk. The order of addition is that of the ring, the same in every run: segment k is summed
+    from rank k on, rightwards. See `hvdtrain.ring.operations` for ops, dtypes, rounding and NaN.
+    Raises ValueError for another op or dtype, or when `out` does not fit.
     """
     reduce = reduction(op, values.dtype)
     result = np.empty(values.shape, values.dtype) if out is None else out
     if result.shape != values.shape or result.dtype != values.dtype:
-        raise ValueError(f"out: {result.dtype}{result.shape} for {values.dtype}{values.shape}")
+        raise ValueError(
+            f"out: is {result.dtype}{result.shape}, must be {values.dtype}{values.shape}"
+        )
     if out is not None and out is not values and np.may_share_memory(values, out):
-        raise ValueError("out: it overlaps with values; give values itself to work in place")
+        raise ValueError("out: overlaps with values; pass values itself to work in place")
     target = flatten(result, "out")
     source = target if out is values else np.ascontiguousarray(values).reshape(-1)
     size = transport.size
@@ -252,9 +259,9 @@ def all_reduce(
 
 
 def flatten(array: Array, name: str) -> Array:
-    """A one-dimensional view of the same memory. Raises ValueError where there can be none."""
+    """Return a one-dimensional view of `array`. Raises ValueError if it is not contiguous."""
     if not array.flags.c_contiguous:
-        raise ValueError(f"{name}: its elements do not lie one after the other in memory")
+        raise ValueError(f"{name}: is not contiguous in memory")
     return array.reshape(-1)
 
 

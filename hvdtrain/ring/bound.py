@@ -1,13 +1,13 @@
-"""How far a sum or an average over ranks may be from the exact one: the proven rounding bound.
+"""The proven rounding bound of a sum or an average over ranks.
 
 Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2: summing N floating-
-point numbers in any order changes each term by at most N - 1 roundings, so that
+point numbers in any order changes each term by at most N - 1 roundings. Hence
 
     |computed - exact|  <=  gamma(k) * sum |g_r| / N        gamma(k) = k u / (1 - k u)
 
-for an average, and N times that for a sum, with u the unit roundoff and k the number of roundings
-that a term can meet: N - 1 additions, for an average one for the constant 1/N and one for the
-product with it, and one for each further scaling.
+for an average, and N times that for a sum. Here u is the unit roundoff, and k is the largest number
+of roundings of one term: N - 1 additions; for an average, one for the constant 1/N and one for the
+product with it; and one for each further scaling.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ AVERAGE_ROUNDINGS = 2  # the constant 1/N, and the product with it
 
 
 def unit_roundoff(dtype: DTypeLike) -> float:
-    """Half the distance from 1 to the next number: 2^-24 for float32, 2^-53 for float64."""
+    """Return half the distance from 1 to the next number: 2^-24 for float32, 2^-53 for float64."""
     return float(np.finfo(dtype).eps) / 2
 
 
 def gamma(roundings: int, dtype: DTypeLike) -> float:
-    """Higham's gamma_k for `roundings` = k. Raises ValueError where k u >= 1 (it means nothing)."""
+    """Return Higham's gamma_k for `roundings` = k. Raises ValueError if k u >= 1 (undefined)."""
     product = roundings * unit_roundoff(dtype)
     if product >= 1:
         raise ValueError(f"{roundings} roundings in {np.dtype(dtype)} have no error bound")
@@ -43,13 +43,14 @@ def average_error_bound(
     dtype: DTypeLike,
     further_scalings: int = 0,
 ) -> NDArray[np.float64]:
-    """Largest honest difference between an average in `dtype` and the float64 ring reference.
+    """Return how far rounding can move an average in `dtype` from the float64 ring reference.
 
     `sum_of_magnitudes`: sum over ranks of |g_r|, element by element, in float64.
     `further_scalings`: multiplications on the path beyond the one with 1/N.
-    The reference's own float64 error is added (negligible for float32, equal for float64), and so
-    is an absolute term for underflow: each operation may flush a subnormal result to zero (in
-    float16, which is computed by way of float32, it only loses what is below the smallest one).
+    The bound includes the float64 error of the reference itself (negligible for float32, equal for
+    float64). It also includes an absolute term for underflow: each operation may flush a subnormal
+    result to zero. (float16 is computed in float32, and loses only values below its smallest
+    subnormal.)
     """
     scalings = 1 + further_scalings
     roundings = ranks - 1 + AVERAGE_ROUNDINGS + further_scalings
@@ -62,7 +63,7 @@ def sum_error_bound(
     dtype: DTypeLike,
     further_scalings: int = 0,
 ) -> NDArray[np.float64]:
-    """As `average_error_bound`, for a sum: N - 1 additions, and no scaling of its own."""
+    """Return the same as `average_error_bound` for a sum: N - 1 additions, no scaling by 1/N."""
     roundings = ranks - 1 + further_scalings
     return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, further_scalings, divisor=1)
 
@@ -78,8 +79,8 @@ def _error_bound(
     scalings: int,
     divisor: int,
 ) -> NDArray[np.float64]:
-    """`roundings`: that a term can meet on its path; `divisor`: of sum and magnitudes."""
-    # The reference adds N terms and divides once; its magnitudes are themselves rounded sums.
+    """`roundings`: at most so many per term. `divisor`: that of the sum and the magnitudes."""
+    # The reference adds N terms and divides once; the magnitudes are rounded sums themselves.
     relative = gamma(roundings, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
     underflow = (ranks - 1 + scalings) * _largest_underflow(np.finfo(dtype))
     bound: NDArray[np.float64] = sum_of_magnitudes * (relative / divisor) + underflow
@@ -91,13 +92,13 @@ def _largest_underflow(numbers: Any) -> float:
 
 
 def finite_magnitudes(values: Floats, out: Floats | None = None) -> Floats:
-    """Return |values|, in `out` if given, with zero in place of what is not finite.
+    """Return |values|, in `out` if given, with zero in place of infinities and NaNs.
 
-    Summed over ranks this says how far finite terms could go, also beside one that is infinite:
-    that one shows in the sum of the values themselves.
+    Their sum over ranks limits the partial sums of the finite terms, even where another term is
+    infinite: the infinite term appears in the sum of the values themselves.
     """
     magnitudes: Floats = np.abs(values, out=out)
-    with np.errstate(over="ignore"):  # a finite sum costs one pass; it may overflow by itself
+    with np.errstate(over="ignore"):  # one pass; the sum of finite values may overflow too
         all_finite = math.isfinite(magnitudes.sum())
     if not all_finite:
         magnitudes[~np.isfinite(magnitudes)] = 0
@@ -107,10 +108,10 @@ def finite_magnitudes(values: Floats, out: Floats | None = None) -> Floats:
 def may_overflow(
     sum_of_magnitudes: Floats, ranks: int, dtype: DTypeLike, further_scalings: int = 0
 ) -> NDArray[np.bool_]:
-    """Return where finite terms, in some order of summation, could pass the largest number.
+    """Return where finite terms, in some order of summation, could exceed the largest number.
 
-    `sum_of_magnitudes`: sum over ranks of `finite_magnitudes`. `dtype`: in which the terms travel.
-    Each partial sum is at most that, and what rounding adds to it.
+    `sum_of_magnitudes`: sum over ranks of `finite_magnitudes`. `dtype`: that of the reduction.
+    Each partial sum is at most the sum of the magnitudes plus its rounding error.
     """
     rounding = sum_error_bound(sum_of_magnitudes, ranks, dtype, further_scalings)
     overflowing: NDArray[np.bool_] = sum_of_magnitudes + rounding >= float(np.finfo(dtype).max)
@@ -120,12 +121,13 @@ def may_overflow(
 def error_over_bound(
     reduced: Floats, reference: Floats, bound: Floats, overflow_allowed: NDArray[np.bool_]
 ) -> Floats:
-    """Return |reduced - reference| / bound by element; infinite where no bound could hold.
+    """Return |reduced - reference| / bound by element; infinite where no bound can hold.
 
-    Values that are not finite must be of the same kind in the same place. Where finite terms may
-    have passed the largest number on their way (`overflow_allowed`) any of them may stand for a
-    finite reference, and a NaN for an infinite one: the terms may have overflowed to the other
-    side. An infinite bound says that the reference's own float64 may have overflowed.
+    Values that are not finite must be of the same kind in the same place. An exception is an
+    element whose finite terms may have overflowed on the way (`overflow_allowed`): any value that
+    is not finite may replace a finite reference there, and a NaN may replace an infinite one, as
+    the terms may have overflowed to the other sign. An infinite bound means that the float64
+    reference itself may have overflowed.
     """
     ratios = np.zeros_like(reference)
     finite = np.isfinite(reduced) & np.isfinite(reference)

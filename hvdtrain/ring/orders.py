@@ -1,30 +1,30 @@
-"""In which order Horovod 0.28.1 adds, where that is known: its sums and averages bit for bit.
+"""The known orders of addition of Horovod 0.28.1: its sums and averages, bit for bit.
 
-Rounding depends on the order of addition and on nothing else. With fusion off each tensor travels
-alone, and then two paths of Horovod are rings of a fixed order, which the ring of this package can
-follow: it is given their segments, their direction and where each segment's sum begins.
+Rounding depends on the order of addition and on nothing else. With fusion off, each tensor is
+reduced alone. Two paths of Horovod are then rings of a fixed order. The ring of this package
+reproduces them, given their segments, their direction and the rank where each segment's sum begins.
 
 **Gloo** (third_party/gloo/gloo/allreduce.cc, `ring`). Messages go from rank r to r - 1. With
 E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, rounded up to a multiple
-of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E; block j is S / N neighbouring
-pieces (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
+of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E. Block j is S / N adjacent pieces
+(the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
 
 **Open MPI** with its ring pinned (ompi/mca/coll/base/coll_base_allreduce.c, algorithm 4 `ring` or 5
-`segmented_ring`, which cuts blocks further but keeps their order). It is the ring of this package:
-`split_evenly`, block k summed from rank k rightwards. Tensors of fewer elements than ranks are
-summed by recursive doubling instead. Left to itself Open MPI chooses by size and number of ranks:
-no order is known then, except that of two ranks, as a + b = b + a.
+`segmented_ring`, which cuts blocks further but keeps their order). This is the ring of this
+package: `split_evenly`, block k summed from rank k rightwards. Tensors of fewer elements than ranks
+are summed by recursive doubling instead. Without pinning, Open MPI selects an algorithm by size and
+number of ranks. No order is known then, except for two ranks, as a + b = b + a.
 
-**Scaling** (horovod/common/ops/collective_operations.h). An average is the sum times 1/N, after
-the reduction: 1/N is computed in float64, and rounded to float32 for float32 and float16 (where
-the product is formed in float32 and rounded to float16). Integers are multiplied in float64, and
-the fraction is cut off.
+**Scaling** (horovod/common/ops/collective_operations.h). An average is the sum times 1/N, formed
+after the reduction. 1/N is computed in float64, and rounded to float32 for float32 and float16 (for
+float16 the product is formed in float32 and rounded to float16). Integers are multiplied in
+float64, and the fraction is cut off.
 
 **float16 under Gloo** (third_party/gloo/gloo/types.h). `float16::operator=` skips the assignment
-where it takes the values to be equal, but compares the new bits with the old bits *read as an
-integer and converted to float16*. So where a sum's value happens to be the number that the bits of
-this rank's term spell, the term of the other ranks is lost: 2^-24 + 1 is 2^-24 there, and 1 + 15360
-is 1. `gloo_half_sum` does the same; without it this module would not be bit for bit.
+where the values seem equal, but it compares the new bits with the old bits *read as an integer and
+converted to float16*. Where the sum equals the integer that the bits of this rank's term encode,
+the term of the other ranks is lost: 2^-24 + 1 is 2^-24 there, and 1 + 15360 is 1. `gloo_half_sum`
+reproduces this defect; without it the results would not match bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hvdtrain.ring.transports import Transport
 GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize
 ORDERED_OPS = ("sum", "average")
 ON = ("1", "true", "yes", "on", "enabled")
-# Other components could take the reduction over from `tuned`, or change what it does.
+# Other components could replace `tuned` in the reduction, or change its algorithm.
 FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename")
 FOREIGN_PRIORITIES = tuple(
     f"OMPI_MCA_coll_{name}_priority" for name in ("adapt", "han", "sm", "hcoll", "ucc", "tuned")
@@ -55,17 +55,17 @@ FOREIGN_PRIORITIES = tuple(
 
 
 class UnknownOrder(ValueError):
-    """Nobody has said in which order the sum is formed: it can be bounded, not reproduced."""
+    """The order of summation is unknown: a sum can be bounded, but not reproduced."""
 
 
 @dataclass(frozen=True)
 class KnownOrder:
-    """How a ring goes: enough to form its sums again, bit for bit.
+    """The order of addition of a ring, sufficient to reproduce its sums bit for bit.
 
-    `segments`: (length, bytes an element, ranks) to one slice a rank; the sum of segments[p] begins
-    at position p. `backwards`: messages go from rank r to r - 1, and rank r is at position -r.
-    `half_sum`: how float16 values are added. `few`: how the ranks' values, in rank order, are
-    summed when there are fewer elements than ranks, unless in the ring as well.
+    `segments`: maps (length, bytes per element, ranks) to one slice per rank; the sum of
+    segments[p] begins at position p. `backwards`: messages go from rank r to r - 1, and rank r has
+    position -r. `half_sum`: the addition of float16 values. `few`: the summation of the values of
+    all ranks, in rank order, if there are fewer elements than ranks; None: the ring.
     """
 
     name: str
@@ -76,7 +76,7 @@ class KnownOrder:
 
 
 def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
-    """Gloo's blocks, in the order of the positions where their sums begin (going backwards)."""
+    """Return Gloo's blocks, in the order of the positions where their sums begin (backwards)."""
     total = length * itemsize
     pieces = _round_up(max(_divide_up(total, GLOO_LARGEST_PIECE_BYTES), 2 * size), size)
     piece = _round_up(_divide_up(total, pieces), itemsize) // itemsize
@@ -85,22 +85,22 @@ def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
         slice(min(number * block, length), min((number + 1) * block, length))
         for number in range(size)
     ]
-    # Block j begins at rank j - 1, which stands at position 1 - j.
+    # Block j begins at rank j - 1, whose position is 1 - j.
     return tuple(blocks[(1 - position) % size] for position in range(size))
 
 
 def gloo_half_sum(own: Array, arrived: Array, /, *, out: Array) -> None:
-    """float16 sums with Gloo's slip: see the module's head. All three float16, of one length."""
+    """Add float16 values with Gloo's defect (see the module). All three: float16, equal lengths."""
     total = own + arrived
-    spelled = own.view(np.uint16).astype(np.float32).astype(np.float16)
-    lost = total.view(np.uint16) == spelled.view(np.uint16)
+    encoded = own.view(np.uint16).astype(np.float32).astype(np.float16)
+    lost = total.view(np.uint16) == encoded.view(np.uint16)
     np.copyto(out, np.where(lost, own, total))
 
 
 def recursive_doubling(terms: Sequence[Array]) -> Array:
-    """Open MPI's sum for few elements: neighbours, then neighbouring pairs, and so on.
+    """Return Open MPI's sum for few elements: of adjacent ranks, then of adjacent pairs, and so on.
 
-    Of N ranks as many as N exceeds a power of two first hand theirs to the next rank.
+    If N exceeds a power of two by m, the first 2 m ranks are summed in pairs first.
     """
     size = len(terms)
     extra = size - (1 << (size.bit_length() - 1))
@@ -122,11 +122,11 @@ OPEN_MPI_RING = KnownOrder("Open MPI's ring", _even_segments, few=recursive_doub
 def known_order(
     controller: str, size: int, environment: Mapping[str, str], mpi_library: str = ""
 ) -> KnownOrder:
-    """The order in which Horovod sums over `size` ranks.
+    """Return the order in which Horovod sums over `size` ranks.
 
     `controller`: gloo or mpi. `environment`: as it was when Horovod was initialised.
-    `mpi_library`: what MPI calls itself (`library_version` of the MPI transport); only Open MPI's
-    order is known. Raises UnknownOrder, saying what to set, where the order is not known.
+    `mpi_library`: the version string of MPI (`library_version` of the MPI transport); only the
+    order of Open MPI is known. Raises UnknownOrder, with the setting required, for other orders.
     """
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
     if controller not in ("gloo", "mpi") or operations != controller:
@@ -152,18 +152,18 @@ def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> No
         )
     foreign = [name for name in FOREIGN_COMPONENTS + FOREIGN_PRIORITIES if name in environment]
     if foreign:
-        raise UnknownOrder(f"{', '.join(foreign)}: what Open MPI then sums with is not known")
+        raise UnknownOrder(f"{', '.join(foreign)}: Open MPI's algorithm is then not known")
     if not mpi_library.startswith("Open MPI"):
         name = mpi_library.partition("\n")[0] or "an unnamed MPI"
         raise UnknownOrder(f"the order of summation of {name} is not known, only that of Open MPI")
 
 
 def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = "average") -> Array:
-    """Collective: what Horovod makes of the ranks' `values`, as a new array, on every rank.
+    """Collective: return Horovod's reduction of `values`, as a new array, on every rank.
 
-    `values`: this rank's, of any shape; the same shape and dtype on every rank. Each rank sends as
-    much as in an all-reduce. A NaN is one in Horovod's result too, but may have other bits there
-    (see `differing_bits`). Raises ValueError for an op other than sum and average.
+    `values`: any shape, the same shape and dtype on every rank. Each rank sends as much as in an
+    all-reduce. A NaN is also NaN in Horovod's result, but may have other bits there (see
+    `differing_bits`). Raises ValueError for an op other than sum and average.
     """
     if op not in ORDERED_OPS:
         raise ValueError(f"op={op!r}: an order is known for {' and '.join(ORDERED_OPS)}")
@@ -207,9 +207,9 @@ def scale_as_horovod(total: Array, size: int) -> None:
 
 
 def differing_bits(actual: Array, expected: Array) -> Array:
-    """Where two arrays of one shape and dtype differ in any bit; NaNs count as equal.
+    """Return where two arrays of equal shape and dtype differ in any bit; NaNs count as equal.
 
-    (Which payload and sign a NaN has is up to the processor and to the order of operands.)
+    (Payload and sign of a NaN depend on the processor and on the order of operands.)
     """
     unsigned = np.dtype(f"u{expected.itemsize}")
     differ = np.atleast_1d(actual).view(unsigned) != np.atleast_1d(expected).view(unsigned)

@@ -1,4 +1,4 @@
-"""How a buffer is cut into one segment per rank."""
+"""The division of a buffer into one segment per rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
-    """Cut `length` elements into `parts` neighbouring slices whose lengths differ by at most one.
+    """Cut `length` elements into `parts` adjacent slices whose lengths differ by at most one.
 
-    The longer ones come first; with fewer elements than parts the last slices are empty.
+    Longer slices precede shorter ones; with fewer elements than parts the last slices are empty.
     Raises ValueError for a negative length or fewer than one part.
     """
     if length < 0 or parts < 1:
@@ -24,5 +24,5 @@ def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
 
 
 def longest_of(segments: Sequence[slice]) -> int:
-    """The number of elements of the longest segment."""
+    """Return the number of elements of the longest segment."""
     return max((part.stop - part.start for part in segments), default=0)

@@ -1,7 +1,7 @@
-"""Up to a thousand ranks in one thread: the ring's own algorithm, its messages copied by hand.
+"""A simulation of up to a thousand ranks of the ring in one thread.
 
-All ranks' generators of exchanges are advanced in step; what one rank sends is copied to where the
-next one receives. It is the algorithm of `hvdtrain.ring.algorithm`, not a second one.
+The generators of all ranks (`hvdtrain.ring.algorithm`) are advanced in lockstep. Each outgoing
+array is copied to the incoming array of the next rank. The algorithm is not implemented again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Watch = Callable[[Sequence[Exchange]], object]
 def run_in_step(positions: Sequence[Exchanges], watch: Watch | None = None) -> None:
     """Run one generator for each position of a ring; position p sends to p + 1.
 
-    `watch` is called with every position's exchange, before each step's messages are delivered.
-    Raises TransportError when a message does not fit where it is received, and ValueError when
-    the generators do not make the same number of exchanges.
+    `watch` is called at each step with the exchanges of all positions, before the messages are
+    delivered. Raises TransportError when the lengths of a message and of its incoming array differ,
+    and ValueError when the generators do not yield the same number of exchanges.
     """
     with np.errstate(all="ignore"):
         for exchanges in zip(*positions, strict=True):
@@ -56,9 +56,9 @@ def _deliver(exchanges: Sequence[Exchange]) -> None:
 def simulate_all_reduce(
     values: Sequence[Array], op: str = "sum", watch: Watch | None = None
 ) -> list[Array]:
-    """Every rank's result of `all_reduce`, in rank order; bit for bit that of real ranks.
+    """Return the result of `all_reduce` on every rank, in rank order, bit for bit as on real ranks.
 
-    `values`: one array a rank, of the same shape and dtype; not changed.
+    `values`: one array per rank, of the same shape and dtype; not changed.
     """
     size = len(values)
     reduce = reduction(op, values[0].dtype)
@@ -79,7 +79,7 @@ def simulate_all_reduce(
 
 
 def simulate_broadcast(buffers: Sequence[Array], root: int, watch: Watch | None = None) -> None:
-    """Every rank's buffer becomes that of rank `root`, in place."""
+    """Copy the buffer of rank `root` into that of every rank, in place."""
     size = len(buffers)
     ranks = [
         broadcast_exchanges(flatten(buffer, "buffer"), (rank - root) % size, size)

@@ -1,6 +1,6 @@
-"""Who sent which segment to whom: watched in a real run of the algorithm, then drawn.
+"""A trace of the messages of a real run of the algorithm, as a picture and as a table.
 
-`python -m hvdtrain.ring.trace 3` prints what docs/ring.md shows.
+`python -m hvdtrain.ring.trace 3` prints those of docs/ring.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hvdtrain.ring.algorithm import Exchange
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.simulation import simulate_all_reduce
 
-MOST_RANKS = 62  # a rank is a bit of an int64
+MOST_RANKS = 62  # one bit of an int64 per rank
 PHASES = ("reduce-scatter", "all-gather")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One segment on its way: at `step` (from 1), holding the sum over `ranks`."""
+    """A segment sent at `step` (counted from 1), holding the sum over `ranks`."""
 
     step: int
     sender: int
@@ -31,20 +31,20 @@ class Message:
 
 
 def trace_all_reduce(size: int) -> list[Message]:
-    """Every message of one all-reduce over `size` ranks, by step and sender.
+    """Return every message of one all-reduce over `size` ranks, by step and sender.
 
-    Nothing is computed from a formula: segments are told by where in memory the message lies, and
-    the ranks that are summed in it by its value, as rank r contributes 2^r.
+    Nothing is computed from a formula. The segment follows from the address of the message in
+    memory, and the ranks summed in it from its value, as rank r contributes 2^r.
     Raises ValueError outside 1 to 62 ranks.
     """
     if not 1 <= size <= MOST_RANKS:
-        raise ValueError(f"{size} ranks: a trace has 1 to {MOST_RANKS}")
+        raise ValueError(f"{size} ranks: a trace supports 1 to {MOST_RANKS}")
     messages: list[Message] = []
 
     def watch(exchanges: Sequence[Exchange]) -> None:
         step = len(messages) // size + 1
         for sender, exchange in enumerate(exchanges):
-            (value,) = exchange.outgoing.tolist()  # one element a segment
+            (value,) = exchange.outgoing.tolist()  # one element per segment
             ranks = frozenset(rank for rank in range(size) if value >> rank & 1)
             segment = _place_of(exchange.outgoing)
             messages.append(Message(step, sender, (sender + 1) % size, segment, ranks))
@@ -54,14 +54,14 @@ def trace_all_reduce(size: int) -> list[Message]:
 
 
 def _place_of(view: Array) -> int:
-    """The index of the view's first element in the array that it is part of."""
+    """Return the index of the first element of `view` in its base array."""
     whole = view.base
     assert isinstance(whole, np.ndarray)
     return int(view.ctypes.data - whole.ctypes.data) // view.itemsize
 
 
 def draw_table(messages: Sequence[Message]) -> str:
-    """A row for each step, in Markdown."""
+    """Return a Markdown table of the messages, one row per step."""
     size = 1 + max(message.sender for message in messages)
     lines = ["| step | phase | " + " | ".join(f"rank {r} sends" for r in range(size)) + " |"]
     lines.append("|---" * (size + 2) + "|")
@@ -74,7 +74,7 @@ def draw_table(messages: Sequence[Message]) -> str:
 
 
 def draw_picture(messages: Sequence[Message]) -> str:
-    """After each step, the ranks that are summed in each segment of each rank.
+    """Return a picture with the ranks summed in each segment of each rank, after each step.
 
     A segment that has just arrived is marked by `>`.
     """
@@ -107,7 +107,7 @@ def _draw_row(
 
 
 def main() -> int:
-    """Print picture and table for the number of ranks in `sys.argv`."""
+    """Print the picture and the table for the number of ranks in `sys.argv`."""
     messages = trace_all_reduce(int(sys.argv[1]))
     sys.stdout.write(f"```\n{draw_picture(messages)}\n```\n\n{draw_table(messages)}\n")
     return 0

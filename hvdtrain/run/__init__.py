@@ -1,1 +1,1 @@
-"""One training run on this rank: assembly, resume, ledger and files, console, stop."""
+"""A training run on this rank: preparation, resume, records and files, console output, stop."""

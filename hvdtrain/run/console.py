@@ -1,6 +1,6 @@
-"""What rank 0 prints: one header, progress, a row an epoch, a verdict.
+"""Output of rank 0: a header, progress, a line per epoch, and a verdict.
 
-On a terminal progress is a live bar; into a pipe (always so under horovodrun, which prefixes every
+On a terminal, progress is a live bar; to a pipe (always under horovodrun, which prefixes every
 line) it is a plain line per interval.
 """
 
@@ -25,10 +25,10 @@ SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
 
 
 class Console:
-    """An observer that prints."""
+    """An observer that prints to standard output."""
 
     def __init__(self, total_steps: int, live: bool) -> None:
-        """`live`: with a progress bar, which needs a terminal of its own."""
+        """`live`: show a progress bar, which needs exclusive use of a terminal."""
         self._total_steps = total_steps
         self._bar = tqdm(total=total_steps, unit="step") if live else None
 
@@ -74,12 +74,15 @@ def _figures(metrics: Mapping[str, float], end: str, digits: int, but: Sequence[
 
 
 def is_live(exchange: Exchange, stream: TextIO) -> bool:
-    """Whether a bar has a terminal of its own: what a launcher gives may be one, but is a log."""
+    """Return whether a progress bar can be shown: `stream` is a terminal of a single process.
+
+    Under a launcher, even a terminal is used as a log.
+    """
     return isinstance(exchange, SingleProcess) and stream.isatty()
 
 
 def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
-    """What is about to be trained, on what, by whom."""
+    """Return the lines that describe model, data, workers, batch and length of a run."""
     data, sampler, size = job.data, job.sampler, exchange.size
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
@@ -107,7 +110,7 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
 
 
 def verdict(summary: dict[str, Any], folder: str) -> str:
-    """The last lines of a finished run."""
+    """Return the last lines of a finished run."""
     speed = summary["samples_per_s"]  # None where no step was made
     lines = [
         f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
@@ -133,11 +136,11 @@ def verdict(summary: dict[str, Any], folder: str) -> str:
 
 
 def way_on(checkpoints: Sequence[Path]) -> str:
-    """What to do after a stop; `checkpoints`: newest first."""
+    """Return how to continue after a stop; `checkpoints`: newest first."""
     if not checkpoints:
         return "stopped before a checkpoint was saved"
     saved = int(checkpoints[0].name.partition("-")[2])
-    return f"saved at step {saved:,}: the same command with --resume auto goes on from there"
+    return f"saved at step {saved:,}: the same command with --resume auto continues from there"
 
 
 def _best(best: dict[str, Any]) -> str:

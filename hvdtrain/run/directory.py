@@ -1,4 +1,4 @@
-"""One run's folder: who may write it, and the files of design and record in it."""
+"""The folder of a run: its lock, configuration, summary, evaluation and record files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hvdtrain.log import say
 
 LOCK = ".lock"
 LOCK_RETRY_S = 0.5
-LOGS = "logs"  # the launcher writes there before there is a run
+LOGS = "logs"  # the launcher writes there before the run starts
 CONFIG, SUMMARY = "config.yaml", "summary.json"
-# What a run leaves that has come to nothing: all that its folder may hold to be used again.
+# Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
     *(CONFIG, SUMMARY, "evaluation.json", "metrics.jsonl", "audit.jsonl", "trace.jsonl"),
     *("tensorboard", "profile", "checkpoints"),
@@ -28,14 +28,15 @@ LEAVINGS = (
 
 
 class RunDirectory:
-    """The folder of a live run, held under a lock until `close`."""
+    """The folder of a live run, locked until `close`."""
 
     def __init__(self, path: Path, reopen: bool = False, wait_s: float = 0.0) -> None:
-        """Make the folder, or `reopen` the one that holds a run; `wait_s` for a job to leave it.
+        """Create the folder, or `reopen` that of an existing run, and lock it.
 
-        A folder whose run has died without a checkpoint is emptied and used again, with a notice.
-        Raises UsageError, touching nothing, when a new one holds anything else already, when
-        another job is using it, or when it cannot be written.
+        `wait_s`: seconds to wait for another job to release the lock. A folder whose run has died
+        without a checkpoint is emptied and used again, with a notice. Raises UsageError, and
+        changes nothing, if a new folder already holds other files, if another job is using it, or
+        if it cannot be written.
         """
         self.path = path
         if not reopen:
@@ -60,17 +61,17 @@ class RunDirectory:
         self._streams: dict[str, IO[str]] = {}
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """The resolved configuration, as `--config` reads it."""
+        """Write the resolved configuration, as `--config` reads it."""
         import yaml
 
         self._write(CONFIG, yaml.safe_dump(config, sort_keys=False))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """How the run ended."""
+        """Write the summary of the run."""
         self._write(SUMMARY, json.dumps(json_ready(summary), indent=2) + "\n")
 
     def write_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """The newest evaluation in full; of earlier ones only the figures stay (metrics)."""
+        """Write the newest evaluation in full, replacing the previous one."""
         self._write("evaluation.json", json.dumps(json_ready(evaluation)) + "\n")
 
     def append(self, name: str, record: dict[str, Any]) -> None:
@@ -83,16 +84,16 @@ class RunDirectory:
             stream.flush()
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps: the run will come to them again."""
+        """Drop the records of later steps, which the resumed run will repeat."""
         for path in self.path.glob("*.jsonl"):
             lines = path.read_text("utf-8", errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             self._write(path.name, "".join(line + "\n" for line in kept))
 
     def close(self) -> None:
-        """Let go of the lock; the folder stays."""
+        """Close the files and release the lock."""
         for stream in self._streams.values():
-            with suppress(OSError):  # a full disk: the write that failed has told of it
+            with suppress(OSError):  # a full disk, which the failed write has already reported
                 stream.close()
         self._lock.close()
 
@@ -108,7 +109,7 @@ class RunDirectory:
     def _clear_leavings(self) -> None:
         held = [self.path / name for name in LEAVINGS if (self.path / name).exists()]
         if held:
-            say(f"{self.path} holds a run that ended without a checkpoint: it is started anew")
+            say(f"{self.path} holds a run that ended without a checkpoint: starting it again")
         with self._telling_failures():
             for path in held:
                 if path.is_dir() and not path.is_symlink():
@@ -117,7 +118,7 @@ class RunDirectory:
                     path.unlink()
 
     def _write(self, name: str, text: str) -> None:
-        """Complete or absent: written beside, then renamed."""
+        """Write a file atomically, under a temporary name that is then renamed."""
         with self._telling_failures():
             partial = self.path / f".{name}.partial"
             write_new(partial, text)
@@ -133,14 +134,14 @@ class RunDirectory:
 
 
 def occupants(folder: Path, own_lock: bool = False) -> list[str]:
-    """Return what keeps a folder from being a new run's: nothing where a run died too early.
+    """Return the names in a folder that prevent its use for a new run.
 
-    That is a run that is not live, without checkpoint and result. Logs and hidden files do not
-    count. `own_lock`: this process holds the folder's.
+    There are none if its run has died, without checkpoint and result. Logs and hidden files do not
+    count. `own_lock`: this process holds the lock of the folder.
     """
     try:
         names = {entry.name for entry in folder.iterdir()}
-    except (OSError, ValueError):  # not there, or not readable: making it will tell
+    except (OSError, ValueError):  # missing or unreadable: creating it will report the error
         return []
     held = {name for name in names if name[0] != "." and name != LOGS}
     died = {LOCK, CONFIG} <= names and held <= set(LEAVINGS) and not _keeps_anything(folder)
@@ -148,7 +149,7 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
 
 
 def _is_live(run: Path) -> bool:
-    """Whether a job holds its lock, or one that cannot be looked at."""
+    """Return whether a job holds the lock, or the lock cannot be examined."""
     try:
         with open_to_read(run / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -158,8 +159,11 @@ def _is_live(run: Path) -> bool:
 
 
 def _keeps_anything(run: Path) -> bool:
-    """Whether there is a checkpoint, whole or damaged, or a run that ended otherwise than dead."""
-    saved = (run / "checkpoints").glob("*step-*")  # also those that a kill has left set aside
+    """Return whether there is a checkpoint, even damaged, or a summary of a run that has not died.
+
+    That is a summary with another status than failed or stopped, or one that cannot be read.
+    """
+    saved = (run / "checkpoints").glob("*step-*")  # includes those that a killed save set aside
     if any(not path.name.endswith(".partial") for path in saved):
         return True
     try:
@@ -172,7 +176,7 @@ def _keeps_anything(run: Path) -> bool:
 
 
 def _take(lock: IO[str], wait_s: float) -> None:
-    """Raises BlockingIOError when a live job holds it for longer."""
+    """Take the lock. Raises BlockingIOError if a live job holds it for longer than `wait_s`."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -185,7 +189,7 @@ def _take(lock: IO[str], wait_s: float) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a record; infinite for a line that was cut short."""
+    """Return the step of a record; infinity for an incomplete line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

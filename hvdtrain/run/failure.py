@@ -1,4 +1,4 @@
-"""How a failure is told: rank 0 first, so that what all ranks meet is said once."""
+"""Report of a failure: rank 0 prints first, so that a failure of all ranks is printed once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from hvdtrain.files import open_to_read
 from hvdtrain.log import complain
 from hvdtrain.topology import Topology
 
-# horovodrun ends all workers when the first one ends. Rank 0 speaks and ends at once; where it has
-# met the same failure, the others are gone before they would say it again.
+# horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
+# ranks with the same failure are ended before they print it again.
 GRACE_S = 2.0
 
 
-def tell(error: Exception, topology: Topology) -> int:
-    """Print the error for the user; returns the exit code. Only surprises show a traceback."""
+def report_failure(error: Exception, topology: Topology) -> int:
+    """Print the error, with a traceback unless it is an HvdtrainError; return the exit code.
+
+    Ranks other than 0 wait for GRACE_S first.
+    """
     if topology.rank > 0:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,27 +41,30 @@ def tell(error: Exception, topology: Topology) -> int:
 
 
 def leave_at_once(exit_code: int) -> None:
-    """End without waiting for ranks that know nothing of this failure.
+    """End the process without exit handlers, which would wait for the other ranks.
 
-    An orderly end would ask them to agree on Horovod's shutdown, or on MPI's.
+    Horovod's and MPI's shutdown need all ranks to take part.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
-CAUSE = ".failed"  # in the run directory: what another rank than 0 has failed with
+CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
 
 def leave_cause(folder: Path, text: str) -> None:
-    """Leave, for rank 0's summary, why it will see a collective break off. The first one counts."""
+    """Write the cause of a failure to the run directory, for rank 0's summary; the first one stays.
+
+    On rank 0 the failure only shows as a collective that ended early.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with suppress(OSError), os.fdopen(os.open(folder / CAUSE, flags, 0o644), "w") as stream:
         stream.write(text)
 
 
 def take_cause(folder: Path) -> str | None:
-    """Return what `leave_cause` has left, and remove it; None where there is nothing."""
+    """Return the text of `leave_cause` and remove its file; None if there is none."""
     path, text = folder / CAUSE, None
     with suppress(OSError), open_to_read(path) as stream:
         text = stream.read()
@@ -68,5 +74,5 @@ def take_cause(folder: Path) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """The kind and the text of an error, as summaries have it."""
+    """Return type and text of an error, as in summaries."""
     return f"{type(error).__name__}: {error}"

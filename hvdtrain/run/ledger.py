@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run: everything it prints and writes passes here."""
+"""The records of a run: all that rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from hvdtrain.train.metering import Totals
 
 
 class Ledger:
-    """What a rank keeps of a run: nothing, except on rank 0 (RunLedger).
+    """The records of a run on a rank other than 0: none but the cause of a failure.
 
-    The cause of a failure is left for rank 0's summary, where the folder is the same.
+    The cause reaches rank 0's summary if both ranks share the folder.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -47,7 +47,7 @@ class Ledger:
         """Count an audit's result."""
 
     def progress(self) -> dict[str, Any]:
-        """Return what the ledger of a resumed run goes on from."""
+        """Return the values that the ledger of a resumed run continues from."""
         return {}
 
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
@@ -60,19 +60,19 @@ class Ledger:
         """Wait until the last checkpoint is on disk."""
 
     def finish(self, outcome: Outcome) -> None:
-        """Complete the records of a run that has come to its end."""
+        """Complete the records of a finished run."""
 
     def fail(self, error: BaseException) -> None:
-        """Record why the run did not come to its end; never raises over `error`."""
+        """Record why the run did not finish; never raise an error that would hide `error`."""
         if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
             leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
 
     def close(self) -> None:
-        """Close all files; the run directory is free then."""
+        """Close all files and release the run directory."""
 
 
 class RunLedger(Ledger):
-    """Prints, records, and keeps the summary up to date, so that it can be written at any time."""
+    """The records of a run on rank 0; the summary is kept current, to be written at any time."""
 
     def __init__(
         self,
@@ -84,11 +84,13 @@ class RunLedger(Ledger):
         config: dict[str, Any],
         pulse: Pulse,
     ) -> None:
-        """`resumed`: the state that the run goes on from. `config`: all options, as resolved.
-        `pulse` is shown where the run stands.
+        """Open the records.
+
+        `resumed`: the state to resume from, if any. `config`: all options, as resolved. `pulse`
+        receives the progress of the run.
         """
         self._pulse, self._total_steps = pulse, job.total_steps
-        take_cause(directory.path)  # one that an earlier start has left
+        take_cause(directory.path)  # from an earlier start
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
         self._params_sha256: str | None = None
@@ -176,7 +178,7 @@ class RunLedger(Ledger):
         self._checkpoints.save(snapshot, is_best, self._takeaway)
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
-        """Before the state is captured, so that a resumed run knows of it."""
+        """Update the best figure; call before the state is captured, so that it is saved."""
         found = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
         sign = 1 if self._task.best_is_highest else -1
         if self._best is None or sign * found > sign * self._best:
@@ -195,7 +197,7 @@ class RunLedger(Ledger):
         self._checkpoints.wait()
 
     def finish(self, outcome: Outcome) -> None:
-        """Write the summary, once the last checkpoint is on disk, and print the verdict."""
+        """Wait for the last checkpoint, write the summary and print the verdict."""
         self._checkpoints.wait()
         self._note(outcome.totals)
         self._note_evaluation(outcome.evaluation)
@@ -211,7 +213,7 @@ class RunLedger(Ledger):
         say(verdict(self._summary, str(self._directory.path)))
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of a run that did not reach its end; never raises over `error`."""
+        """Write the summary of an unfinished run; never raise an error that would hide `error`."""
         if self._ended:
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
@@ -224,7 +226,7 @@ class RunLedger(Ledger):
             self._directory.write_summary(self._summary)
 
     def close(self) -> None:
-        """Close all files and give the run directory free; after a stop, say how to go on."""
+        """Close all files and release the run directory; after a stop, print how to continue."""
         self._console.close()
         if self._summary["status"] == "stopped":
             say(way_on(self._checkpoints.complete()))

@@ -1,4 +1,4 @@
-"""The C library's memory: kept between steps instead of given back and asked for again."""
+"""Reuse of freed memory between steps, instead of returning it to the kernel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CHOSEN_BY_USER = (
 
 
 def keep_freed_memory() -> bool:
-    """Let what a step frees serve the next one; returns whether that was possible.
+    """Make glibc keep freed memory for the next step; return whether that was possible.
 
-    A step of training frees its activations and gradients, and the next allocates as much. glibc
-    gives large blocks, and the free end of its heap, back to the kernel, which must then clear and
-    map every page anew. The process keeps the most memory that it has needed until it ends.
-    Nothing is changed where the user has set glibc's own variables, or the C library is another.
+    A training step frees its activations and gradients, and the next allocates as much. glibc
+    returns large blocks, and the free end of its heap, to the kernel, which must then clear and map
+    every page again. With this setting the process keeps its peak memory until it ends. Nothing is
+    changed if the user has set glibc's own variables, or with another C library.
     """
     if any(name in os.environ for name in CHOSEN_BY_USER):
         return False

@@ -1,4 +1,4 @@
-"""From configuration to a job: what one rank can do, and find wrong, by itself."""
+"""Preparation of a job from its configuration: the steps that each rank takes on its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepare(
     exchange: Exchange,
     topology: Topology,
 ) -> Job:
-    """The job of this rank, its optimizer not distributed yet. Raises UsageError."""
+    """Return the job of this rank, its optimizer not distributed yet. Raises UsageError."""
     if config.precision.deterministic:
         _demand_repetition(exchange)
     device = choose_device(config.model.device, topology)
@@ -102,7 +102,7 @@ def prepare(
 
 
 def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
-    """Every rank reads the file; rank 0 says what came of it. Raises UsageError."""
+    """Load pretrained weights on every rank; rank 0 prints the notices. Raises UsageError."""
     notes = load_pretrained(model, path)
     if exchange.rank == 0:
         for note in notes:
@@ -112,7 +112,7 @@ def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
 def _batches_reached(
     sampler: GlobalBatchSampler, total_steps: int, accum_steps: int
 ) -> Iterator[tuple[int, int]]:
-    """Each size of global batch that the run comes to, with the sizes of its micro-batches."""
+    """Yield (size of global batch, size of micro-batch) for all sizes that occur in the run."""
     sizes = {sampler.global_batch_size}
     if total_steps >= sampler.steps_per_epoch:
         sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
@@ -124,7 +124,7 @@ def _batches_reached(
 def _refuse_small_shares(
     sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
 ) -> None:
-    """A rank's own batch statistics of 0 or 1 sample mean nothing: better before the start."""
+    """Raise UsageError if some rank normalises over fewer than 2 samples at a time."""
     for size, part in _batches_reached(sampler, total_steps, accum_steps):
         smallest = min(shares.sizes(part)) - shares.slack
         if smallest < 2:
@@ -139,7 +139,7 @@ def _refuse_small_shares(
 def _refuse_single_samples(
     sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
 ) -> None:
-    """With --sync-bn only a micro-batch of one sample, over all ranks, has no variance."""
+    """Raise UsageError if, with --sync-bn, a micro-batch over all ranks has only one sample."""
     for size, part in _batches_reached(sampler, total_steps, accum_steps):
         if part == 1:
             raise UsageError(
@@ -150,7 +150,10 @@ def _refuse_single_samples(
 
 
 def _demand_repetition(exchange: Exchange) -> None:
-    """--deterministic: torch raises where it has no algorithm that repeats."""
+    """Make torch raise for operations that are not deterministic (--deterministic).
+
+    Raises UsageError if the exchange is not repeatable.
+    """
     if not exchange.repeatable:
         raise UsageError(
             "--deterministic: with HOROVOD_FUSION_THRESHOLD="
@@ -165,9 +168,9 @@ def _demand_repetition(exchange: Exchange) -> None:
 def _try_once(
     model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
-    """A model that cannot take its data is told before anything is written.
+    """Evaluate a few samples, so that a model that rejects its data fails before files are written.
 
-    No statistics move; random generators may, so they are to be seeded afterwards.
+    Running statistics do not change. Random generators may advance, so seed them afterwards.
     """
     name, split = config.model.task, source.data.train
     own = source.shares.of(np.arange(len(split)), rank)[:TRIED_SAMPLES]
@@ -180,7 +183,7 @@ def _try_once(
     except BadSample as error:
         raise UsageError(str(error)) from error
     tried = len(batch[1]) if may_skip(split) else len(own)
-    if tried > 0:  # else neither can be read; others may be
+    if tried > 0:  # otherwise none of these samples can be read, but others may be
         used = ("--task", name) if name else ("--model", config.model.model)
         try:
             with torch.no_grad():
@@ -193,7 +196,7 @@ def _try_once(
 
 
 def choose_device(wanted: str, topology: Topology) -> torch.device:
-    """One device per local rank. Raises UsageError when there are too few."""
+    """Return the CPU, or the CUDA device of this local rank. Raises UsageError if it has none."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and visible == 0):
         return torch.device("cpu")

@@ -1,6 +1,6 @@
-"""What a few steps spend their time on: torch's profiler on every rank, Horovod's own timeline.
+"""Profiles of a few steps: torch's profiler on every rank, and Horovod's timeline.
 
-Both are read by chrome://tracing and by https://ui.perfetto.dev.
+Both can be opened in chrome://tracing and https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from hvdtrain.exchange import Exchange
 
 
 class StepProfiler:
-    """Profiles the steps `first` to `last`, if there are any, counted from 1."""
+    """A profiler of a range of steps."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, exchange: Exchange) -> None:
-        """`folder`: where rank-N.json of every rank go, and timeline.json of rank 0."""
+        """`steps`: first and last step, counted from 1; None: no profile.
+
+        `folder`: receives rank-N.json of every rank, and timeline.json of rank 0.
+        """
         self._steps = steps
         self._folder = folder
         self._exchange = exchange
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Start the profile if `step` is in the range; call before each step."""
         if self._steps is None or self._profile is not None:
             return
         if not self._steps[0] <= step <= self._steps[1]:
@@ -41,12 +44,12 @@ class StepProfiler:
         self._exchange.start_timeline(self._folder / "timeline.json")
 
     def end(self, step: int) -> None:
-        """After a step."""
+        """Write the profile at the end of the range; call after each step."""
         if self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Write what was noted down. Safe to call twice."""
+        """Stop the profile and write it. Further calls have no effect."""
         if self._profile is None:
             return
         done, self._profile, self._steps = self._profile, None, None

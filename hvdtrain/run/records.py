@@ -1,4 +1,4 @@
-"""Writes a run's figures: metrics.jsonl, audit.jsonl and the same as TensorBoard scalars."""
+"""The figures of a run: metrics.jsonl, audit.jsonl, and the same as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ AUDITS = "audit.jsonl"
 
 
 class Recorder:
-    """An observer that writes into the run directory; there is one, on rank 0."""
+    """An observer on rank 0 that writes to the run directory."""
 
     def __init__(
         self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
     ) -> None:
-        """`resumed_from`: the step that the run goes on from; later scalars are dropped.
-        `classes`: their names, where there are classes.
-        """
+        """`resumed_from`: the step to resume from; later scalars are dropped. `classes`: names."""
         self._directory = directory
         self._classes = list(classes)
         folder = str(directory.path / "tensorboard")
         self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
 
     def interval_end(self, totals: Totals, lr: float) -> None:
-        """One line per logged step."""
+        """Write one line for a logged step."""
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
         record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
         self._directory.append(METRICS, record | phases)
@@ -43,7 +41,7 @@ class Recorder:
         self._scalars(totals.step, scalars)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
-        """One line per epoch; `evaluation` is None where there was none."""
+        """Write one line for an epoch; `evaluation`: None if it was not due."""
         record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
         if evaluation:
             figures = {"loss": evaluation.loss, **evaluation.metrics}
@@ -52,19 +50,19 @@ class Recorder:
             self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
             record |= {f"valid_{name}": value for name, value in figures.items()}
             record["valid_samples"] = evaluation.samples
-            if "confusion" in tables:  # itself too long for a line an epoch
+            if "confusion" in tables:  # the table itself is too long for a line per epoch
                 record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
             self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
         self._directory.append(METRICS, record)
 
     def audited(self, record: Any) -> None:
-        """One line per audit (an AuditRecord)."""
+        """Write one line for an audit; `record`: an AuditRecord."""
         self._directory.append(AUDITS, asdict(record))
         ratio = record.worst_error_over_bound
         self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
 
     def close(self) -> None:
-        """Everything is on disk afterwards."""
+        """Flush and close the TensorBoard file."""
         self._tensorboard.close()
 
     def _scalars(self, step: int, scalars: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Finds what a run goes on from: its folder, its configuration, its newest good checkpoint."""
+"""Search for the run to resume: its folder, its configuration and its newest good checkpoint."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ LENGTHS = ("epochs", "max_steps")
 
 @dataclass(frozen=True)
 class Resumed:
-    """What every rank needs to know to go on."""
+    """The part of a resumed run that every rank needs."""
 
     global_batch_size: int
-    state: dict[str, Any] | None  # None: no good checkpoint, so it starts afresh
-    finished: dict[str, Any] | None  # the summary of a run that needs nothing more
+    state: dict[str, Any] | None  # None: no good checkpoint, so start from the beginning
+    finished: dict[str, Any] | None  # the summary, if the run has already finished
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """Rank 0's: the same, with the folder, whose lock it holds."""
+    """A resumed run on rank 0, with its locked folder."""
 
     directory: RunDirectory
     resumed: Resumed
-    checkpoint: Path | None = None  # that it goes on from
+    checkpoint: Path | None = None  # the one to resume from
 
     def make_ready(self) -> None:
-        """Bring the folder to where the run goes on: no records of later steps, true pointers."""
+        """Drop records of later steps and correct the pointers to checkpoints."""
         state, folder = self.resumed.state, self.directory.path / "checkpoints"
         self.directory.forget_after(state["step"] if state else 0)
         best = state["progress"]["summary"].get("best") if state else None
@@ -63,10 +63,10 @@ class Resumable:
 
 
 def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
-    """Rank 0: the run that `--resume` means. None elsewhere, and where there is none to go on.
+    """Return, on rank 0, the run that `--resume` selects; None elsewhere, or if there is none.
 
-    Raises UsageError when the configuration is another experiment's, when a checkpoint that was
-    named is damaged, or when a live job is using the folder.
+    Raises UsageError if the configuration is that of another experiment, if a checkpoint named by
+    the user is damaged, or if a live job is using the folder.
     """
     folder = config.folder
     if exchange.rank != 0 or config.run.resume is None:
@@ -78,7 +78,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
             f"--resume={config.run.resume}: there is no run in {folder}, which --output and "
             f"--experiment name. {_way_to(Path(config.run.resume))}"
         )
-    # Started again by the launcher: an earlier rank 0, cut off, may still be ending.
+    # If the launcher has restarted the job, an earlier, disconnected rank 0 may still be ending.
     wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
     directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
     try:
@@ -89,21 +89,21 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
 
 
 def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: Source) -> None:
-    """Rank 0: raise UsageError, saying what has changed, unless the data are the run's.
+    """Raise UsageError on rank 0, naming the differences, unless the data are those of the run.
 
-    Their order follows from their number, so that other data would repeat and lose samples.
+    The order of samples depends on their number, so other data would repeat and skip samples.
     """
     state = found.resumed.state if found else None
     if state is None:
         return
     old, new = state.get("data"), source.fingerprints
     if not old:
-        say("resume: a checkpoint of an older version: whether its data are these is not known")
+        say("resume: a checkpoint of an older version: cannot check whether the data are the same")
         return
     if len(old) != len(new):
         problems = [f"parts of {len(old)} hosts then, of {len(new)} now"]
     else:
-        whole = len(new) == 1  # else each host's rank has its own part at hand only
+        whole = len(new) == 1  # otherwise rank 0 has only the part of its own host
         problems = [
             f"{part} split{f' of host {host}' if not whole else ''}: {changed}"
             for host in range(len(new))
@@ -122,11 +122,11 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
 
 
 def _way_to(path: Path) -> str:
-    """How to go on with the run that `path` is, or is a checkpoint of."""
+    """Return how to resume the run that `path` is, or is a checkpoint of."""
     for run in (path, path.parent, path.parent.parent):
         if (run / "config.yaml").is_file():
-            return f"To go on with {run}: --config {run / 'config.yaml'} --resume auto"
-    return "Give those of the run to go on with, and --resume auto"
+            return f"To resume {run}: --config {run / 'config.yaml'} --resume auto"
+    return "Give those of the run to resume, and --resume auto"
 
 
 def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
@@ -152,7 +152,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
     wanted = as_flat_dict(config)
-    # An option that came after the run was started had no effect on it.
+    # An option that is newer than the run had its default value.
     stored = {name: option.default for name, option in train_options().items()} | stored
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
@@ -169,7 +169,7 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
 
 
 def _as_flag(option: Option, value: Any) -> str:
-    """How to say it on the command line."""
+    """Return the instruction for giving an option this value on the command line."""
     flag = option.name.replace("_", "-")
     if value is None:
         return f"leave --{flag} out"
@@ -193,14 +193,14 @@ def _finished_summary(
 def _load_state(
     config: TrainConfig, folder: Path
 ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """The newest good checkpoint and its state, saying which ones were passed over."""
+    """Return the newest good checkpoint and its state; print the damaged ones that are skipped."""
     Checkpoints(folder, keep=1).put_back()
     if config.run.resume != "auto":
         path = Path(str(config.run.resume))
         if not (path / MANIFEST_FILE).is_file():
             example = next(iter(Checkpoints(folder, keep=1).complete()), folder / "step-00000100")
             raise UsageError(
-                f"--resume={path}: is no checkpoint. Give auto, for the newest good one, or the "
+                f"--resume={path}: is not a checkpoint. Give auto, for the newest good one, or the "
                 f"folder of one, such as {example}"
             )
         try:
@@ -211,16 +211,16 @@ def _load_state(
         try:
             state = _load_good(path)
         except DamagedCheckpoint as error:
-            say(f"resume: passing over a damaged checkpoint: {error}")
+            say(f"resume: skipping a damaged checkpoint: {error}")
             continue
-        say(f"resume: going on from {path}")
+        say(f"resume: continuing from {path}")
         return path, state
-    say(f"resume: no good checkpoint in {folder}: starting afresh")
+    say(f"resume: no good checkpoint in {folder}: starting from the beginning")
     return None, None
 
 
 def _load_good(path: Path) -> dict[str, Any]:
-    """Raises DamagedCheckpoint also for a state that training could not go on from."""
+    """Return the state of a checkpoint. Raises DamagedCheckpoint also if it is not finite."""
     state = load_checkpoint(path)[1]
     problem = find_not_finite(state)
     if problem:

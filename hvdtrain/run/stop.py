@@ -1,10 +1,12 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; a second one ends the process at once, unless it
-comes together with the first: batch systems signal every process, and launchers pass theirs on.
+"""Stop requests by SIGTERM, SIGINT and SIGUSR1.
 
-Before training they raise Stopped. During training they are only noted: all ranks agree on a step
-first. A main thread that waits inside a collective for a rank that is gone never gets there, so a
-thread of ours watches: it hears of the signal through a socket that the interpreter's own handler
-writes to, which works while the main thread is in native code.
+A second signal ends the process at once, unless it arrives together with the first: batch systems
+signal every process, and launchers forward theirs.
+
+Before training a signal raises Stopped. During training it is only recorded, so that all ranks stop
+at the same step. A main thread that waits in a collective for a rank that has ended never reaches
+that step, so another thread watches: it receives signals through a socket that the interpreter's
+own handler writes to, which works while the main thread is in native code.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from hvdtrain.train.loop import Job, State
 from hvdtrain.train.state import capture
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TOGETHER_S = 2.0  # within which further signals are the same request
-NOTE_AFTER_S = 0.4  # mpirun follows its SIGTERM with a SIGKILL after 1 s
+TOGETHER_S = 2.0  # further signals within this time are the same request
+NOTE_AFTER_S = 0.4  # mpirun sends SIGKILL 1 s after its SIGTERM
 STUCK_AFTER_S = 20.0  # without a step
 
 
 class StopSignals:
-    """Installed by the main thread while the context lasts; then all is as it was before."""
+    """The signal handlers of a run, as a context manager of the main thread.
+
+    On exit the previous handlers are restored.
+    """
 
     def __init__(self) -> None:
         self.requested: int | None = None
@@ -44,7 +49,7 @@ class StopSignals:
         self._training = False
         self._last_step_s = 0.0
         self._over = threading.Event()
-        self._hearing, self._writing = socket.socketpair()
+        self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
 
@@ -61,23 +66,25 @@ class StopSignals:
         self._over.set()
         self._writing.close()
         self._thread.join()
-        self._hearing.close()
+        self._reading.close()
 
     def training_starts(
         self, note: Callable[[HvdtrainError], None], give_up: Callable[[Stopped], None]
     ) -> None:
-        """From here on signals are noted. `note` is called in a thread soon after one arrives,
-        `give_up` when no step has ended for STUCK_AFTER_S after it.
+        """Record signals from now on, instead of raising Stopped.
+
+        `note` is called in a thread NOTE_AFTER_S after a signal arrives, `give_up` when no step has
+        ended for STUCK_AFTER_S after it.
         """
         self.note, self.give_up, self._training = note, give_up, True
 
     def ignore(self) -> None:
-        """From here on the run is ending by itself."""
+        """Ignore signals from now on, because the run is already ending."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def alive(self) -> None:
-        """The main thread is not stuck: called at each step, and while evaluating."""
+        """Record that the main thread makes progress; called at each step and in evaluations."""
         self._last_step_s = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -90,13 +97,13 @@ class StopSignals:
             raise Stopped(number)
 
     def _watch(self) -> None:
-        number = self._hear(None)
+        number = self._receive(None)
         if number is None:
             return
         error, began_s, noted = Stopped(number), time.monotonic(), False
         self._last_step_s = began_s
         while not self._over.is_set():
-            again = self._hear(NOTE_AFTER_S)
+            again = self._receive(NOTE_AFTER_S)
             now = time.monotonic()
             late = again is not None and now - began_s > TOGETHER_S
             if again and late and (again != signal.SIGTERM or not in_job()):
@@ -107,18 +114,18 @@ class StopSignals:
             if now - self._last_step_s >= STUCK_AFTER_S:
                 self.give_up(error)
 
-    def _hear(self, limit_s: float | None) -> int | None:
-        """The next of our signals; None when none comes in time, or the context is over."""
-        self._hearing.settimeout(limit_s)
+    def _receive(self, limit_s: float | None) -> int | None:
+        """Return the next of SIGNALS; None if none arrives in time, or on exit of the context."""
+        self._reading.settimeout(limit_s)
         with suppress(TimeoutError):
-            while received := self._hearing.recv(1):
+            while received := self._reading.recv(1):
                 if received[0] in SIGNALS:
                     return received[0]
         return None
 
 
 class RunKeeper:
-    """Every rank has one: saving and stopping are collective. Rank 0's ledger writes."""
+    """The keeper of every rank: saving and stopping are collective; only rank 0's ledger writes."""
 
     def __init__(
         self,
@@ -152,7 +159,7 @@ class RunKeeper:
         self._ledger.saved(snapshot, evaluation)
 
     def stop(self) -> NoReturn:
-        """Collective: any rank may have had the signal; all end with its number."""
+        """Collective: raise Stopped on all ranks with the highest signal that any received."""
         self._ledger.wait_until_saved()
         numbers = self._exchange.all_gather_object(self._signals.requested, "hvdtrain.stop")
         raise Stopped(max(number for number in numbers if number is not None))

@@ -1,4 +1,4 @@
-"""From configuration to a task and its data, on this rank; and where the data lies."""
+"""The task of a configuration and its data, on this rank and over all hosts."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from hvdtrain.tasks import Settings, Task, undefined_methods
 from hvdtrain.tasks.classification import Classification
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-MOST_READERS = 8  # processes that read ahead, for each worker
+MOST_READERS = 8  # processes per worker that prefetch samples
 
 Fingerprints = dict[str, Fingerprint]  # of `train` and `valid`
 
 
 @dataclass(frozen=True)
 class Source:
-    """A task, its data over all hosts, and who takes which samples."""
+    """A task, its data over all hosts, and the distribution of samples over ranks."""
 
     task: Task
     data: Splits
-    parts: tuple[int, ...]  # training samples on each host; () where every host has all
+    parts: tuple[int, ...]  # training samples on each host; () if every host has all
     shares: SharesLike
     valid_shares: SharesLike
-    fingerprints: list[Fingerprints]  # one, or with parts each host's; on rank 0
+    fingerprints: list[Fingerprints]  # on rank 0: one, or with parts one per host
 
     def sampler(self, global_batch_size: int, seed: int, given: BatchConfig) -> GlobalBatchSampler:
-        """The order of the training samples. Raises UsageError for a batch beyond them.
+        """Return the sampler of the training samples. Raises UsageError if the batch exceeds them.
 
-        `given`: the flags that `global_batch_size` comes from.
+        `given`: the flags that determine `global_batch_size`.
         """
         samples = len(self.data.train)
         if global_batch_size > samples:
@@ -69,9 +69,9 @@ class Source:
 
 
 def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Source:
-    """Collective: every rank builds the task and reads its data; they agree on what it is.
+    """Collective: build the task and read its data on every rank, and compare the ranks' results.
 
-    Raises AgreedFailure where a rank cannot, or hosts hold parts of different data sets.
+    Raises AgreedFailure if a rank fails, or hosts hold parts of different data sets.
     """
     local_ranks = exchange.all_gather_object(local_rank, "hvdtrain.local_ranks")
     hosts = hosts_of(local_ranks)
@@ -102,7 +102,10 @@ def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:
-    """The number of each rank's host, from 0: a host's ranks are neighbours, and count from 0."""
+    """Return the number of each rank's host, from 0.
+
+    The ranks of a host are consecutive, and its local ranks start at 0.
+    """
     hosts: list[int] = []
     for local_rank in local_ranks:
         hosts.append((hosts[-1] if hosts else -1) + (local_rank == 0))
@@ -117,45 +120,50 @@ def _place(
     weights: Sequence[float],
     exchange: Exchange,
 ) -> Source:
-    """Collective: the parts of all hosts as one data set."""
+    """Collective: return the parts of all hosts as one data set."""
     own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
-    told = exchange.all_gather_object(own, "hvdtrain.parts")
+    all_parts = exchange.all_gather_object(own, "hvdtrain.parts")
     all_known = exchange.all_gather_object(known, "hvdtrain.fingerprints")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
-    agree(exchange, "parts", lambda: _refuse_other_parts(told, hosts, firsts, weights))
+    agree(exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights))
     placed = []
     shares: list[SharesLike] = []
     for number, split in ((1, data.train), (2, data.valid)):
-        lengths = tuple(told[rank][number] for rank in firsts)
+        lengths = tuple(all_parts[rank][number] for rank in firsts)
         start = sum(lengths[: hosts[exchange.rank]])
         placed.append(PartSplit(split, start, sum(lengths)))
         shares.append(PlacedShares(lengths, hosts, weights))
-    parts = tuple(told[rank][1] for rank in firsts)
+    parts = tuple(all_parts[rank][1] for rank in firsts)
     note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
     whole = replace(data, train=placed[0], valid=placed[1], note=note)
     return Source(task, whole, parts, shares[0], shares[1], [all_known[rank] for rank in firsts])
 
 
 def _refuse_other_parts(
-    told: list[tuple[list[str] | None, int, int]],
+    all_parts: list[tuple[list[str] | None, int, int]],
     hosts: list[int],
     firsts: list[int],
     weights: Sequence[float],
 ) -> None:
+    """Raise UsageError if parts do not fit together, or no rank of a host takes its samples.
+
+    `all_parts`: classes and numbers of training and validation samples of each rank. `firsts`: the
+    first rank of each host.
+    """
     problems = [
         f"--rank-weights={','.join(map(str, weights))}: all workers of host {host} have weight 0, "
-        "and its samples are nowhere else"
+        "and no other host has its samples"
         for host in range(len(firsts))
         if not any(weight for weight, other in zip(weights, hosts, strict=True) if other == host)
     ]
-    for rank, (classes, train, valid) in enumerate(told):
-        first = told[firsts[hosts[rank]]]
-        if classes != told[0][0]:
-            ours, theirs = set(told[0][0] or ()), set(classes or ())
+    for rank, (classes, train, valid) in enumerate(all_parts):
+        first = all_parts[firsts[hosts[rank]]]
+        if classes != all_parts[0][0]:
+            ours, theirs = set(all_parts[0][0] or ()), set(classes or ())
             problems.append(
                 f"--data-placement=per-host: rank {rank} on host {hosts[rank]} has other classes "
-                f"than host 0: without {sorted(ours - theirs)[:5]}, and with "
-                f"{sorted(theirs - ours)[:5]} besides. Make a folder for each class on each host"
+                f"than host 0: it lacks {sorted(ours - theirs)[:5]}, and also has "
+                f"{sorted(theirs - ours)[:5]}. Make a folder for each class on each host"
             )
         elif (train, valid) != first[1:]:
             problems.append(
@@ -167,7 +175,7 @@ def _refuse_other_parts(
 
 
 def download(config: TrainConfig, host: int) -> None:
-    """Fetch the data set's files where they are missing and it is known where they are."""
+    """Download missing files of the data set, if its source is known."""
     if config.model.task is None:
         from hvdtrain.data.download import fetch
 
@@ -175,7 +183,7 @@ def download(config: TrainConfig, host: int) -> None:
 
 
 def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Task:
-    """The task that `--task` names, or classification. Raises UsageError."""
+    """Return the task that `--task` names, or classification. Raises UsageError."""
     dtype = DTYPES[config.model.dtype]
     settings = Settings(
         model=config.model.model,
@@ -189,7 +197,7 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     name = config.model.task
     made = plugins.call("--task", name, plugins.import_callable("--task", name), settings)
     if not isinstance(made, Task):
-        raise UsageError(f"--task={name}: gave a {type(made).__name__}, no hvdtrain.Task")
+        raise UsageError(f"--task={name}: returned {type(made).__name__}, expected hvdtrain.Task")
     lacking = undefined_methods(made)
     if lacking:
         raise UsageError(
@@ -232,14 +240,14 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
 
 
 def build_data(task: Task, config: TrainConfig) -> Splits:
-    """The task's data. Raises UsageError where it is not what a task promises."""
+    """Return the task's data. Raises UsageError unless it has the required types."""
     name = config.model.task
     if name is None:
         return task.build_data()
     data = plugins.call("--task", name, task.build_data)
     if not isinstance(data, Splits):
         raise UsageError(
-            f"--task={name}: build_data gave a {type(data).__name__}, no hvdtrain.Splits"
+            f"--task={name}: build_data returned {type(data).__name__}, expected hvdtrain.Splits"
         )
     for part, split in (("train", data.train), ("valid", data.valid)):
         check_split("--task", name, part, split)
@@ -247,7 +255,7 @@ def build_data(task: Task, config: TrainConfig) -> Splits:
 
 
 def build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
-    """The task's network. Raises UsageError where there is none."""
+    """Return the task's network. Raises UsageError unless it is a torch.nn.Module."""
     name = config.model.task
     if name is None:
         return task.build_model()

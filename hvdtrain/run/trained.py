@@ -1,4 +1,4 @@
-"""`hvdtrain evaluate` and `hvdtrain predict`: what was trained, on one device, without Horovod."""
+"""`hvdtrain evaluate` and `hvdtrain predict`: use of trained models on one device."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Weights = dict[str, torch.Tensor]
 def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     """Evaluate a checkpoint on its validation data, or on other data. Returns the exit code.
 
-    `overrides`: the options of training that `arguments` may replace.
+    `overrides`: the training options that `arguments` may replace.
     """
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
     if "config" not in takeaway:
-        raise UsageError(f"{source}: its checkpoint does not say how it was trained")
+        raise UsageError(f"{source}: its checkpoint does not record how it was trained")
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
@@ -68,9 +68,9 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
 
 
 def predict(arguments: dict[str, Any]) -> int:
-    """Tell the likeliest classes of images. Returns the exit code.
+    """Print the likeliest classes of images. Returns the exit code.
 
-    Images that cannot be read are named; the others are told all the same.
+    Images that cannot be read are named; the rest are still classified.
     """
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
@@ -84,7 +84,7 @@ def predict(arguments: dict[str, Any]) -> int:
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
     size = (takeaway["shape"][1], takeaway["shape"][2])
-    told: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for start in range(0, len(paths), PREDICTED_AT_A_TIME):
         part = paths[start : start + PREDICTED_AT_A_TIME]
         read, pixels = _read(part, form, most or MAX_PIXELS)
@@ -93,15 +93,16 @@ def predict(arguments: dict[str, Any]) -> int:
         inputs = resize(normalised(torch.stack(pixels), form, dtype), size)
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).cpu().tolist()
-        told += _tell(read, scores, takeaway["classes"], arguments["top"])
-    write_json(arguments["json"], told)
-    _count_bad(len(paths) - len(told), len(paths), arguments["skip_bad_samples"])
+        records += _print_best(read, scores, takeaway["classes"], arguments["top"])
+    write_json(arguments["json"], records)
+    _refuse_bad(len(paths) - len(records), len(paths), arguments["skip_bad_samples"])
     return EXIT_OK
 
 
 def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
-    """Weights and what is told of them. Raises UsageError unless `source` is a run or checkpoint
-    of ours, undamaged.
+    """Return weights and takeaway of a run or checkpoint.
+
+    Raises UsageError unless `source` is the folder of an undamaged one.
     """
     place = find_weights(source)
     if not place.is_dir():
@@ -115,9 +116,9 @@ def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
 def _chosen(
     source: Path, stored: dict[str, Any], names: Sequence[str], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is `stored`, with those of `names` that the command line gives.
+    """Return `stored` with those of `names` replaced that the command line gives.
 
-    Raises UsageError for code that the checkpoint alone names, unless it is to be trusted.
+    Raises UsageError if the checkpoint alone names code to run, unless --trust-code is given.
     """
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     left = {
@@ -148,14 +149,14 @@ def _refuse_other_classes(task: Task, takeaway: Takeaway, data: str) -> None:
 
 
 def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
-    """How an image file becomes an input. Raises UsageError, saying why that is not known."""
+    """Return how an image file is converted to an input. Raises UsageError if it is unknown."""
     if takeaway.get("images") is not None:
         return ImageFormat(**takeaway["images"])
     way_out = "take its weights into a script of yours: hvdtrain export"
     if takeaway.get("task") != "classification":
-        raise UsageError(f"{source}: was trained by a --task, not to tell classes; {way_out}")
+        raise UsageError(f"{source}: was trained by a --task, not as a classifier; {way_out}")
     data, form = takeaway["data"], ", ".join(map(str, takeaway["shape"]))
-    reason = f"{source}: was trained on --data={data}, which does not tell how an image file "
+    reason = f"{source}: was trained on --data={data}, which does not define how an image file "
     reason += "becomes an input"
     if is_plugin(data) and takeaway["shape"][0] in (1, 3):
         reason += (
@@ -166,8 +167,9 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
 
 
 def _images(given: list[str]) -> list[Path]:
-    """The files, and the images in and below the folders. Raises UsageError with all that is not
-    there.
+    """Return the given files, and the images in and below the given folders.
+
+    Raises UsageError, naming all paths that are missing or without images.
     """
     paths: list[Path] = []
     problems = []
@@ -191,7 +193,7 @@ def _images(given: list[str]) -> list[Path]:
 def _read(
     paths: list[Path], form: ImageFormat, max_pixels: int
 ) -> tuple[list[Path], list[torch.Tensor]]:
-    """Those that can be read, and their pixels; of the others it is said why they cannot."""
+    """Return the paths that can be read, and their pixels; print the reasons for the others."""
     read, pixels = [], []
     for path in paths:
         try:
@@ -202,16 +204,17 @@ def _read(
     return read, pixels
 
 
-def _count_bad(bad: int, images: int, may_skip: bool) -> None:
-    """Raises HvdtrainError where too many could not be read."""
+def _refuse_bad(bad: int, images: int, may_skip: bool) -> None:
+    """Raise HvdtrainError if all images are unreadable, or some without --skip-bad-samples."""
     if bad == images or (bad and not may_skip):
         advice = "" if bad == images else ". With --skip-bad-samples that is no failure"
         raise HvdtrainError(f"{bad:,} of {counted(images, 'image')} could not be read{advice}")
 
 
-def _tell(
+def _print_best(
     paths: list[Path], predictions: list[list[float]], classes: list[str], top: int
 ) -> list[dict[str, Any]]:
+    """Print the `top` likeliest classes of each image; return the scores of all classes."""
     records = []
     for path, scores in zip(paths, predictions, strict=True):
         best = sorted(range(len(scores)), key=lambda number: -scores[number])[:top]

@@ -1,4 +1,4 @@
-"""One training run on this rank, put together: exchange, data, model, ledger, audit, signals."""
+"""Assembly of a training run on this rank: exchange, data, model, ledger, audit and signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.console import header, verdict
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.failure import leave_at_once, tell
+from hvdtrain.run.failure import leave_at_once, report_failure
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.memory import keep_freed_memory
 from hvdtrain.run.prepare import prepare
@@ -39,7 +39,7 @@ from hvdtrain.train.state import restore
 
 @dataclass(frozen=True)
 class Session:
-    """What lives as long as this process is a worker."""
+    """The objects that exist as long as this process is a worker."""
 
     exchange: Exchange
     topology: Topology
@@ -49,22 +49,23 @@ class Session:
 
 @contextmanager
 def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
-    """Collective: join the other workers, and leave together with them.
+    """Collective: join the other workers, and leave together with them on exit.
 
-    A failure within is printed; of several workers, the process ends with its exit code at once.
+    On a failure within the context, a single process raises it. With several workers it is printed,
+    and the process ends at once with its exit code.
     """
     pulse = Pulse.from_environment()
     keep_freed_memory()
     if config.run.profile is not None:  # Horovod reads it when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    if not pulse.is_watched:  # else the launcher's watchdog judges, which sees every rank
+    if not pulse.is_watched:  # otherwise the launcher's watchdog, which sees every rank, decides
         os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
     with StopSignals() as signals:
         exchange = connect(topology)
 
         def stalled(error: PeerFailure) -> None:
             signals.note(error)
-            leave_at_once(tell(error, topology))
+            leave_at_once(report_failure(error, topology))
 
         exchange.watch_stalls(stalled)
         try:
@@ -75,15 +76,15 @@ def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
             pulse.end(error)
             if exchange.size == 1:
                 raise
-            exit_code = tell(error, topology)
+            exit_code = report_failure(error, topology)
             if exchange.rank > 0:
-                exchange.abandon()  # rank 0 notices, and can write its summary
+                exchange.abandon()  # makes rank 0 fail too, which then writes its summary
             leave_at_once(exit_code)
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that is ready: `run.finish(train(run.job, run.state, session.exchange, run.hooks))`."""
+    """A prepared run: `run.finish(train(run.job, run.state, session.exchange, run.hooks))`."""
 
     job: Job
     state: State
@@ -93,10 +94,10 @@ class TrainingRun:
 
 @contextmanager
 def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun | None]:
-    """Collective: prepare a run on all ranks, and make it ready once all of them can train it.
+    """Collective: prepare a run on all ranks and yield it once every rank has succeeded.
 
-    Yields None where `--resume auto` finds a run that has finished. Within the context, failures
-    reach the ledger.
+    Yields None if `--resume auto` finds a finished run. Failures within the context are recorded in
+    the ledger.
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
@@ -114,7 +115,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     saved = resumed.state if resumed else None
     if saved:
         agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
-        # The weights are those of the checkpoint.
+        # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
     job = agree(
         exchange,
@@ -145,7 +146,7 @@ def _make_ready(
     ledger: Ledger,
     stack: ExitStack,
 ) -> TrainingRun:
-    """Collective: distribute the optimizer, go to the saved state, connect the audit's ring."""
+    """Collective: distribute the optimizer, restore the saved state, connect the audit's ring."""
     exchange, signals = session.exchange, session.signals
     job = job.distributed(exchange)
     state = State.at_start(job, exchange, session.pulse)
@@ -176,7 +177,7 @@ def _make_ready(
 def _open_ledger(
     config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None, pulse: Pulse
 ) -> Ledger:
-    """Rank 0 claims the run directory and prints the header."""
+    """Return the ledger; on rank 0, take the run directory and print the header first."""
     if exchange.rank != 0:
         return Ledger(config.folder, exchange.rank)
     directory = found.directory if found else RunDirectory(config.folder)
@@ -195,9 +196,9 @@ def _open_ledger(
 
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
-    """The order of summation that an exact audit needs; None where no audit is to be exact.
+    """Return the order of summation for an exact audit; None if no exact audit is requested.
 
-    Raises UsageError when bits are to be equal that nobody can foretell.
+    Raises UsageError if the order is unknown, so that bits cannot be compared.
     """
     if config.check.audit != "exact" or not _has_audits(config, exchange):
         return None
@@ -215,7 +216,10 @@ def make_audit(
     order: KnownOrder | None,
     ledger: Ledger,
 ) -> Auditor | NoAudit:
-    """Collective: connect the ring, where there is something to audit; exactly, with an `order`."""
+    """Collective: connect the audit's ring and return the auditor, or NoAudit if audits are off.
+
+    With an `order` gradients are compared bit by bit, otherwise with a rounding bound.
+    """
     if not _has_audits(config, exchange):
         return NoAudit()
     settings, reduction = config.check, job.reduction

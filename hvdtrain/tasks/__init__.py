@@ -1,8 +1,8 @@
-"""What is learned: data, a network, and the loss of a batch. Classification is one task of many.
+"""Training tasks: data, a network, and the loss of a batch.
 
-A task of your own is a class derived from `Task`, named by `--task package.module:Class`. It says
-what one process would do with one batch; everything over ranks (weights of uneven parts, metrics,
-evaluation, checkpoints) follows from its sums.
+A custom task is a class derived from `Task`, given as `--task package.module:Class`. It defines the
+work of a single process on a single batch; all distribution over ranks (weights of uneven parts,
+metrics, evaluation, checkpoints) is derived from its sums. Classification is the default task.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ from hvdtrain.errors import TrainingError
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one batch: sums, never means, so that parts of a batch add up to the whole."""
+    """The results of one batch: sums, not means, so that parts of a batch add up to the whole.
 
-    loss: torch.Tensor  # a scalar, the sum of all samples' losses
-    samples: int  # how many samples (or tokens, with `counts_samples = False`) that sum is over
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as right answers
+    `loss`: the sum of the losses of all samples, a scalar tensor. `samples`: the number of samples
+    in that sum (or of tokens, with `Task.counts_samples = False`). `metrics`: sums by name, such as
+    the number of correct predictions; scalars are reported divided by `samples`, tables as sums.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `train` was told that a task may want to know."""
+    """The options of a training run that a task may use.
+
+    `model`, `data`, `data_dir` and `seed`: the values of these flags. `dtype`: the floating-point
+    type of parameters and data.
+    """
 
     model: str
     data: str
@@ -39,57 +48,70 @@ class Settings:
 
 
 class Task:
-    """Derive from it, and define the three methods. One is made a process, as `Class(settings)`."""
+    """Base class of tasks. Derived classes define `build_data`, `build_model` and `loss`.
 
-    metrics: tuple[str, ...] = ()  # what `loss` gives in Sums.metrics, in training
-    valid_metrics: tuple[str, ...] | None = None  # the same of `evaluate`, if they are others
-    tables: Mapping[str, tuple[int, ...]] = {}  # further sums of `evaluate`, by their shapes
-    best = "loss"  # the validation figure by which the best checkpoint is chosen
+    Each process creates one instance, as `Class(settings)`. Class attributes:
+
+    `metrics`: the names of the scalar sums that `loss` returns in `Sums.metrics`.
+    `valid_metrics`: the same for `evaluate`; None: the names in `metrics`.
+    `tables`: further sums that `evaluate` returns in `Sums.metrics`, as {name: shape}.
+    `best`: the validation metric, or "loss", by which the best checkpoint is chosen: the one with
+        the lowest value, unless `best_is_highest`.
+    `best_is_highest`: whether the highest value of `best` is the best.
+    `counts_samples`: whether `Sums.samples` is the number of samples in the batch. Set it to False
+        if it counts something else that varies between batches, such as tokens.
+    """
+
+    metrics: tuple[str, ...] = ()
+    valid_metrics: tuple[str, ...] | None = None
+    tables: Mapping[str, tuple[int, ...]] = {}
+    best = "loss"
     best_is_highest = False
-    counts_samples = True  # False: Sums.samples counts something else, which may vary
+    counts_samples = True
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def build_data(self) -> Splits:
-        """Samples to train on and to validate with. Rank and world size must make no difference."""
+        """Return the samples to train on and to validate with, independent of rank and size."""
         raise NotImplementedError(f"{type(self).__name__}.build_data is missing")
 
     def build_model(self) -> torch.nn.Module:
-        """The network, its parameters drawn from torch's global generator."""
+        """Return the network, with parameters drawn from torch's global generator."""
         raise NotImplementedError(f"{type(self).__name__}.build_model is missing")
 
     def loss(self, model: torch.nn.Module, batch: Any) -> Sums:
-        """Of a training batch, on the model's device; `backward` goes from `Sums.loss`."""
+        """Return the sums of a training batch on the model's device, with a differentiable loss."""
         raise NotImplementedError(f"{type(self).__name__}.loss is missing")
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Sums:
-        """Of a validation batch; without gradients."""
+        """Return the sums of a validation batch, called without gradients. Default: `loss`."""
         return self.loss(model, batch)
 
     def takeaway(self) -> dict[str, Any]:
-        """What a checkpoint tells those who use its weights later; plain values."""
+        """Return plain values to store in checkpoints, for later use of the weights."""
         return {}
 
 
 def undefined_methods(task: Task) -> list[str]:
-    """Those of the three methods that its class has left out."""
+    """Return the required methods that the class of `task` does not define."""
     needed = ("build_data", "build_model", "loss")
     return [name for name in needed if getattr(type(task), name) is getattr(Task, name)]
 
 
 def valid_metrics_of(task: Task) -> tuple[str, ...]:
-    """The names of scalars that `task.evaluate` gives."""
+    """Return the names of the scalar metrics of `task.evaluate`."""
     return task.metrics if task.valid_metrics is None else task.valid_metrics
 
 
 def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
-    """What a task has returned for a batch of `samples`. Raises TrainingError, saying what of it
-    is not as promised.
+    """Return `sums`, the result of a task for a batch of `samples`.
+
+    Raises TrainingError unless it matches what the task declares.
     """
     name = f"{type(task).__name__}.{'loss' if training else 'evaluate'}"
     if not isinstance(sums, Sums):
-        raise TrainingError(f"{name} gave a {type(sums).__name__}, not hvdtrain.Sums")
+        raise TrainingError(f"{name} returned {type(sums).__name__}, expected hvdtrain.Sums")
     problems = []
     if not isinstance(sums.loss, torch.Tensor) or sums.loss.dim() != 0:
         problems.append(
@@ -99,12 +121,12 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
         problems.append("the loss does not depend on any parameter that is trained")
     if task.counts_samples and sums.samples != samples:
         problems.append(
-            f"a batch of {samples} samples was counted as {sums.samples}. Is the batch another "
-            "dimension than was thought? If tokens are counted: set counts_samples = False"
+            f"a batch of {samples} samples was counted as {sums.samples}. Is the batch dimension "
+            "another one? To count tokens, set counts_samples = False"
         )
     expected = set(task.metrics if training else (*valid_metrics_of(task), *task.tables))
     if set(sums.metrics) != expected:
-        problems.append(f"metrics {sorted(sums.metrics)}, where {sorted(expected)} were promised")
+        problems.append(f"metrics {sorted(sums.metrics)}, expected {sorted(expected)}")
     for metric, value in sums.metrics.items():
         shape = () if training else task.tables.get(metric, ())
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):

@@ -1,4 +1,4 @@
-"""Images of classes: cross-entropy, top-1 and top-5 accuracy, and the confusion matrix."""
+"""Image classification: cross-entropy, top-1 and top-5 accuracy, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP_K = 5
 
 
 class Classification(Task):
-    """What `train` does unless it is given another `--task`."""
+    """The default task of `hvdtrain train`."""
 
     metrics = ("accuracy",)
     best = "accuracy"
@@ -26,11 +26,11 @@ class Classification(Task):
     def __init__(
         self, settings: Settings, dataset: Dataset, build: Callable[[], torch.nn.Module]
     ) -> None:
-        """`build`: makes the network for the data's shape and classes."""
+        """`build`: returns a network for the shape and classes of `dataset`."""
         super().__init__(settings)
         self.dataset = dataset
         self._build = build
-        top = ("accuracy_top5",) if dataset.classes > TOP_K else ()  # else it is always 1
+        top = ("accuracy_top5",) if dataset.classes > TOP_K else ()  # otherwise always 1
         self.valid_metrics: tuple[str, ...] = ("accuracy", *top)
         self.tables = {"confusion": (dataset.classes, dataset.classes)}
 
@@ -51,7 +51,7 @@ class Classification(Task):
         return Sums(loss, len(labels), {"accuracy": right})
 
     def evaluate(self, model: torch.nn.Module, batch: Batch) -> Sums:
-        """`confusion`: [true class][predicted class], how often one was taken for the other."""
+        """Return the sums of a batch; `confusion` counts pairs [true class][predicted class]."""
         inputs, labels = batch
         classes = self.dataset.classes
         scores = self._scores(model, inputs).double()
@@ -71,14 +71,14 @@ class Classification(Task):
         expected, shape = [len(inputs), self.dataset.classes], list(getattr(scores, "shape", ()))
         if not isinstance(scores, torch.Tensor) or shape != expected:
             raise TrainingError(
-                f"--model={self.settings.model}: gave a {type(scores).__name__} of shape {shape} "
-                f"for inputs of shape {list(inputs.shape)}, where scores of shape {expected} "
-                "(samples, classes) are needed"
+                f"--model={self.settings.model}: returned {type(scores).__name__} of shape {shape} "
+                f"for inputs of shape {list(inputs.shape)}, expected scores of shape {expected} "
+                "(samples, classes)"
             )
         return scores
 
     def takeaway(self) -> dict[str, Any]:
-        """Enough to build the network again and to read images as it was trained on them."""
+        """Return what is needed to rebuild the network and to read images as in training."""
         data, settings = self.dataset, self.settings
         return {
             "task": "classification",

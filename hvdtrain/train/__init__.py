@@ -1,1 +1,1 @@
-"""Training: the loop, one step of it, and the state between two steps."""
+"""The training loop, its step, evaluation, and the state between two steps."""

@@ -1,8 +1,8 @@
-"""Batch normalisation over several ranks: synchronised, or with each rank's own statistics.
+"""Batch normalisation over several ranks: synchronised, or with the statistics of each rank.
 
-`--sync-bn` takes mean and variance over the samples of all ranks. The sums go over ranks, so it is
-exact for uneven shares, and works on CPU as on GPU. Without it each rank normalises by its own
-samples; for evaluation and for the saved model the running statistics are then averaged.
+`--sync-bn` takes mean and variance over the samples of all ranks. It exchanges sums, so it is exact
+for uneven shares, and works on CPU and GPU. Without it each rank normalises by its own samples; the
+running statistics are then averaged for evaluation and for the saved model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdtrain.exchange import Exchange
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Collective, both ways: y = sum_r x_r on every rank, so dL/dx_r = sum_s dL_s/dy."""
+    """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
@@ -33,11 +33,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalises by the statistics of all ranks' samples.
+    """Batch normalisation by the statistics of all ranks' samples.
 
-    Every rank must call it at the same time, also with no samples. Same parameters and buffers as
-    the layer that it replaces. Statistics: biased variance to normalise, unbiased for the running
-    one, as torch.nn.BatchNorm does.
+    Every rank must call it at the same time, even without samples. Parameters and buffers are those
+    of the layer that it replaces. As in torch.nn.BatchNorm, the biased variance normalises, and the
+    running variance is unbiased.
     """
 
     exchange: Exchange
@@ -48,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """Collective in training mode. (samples, channels, ...) to the same shape."""
+        """Collective in training mode: normalise `input`, of shape (samples, channels, ...)."""
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
@@ -64,7 +64,10 @@ class SyncBatchNorm(_BatchNorm):
         return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Mean and biased variance of each channel, and the values per channel, over all ranks."""
+        """Collective: return mean and biased variance, each of shape (channels,), and the count.
+
+        All are over all ranks; the count is the number of values per channel.
+        """
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         dims = [0, *range(2, values.dim())]
         own_count = wide.new_full((1,), values.numel() / values.size(1))
@@ -99,15 +102,18 @@ def _sum(values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether any layer normalises over the batch."""
+    """Return whether any layer normalises over the batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
-    """Replace every batch-norm layer by a synchronised one that holds the same tensors."""
+    """Replace every batch-norm layer by a synchronised one with the same tensors; return the model.
+
+    A model that is itself a batch-norm layer is not changed; its replacement is returned.
+    """
     if isinstance(model, _BatchNorm):
         return _converted(model, exchange, "hvdtrain.sync_bn")
-    done: dict[nn.Module, SyncBatchNorm] = {}  # one layer may stand in several places
+    done: dict[nn.Module, SyncBatchNorm] = {}  # a layer may occur in several places
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, _BatchNorm):
             parent, _, name = path.rpartition(".")
@@ -137,10 +143,10 @@ def _converted(module: _BatchNorm, exchange: Exchange, collective: str) -> SyncB
 def averaged_statistics(
     model: nn.Module, exchange: Exchange, own_weight: float
 ) -> Iterator[nn.Module]:
-    """Collective: the model; within the context its running statistics are those of all ranks,
-    weighted by samples.
+    """Collective: yield the model with running statistics averaged over ranks.
 
-    `own_weight`: in proportion to this rank's samples. Afterwards each rank has its own again.
+    `own_weight`: weight of this rank, proportional to its samples. On exit each rank has its own
+    statistics again.
     """
     layers = [
         module

@@ -1,9 +1,9 @@
-"""Checkpoints: complete or absent, verified when read, written while training goes on.
+"""Checkpoints: complete or absent, verified when read, written while training continues.
 
-A checkpoint is a folder: model.safetensors (what to evaluate and to take away), training_state.pt
-(what a run needs to go on), and manifest.json with the size and SHA-256 of both. It is written
-beside, synced to the disk and renamed, so it never stands there half-written; one of the same step
-that is there already stays until the new one takes its place.
+A checkpoint is a folder: model.safetensors (the weights, to evaluate and to export),
+training_state.pt (the state to resume from), and manifest.json with the size and SHA-256 of both.
+It is written under a temporary name, synced to disk and renamed, so it is never visible half
+written. An existing checkpoint of the same step stays until the new one replaces it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def name_of(step: int) -> str:
 
 
 class DamagedCheckpoint(HvdtrainError):
-    """A checkpoint is not what was written."""
+    """A checkpoint whose content differs from what was written."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything of a checkpoint, in memory of its own, so that training can go on."""
+    """The content of a checkpoint, copied to separate memory so that training can continue."""
 
     step: int
     params_sha256: str
@@ -52,10 +52,10 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one run. One writer: rank 0."""
+    """The checkpoints of one run; only rank 0 writes them."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """`keep`: how many of the newest stay; the best one stays besides."""
+        """`keep`: number of newest checkpoints to keep; the best one is always kept."""
         self.folder = folder
         self._keep = keep
         self._writing: threading.Thread | None = None
@@ -64,10 +64,10 @@ class Checkpoints:
     def save(
         self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
     ) -> None:
-        """Write in the background; waits only for the write before to end.
+        """Write a checkpoint in the background, after waiting for the previous write to end.
 
-        `takeaway`: plain values for those who use the weights later. Raises TrainingError when
-        the write before failed.
+        `takeaway`: plain values for later users of the weights. Raises TrainingError if the
+        previous write failed.
         """
         self.wait()
         self._writing = threading.Thread(
@@ -76,39 +76,39 @@ class Checkpoints:
         self._writing.start()
 
     def wait(self) -> None:
-        """Until what was saved is on disk. Raises TrainingError when it could not be written."""
+        """Wait until the last checkpoint is on disk. Raises TrainingError if the write failed."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
         self.check()
 
     def check(self) -> None:
-        """Raise TrainingError if the last write has failed; never waits for one under way."""
+        """Raise TrainingError if the last write has failed; never wait for a write in progress."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             kept = "The checkpoints before it are untouched"
             for aside in set_aside(self.folder):
-                kept += f", but one is called {aside.name}: --resume auto puts it back"
+                kept += f", but one is called {aside.name}: --resume auto restores it"
             raise TrainingError(
                 f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. {kept}"
             ) from failure
 
     def complete(self) -> list[Path]:
-        """The checkpoints that are there, newest first."""
+        """Return the folders of the existing checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
     def put_back(self) -> None:
-        """Restore what a save that was killed had set aside, so that `complete` lists it."""
+        """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""
         undo_replacing(self.folder)
 
     def repair(self, resumed: str | None, best: str | None) -> None:
-        """Put right what a kill has left, before a run goes on: `last` and `best`.
+        """Correct the pointers `last` and `best` before a killed run is resumed.
 
-        `resumed`: the name of the checkpoint that the run goes on from; `best`: of the best one so
-        far, as that checkpoint has it. A pointer to nothing is removed.
+        `resumed`: name of the checkpoint to resume from. `best`: name of the best one so far, as
+        recorded in that checkpoint. A pointer to a missing checkpoint is removed.
         """
         if not self.folder.is_dir():
             return
@@ -122,21 +122,21 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
-            self._remove_leftovers()  # of a save that was killed
+            self._remove_leftovers()  # from a killed save
             final = _write_checkpoint(self.folder, snapshot, takeaway)
             _point(self.folder / "last", final.name)
             if is_best:
                 _point(self.folder / "best", final.name)
             self._prune()
-        except Exception as error:  # whatever it is, the training thread must hear of it
+        except Exception as error:  # any error must reach the training thread
             self._failure = error
-            with suppress(OSError):  # a full disk should not stay full of half a checkpoint
+            with suppress(OSError):  # a partial checkpoint must not keep a full disk full
                 self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
         undo_replacing(self.folder)
         for leftover in self.folder.glob(".step-*"):
-            if leftover.is_symlink():  # planted: what it leads to is not ours
+            if leftover.is_symlink():  # never made by a save: its target must not be deleted
                 leftover.unlink()
             else:
                 shutil.rmtree(leftover)
@@ -145,14 +145,15 @@ class Checkpoints:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
         for path in self.complete()[self._keep :]:
             if path.name not in pointed:
-                shutil.rmtree(_set_aside(path))
+                # Renamed first, so that a partial removal does not look like a checkpoint.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The weights and the training state of one checkpoint, verified.
+    """Return the verified weights and training state of a checkpoint.
 
-    Raises DamagedCheckpoint, saying what is wrong, unless every file is the one that was written.
-    Nothing in a file is ever executed: states are read without pickled code.
+    Raises DamagedCheckpoint, naming the problem, unless every file matches the manifest. No code in
+    a file is ever executed: the state is loaded with `weights_only=True`.
     """
     manifest = _read_manifest(path)
     for name in (MODEL_FILE, STATE_FILE):
@@ -161,7 +162,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     try:
         weights = load_file(path / MODEL_FILE)
         state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-    except Exception as error:  # a forged archive may trip over anything; nothing of it is run
+    except Exception as error:  # a forged archive can cause any exception
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     return weights, state
 
@@ -183,9 +184,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The weights of one checkpoint, verified, and what it tells those who use them.
+    """Return the verified weights of a checkpoint and its takeaway, the values for their users.
 
-    Raises DamagedCheckpoint. The training state is not looked at, and may be gone.
+    Raises DamagedCheckpoint. The training state is not read and may be missing.
     """
     manifest = _read_manifest(path)
     if manifest["files"][MODEL_FILE] != _describe_or_nothing(path / MODEL_FILE):
@@ -201,7 +202,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
     save_file(snapshot.weights, partial / MODEL_FILE)
-    with (partial / STATE_FILE).open("wb") as stream:  # by its name, torch hides a full disk
+    with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
     manifest: dict[str, Any] = {
         "step": snapshot.step,
@@ -223,7 +224,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, where a library has wrapped it; else the error's own words."""
+    """Return the system's text of an OSError that a library may have wrapped, or the error text."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -232,19 +233,12 @@ def _reason(error: BaseException) -> str:
     return str(error)
 
 
-def _set_aside(path: Path) -> Path:
-    """From here on the checkpoint counts as absent."""
-    doomed = path.with_name(f".{path.name}.old")
-    path.rename(doomed)
-    return doomed
-
-
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _describe(path: Path) -> dict[str, int | str]:
-    """Size and SHA-256 of a file. Raises OSError."""
+    """Return size and SHA-256 of a file. Raises OSError."""
     with path.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 20):
@@ -253,7 +247,7 @@ def _describe(path: Path) -> dict[str, int | str]:
 
 
 def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
-    """Size and SHA-256 of a file, or None where it cannot be read."""
+    """Return size and SHA-256 of a file, or None if it cannot be read."""
     try:
         return _describe(path)
     except OSError:
@@ -261,7 +255,7 @@ def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
 
 
 def _point(pointer: Path, name: str) -> None:
-    """Make `pointer` (`last`, `best`) hold a checkpoint's name, in one move."""
+    """Write a checkpoint's name to the file `pointer` (`last` or `best`), atomically."""
     partial = pointer.with_name(f".{pointer.name}.partial")
     write_new(partial, name + "\n")
     _sync(partial)

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample counts once, whatever the number of ranks."""
+"""Exact evaluation: each sample counts once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvdtrain.data.feeding import stream, to_device
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Task, check_sums, valid_metrics_of
 
-EVALUATION_BATCH = 512  # samples at a time on one rank: bounds memory, changes no result
+EVALUATION_BATCH = 512  # samples at a time on one rank: limits memory, does not affect results
 STOP, SAMPLES, COUNT, LOSS = range(4)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over all samples of a split."""
+    """Loss and metrics over all samples of a split."""
 
     samples: int
     loss: float
@@ -30,13 +30,13 @@ class Evaluation:
 
 
 class Interrupted(Exception):
-    """A rank was asked to stop while the ranks evaluated."""
+    """A stop request to a rank during an evaluation."""
 
 
 def class_accuracy(confusion: list[list[float]]) -> list[float | None]:
-    """Of each class's samples, the part that was recognised; None without samples.
+    """Return the fraction of correctly classified samples of each class; None without samples.
 
-    `confusion`: [true class][predicted class].
+    `confusion`: counts, as [true class][predicted class].
     """
     return [row[i] / sum(row) if sum(row) else None for i, row in enumerate(confusion)]
 
@@ -53,10 +53,10 @@ def evaluate(
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
-    Every rank takes its share (empty where there are fewer samples than ranks). What is added over
-    ranks are sums, in float64, where counts are exact up to 2^53; never means. `waits` is called
-    before waiting for the other ranks. Raises Interrupted on all ranks where one of them found
-    `stop_requested` on its way.
+    Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
+    added over ranks, in float64, where counts are exact up to 2^53. `waits` is called before
+    waiting for the other ranks. Raises Interrupted on all ranks if `stop_requested` returned True
+    on any of them.
     """
     was_training = model.training
     model.eval()
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:
-    """From the sums over all ranks, in the order of `evaluate`."""
+    """Convert the sums over all ranks, in the order of `evaluate`, to means and tables."""
     names = valid_metrics_of(task)
     heads, means, rest = totals.split([4, len(names), len(totals) - 4 - len(names)])
     count = float(heads[COUNT])

@@ -1,4 +1,4 @@
-"""Which tensors hold infinities or NaN: gradients at their own step, and the state of a run."""
+"""Search for infinities and NaN in gradients and in the state of a run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from typing import Any
 
 import torch
 
-RUNNING = ("running_mean", "running_var")  # statistics of normalisation; other buffers may be inf
+RUNNING = ("running_mean", "running_var")  # normalisation statistics; other buffers may be infinite
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of the tensors with an element that is infinite or NaN.
 
-    One reading pass over memory where there are none: such an element always shows in the sum.
+    If there are none, memory is read once: a sum with such an element is never finite.
     """
     sums = [_values(tensor).sum() for tensor in tensors.values()]
     if not sums or bool(torch.stack([total.double() for total in sums]).isfinite().all()):
-        return []  # else the sum of finite values may have overflowed
+        return []
+    # A sum of finite values may have overflowed, so check each element.
     return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
 
 
 def find_not_finite(state: Mapping[str, Any]) -> str | None:
-    """Return what of a captured state is not finite although it must be, by name, or None.
+    """Return a description of the first tensor of a captured state that must be finite but is not.
 
-    Trainable parameters, optimizer state, the moving average and running statistics must be; a
-    frozen parameter and any other buffer may hold infinities (a mask, say).
+    Returns None if there is none. Trainable parameters, optimizer state, the moving average and
+    running statistics must be finite; frozen parameters and other buffers may hold infinities (for
+    example, a mask).
     """
     names = _parameter_names(state)
     of_model = (
@@ -49,7 +51,7 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
 
 
 def _parameter_names(state: Mapping[str, Any]) -> list[str]:
-    """In the optimizer's order; checkpoints of older versions may leave it open which they are."""
+    """Return the parameter names in the optimizer's order; [] if an old checkpoint lacks them."""
     if "parameters" in state:
         return list(state["parameters"])
     buffers = state["ranks"][0]["buffers"]

@@ -1,13 +1,13 @@
-"""The training loop. It knows tensors and steps; how ranks exchange is handed in.
+"""The training loop, independent of how ranks exchange data.
 
 A step's update uses the gradient of the mean loss over the *global* batch. Rank r computes the sum
-of its own samples' losses and divides it by B, the samples in this global batch, so that the sum
-over ranks is sum_r (1/B) sum_i loss_i = (1/B) sum_i loss_i, also where ranks hold different numbers
-of samples, or none. (Where gradients travel in float16 each is N times as large, and averaged over
-the N ranks: what travels must not sink below float16's smallest number as N grows.) With
-accumulation the global batch is cut into micro-batches first, and each of them is shared out: they
-too are the same for every N. Where the loss counts something else (tokens), or samples were left
-out, the reduced gradient is multiplied by B / (what was counted on all ranks) before it is used.
+of its own samples' losses and divides it by B, the number of samples in this global batch, so that
+the sum over ranks is sum_r (1/B) sum_i loss_i = (1/B) sum_i loss_i, even if ranks hold different
+numbers of samples, or none. (Gradients sent in float16 are N times as large, and averaged over the
+N ranks: otherwise they would underflow float16 as N grows.) With accumulation the global batch is
+first cut into micro-batches, and each of them is divided among the ranks, so micro-batches are the
+same for every N. If the loss counts something else (tokens), or samples were skipped, the reduced
+gradient is multiplied by B / (count over all ranks) before it is used.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what w
 
 
 class Audit(Protocol):
-    """Checks the reduced gradients of chosen steps; does nothing at the others."""
+    """A check of the reduced gradients at chosen steps."""
 
     def begin(self, step: int) -> None:
         """Prepare for a step (counted from 1), before its backward pass."""
 
     def end(self, step: int) -> None:
-        """Collective: check the gradients, which are reduced and not used yet."""
+        """Collective: check the gradients, which are reduced but not used yet."""
 
 
 class Observer(Protocol):
-    """Receives what happens; writes and prints it."""
+    """A receiver of the results of intervals and epochs, which records or prints them."""
 
     def interval_end(self, totals: Totals, lr: float) -> None: ...
 
@@ -57,7 +57,7 @@ class Observer(Protocol):
 
 
 class Profiler(Protocol):
-    """Looks closely at chosen steps."""
+    """A profiler of chosen steps."""
 
     def begin(self, step: int) -> None: ...
 
@@ -65,19 +65,19 @@ class Profiler(Protocol):
 
 
 class Keeper(Protocol):
-    """Saves the state of a run, and knows when it was asked to stop."""
+    """The part of a run that saves its state and receives stop requests."""
 
     def stop_requested(self) -> bool:
-        """Return whether this rank was asked to stop; called at each step, and in evaluations."""
+        """Return whether this rank was asked to stop; called at each step and in evaluations."""
 
     def evaluation_begins(self) -> None:
-        """Note that the next calls come from an evaluation."""
+        """Report that an evaluation begins."""
 
     def waits(self) -> None:
-        """Note that this rank has done its part, and waits for the others."""
+        """Report that this rank has done its part and waits for the others."""
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        """Collective: save the state as it stands between two steps."""
+        """Collective: save the state between two steps."""
 
     def stop(self) -> NoReturn:
         """Collective: end the run, whose state is saved, by raising Stopped."""
@@ -85,7 +85,7 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What accompanies the loop."""
+    """The objects that the loop calls at each step, interval and epoch."""
 
     audit: Audit
     observer: Observer
@@ -95,7 +95,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often something is done: every so many steps (of `evaluation`: epochs); 0: never."""
+    """Intervals of recurring actions, in steps (`evaluation`: in epochs); 0 means never."""
 
     log: int
     evaluation: int
@@ -105,7 +105,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and for how long."""
+    """A training job: model, data, update rule and length."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -119,10 +119,10 @@ class Job:
     device: torch.device
     intervals: Intervals
     reduction: Reduction = SUM
-    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, for whoever resumes
+    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
 
     def distributed(self, exchange: Exchange) -> Job:
-        """Collective: the same with an optimizer that reduces gradients over ranks."""
+        """Collective: return this job with an optimizer that reduces gradients over ranks."""
         optimizer = exchange.distribute(
             self.optimizer, self.model, self.feed.micro_batches, self.reduction
         )
@@ -135,13 +135,13 @@ class Job:
 
     @property
     def counts_vary(self) -> bool:
-        """Whether what the loss is a mean over is known only once it has been computed."""
+        """Return whether the count that the loss is averaged over is known only after the step."""
         return not self.task.counts_samples or may_skip(self.data.train)
 
     def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: the model to evaluate and to save, within the context.
+        """Collective: return a context manager for the model to evaluate and to save.
 
-        It holds the moving average of the weights where there is one, and the running statistics
+        The model has the moving average of the weights, if there is one, and the running statistics
         of all ranks.
         """
         average = self.update.average
@@ -150,14 +150,14 @@ class Job:
     def with_all_statistics(
         self, model: torch.nn.Module, exchange: Exchange
     ) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: `model` with the running statistics of all ranks, within the context."""
+        """Collective: return a context manager for `model` with all ranks' running statistics."""
         own_samples = self.feed.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
         return averaged_statistics(model, exchange, own_weight=float(own_samples))
 
 
 @dataclass
 class Position:
-    """How far a run has come; with these two numbers the data goes on where it was."""
+    """The progress of a run: these two numbers determine the data that follow."""
 
     step: int = 0
     samples_seen: int = 0
@@ -165,7 +165,7 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: both parts move along with it."""
+    """The progress and sums of a run; both parts are updated at each step."""
 
     position: Position
     meter: Meter
@@ -179,7 +179,7 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a finished run ended."""
+    """The result of a finished run."""
 
     totals: Totals
     evaluation: Evaluation
@@ -187,17 +187,17 @@ class Outcome:
 
 
 def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
-    """Collective: run the job from `state`, which moves along, to its end.
+    """Collective: run the job from `state`, which is updated, to its end.
 
-    Raises TrainingError on all ranks when a loss, a gradient or what would be saved is not finite,
-    or ranks have drifted apart; what the audit raises; and Stopped, once all ranks have agreed on
-    it and the state is saved.
+    Raises TrainingError on all ranks if a loss, a gradient or the state to save is not finite, or
+    if parameters differ between ranks; any exception of the audit; and Stopped, once all ranks have
+    agreed to stop and the state is saved.
     """
     position, meter, keeper = state.position, state.meter, hooks.keeper
     job.model.train()
     evaluation = None
     try:
-        if _epoch_ends(job, position) and meter.has_open_epoch:  # stopped while it was evaluated
+        if _epoch_ends(job, position) and meter.has_open_epoch:  # stopped during its evaluation
             evaluation = _end_epoch(job, meter, exchange, hooks)
             keeper.save(job, state, evaluation)
         for data in _steps(job, position, exchange.rank):
@@ -224,7 +224,7 @@ def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
         if evaluation is None:  # resumed from the checkpoint of the last step
             evaluation = _evaluate(job, meter, exchange, keeper)
             keeper.save(job, state, evaluation)
-    except Interrupted:  # the epoch stays open, and is evaluated when the run is resumed
+    except Interrupted:  # the epoch stays open and is evaluated when the run is resumed
         keeper.save(job, state, None)
         keeper.stop()
     return Outcome(meter.last_epoch or meter.totals(), evaluation, meter.steady_samples_per_s)
@@ -235,12 +235,12 @@ def _epoch_ends(job: Job, position: Position) -> bool:
 
 
 def _end_epoch(job: Job, meter: Meter, exchange: Exchange, hooks: Hooks) -> Evaluation | None:
-    """Collective: evaluate if it is due, and report. Returns None where it is not due.
+    """Collective: evaluate if due, and report the epoch. Returns None if no evaluation is due.
 
     Raises Interrupted, with the epoch left open.
     """
     meter.collect()
-    if math.isnan(meter.totals().loss):  # losses that are not finite have ended the run already
+    if math.isnan(meter.totals().loss):  # no samples: a loss that is not finite has raised already
         raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
     epoch, at_end = meter.totals().epoch, meter.totals().step == job.total_steps
     due = epoch % job.intervals.evaluation == 0 or at_end
@@ -250,7 +250,7 @@ def _end_epoch(job: Job, meter: Meter, exchange: Exchange, hooks: Hooks) -> Eval
 
 
 def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Evaluation:
-    """Collective: evaluate what would be saved. Raises Interrupted when a rank is to stop."""
+    """Collective: evaluate the model that would be saved. Raises Interrupted on a stop request."""
     keeper.evaluation_begins()
     with job.evaluated_model(exchange) as model:
         evaluation = evaluate(
@@ -268,7 +268,7 @@ def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Eva
     if not math.isfinite(evaluation.loss):
         raise TrainingError(
             f"the validation loss is {evaluation.loss} after step {meter.totals().step}: "
-            "the parameters are of no use, and are not saved. Lower --lr, or add --warmup-epochs"
+            "the parameters are unusable and are not saved. Lower --lr, or add --warmup-epochs"
         )
     return evaluation
 
@@ -278,7 +278,7 @@ def _lr_in_use(job: Job) -> float:
 
 
 def _steps(job: Job, position: Position, rank: int) -> Iterator[StepData]:
-    """Every step's data from `position`, which the caller moves on, to the end of the run."""
+    """Yield the data of each step from `position`, which the caller advances, to the run's end."""
     while position.step < job.total_steps:
         yield from job.feed.epoch(position.samples_seen, job.total_steps - position.step, rank)
 
@@ -292,9 +292,9 @@ def train_step(
     clock: PhaseClock,
     stop_requested: bool = False,
 ) -> StepSums:
-    """Collective: one optimizer update from one global batch, of which `data` is this rank's part.
+    """Collective: make one optimizer update from a global batch; `data` is this rank's part.
 
-    Returns the sums of this step over all ranks, still on their way.
+    Returns the sums of this step, whose reduction over ranks may still be in progress.
     """
     for group in job.optimizer.param_groups:
         group["lr"] = job.schedule(step - 1)
@@ -307,14 +307,14 @@ def train_step(
         clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
             _backward(job, loaded, weight, sums)
-            if exchange.size > 1:  # kept to find the rank of a gradient that is not finite
+            if exchange.size > 1:  # needed to find the rank of a gradient that is not finite
                 own.append(loaded)
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
-    if job.counts_vary:  # known only now: the mean is to be over what was really counted
+    if job.counts_vary:  # the count is known only now
         counted = float(sums.total()[COUNT])
         job.update.rescale(data.samples / counted if counted else 1.0)
     clock.enter("update")
@@ -331,15 +331,15 @@ def train_step(
 def _refuse_gradients(
     job: Job, exchange: Exchange, step: int, sums: StepSums, found: list[str], faulty: bool
 ) -> NoReturn:
-    """Collective: raise TrainingError on all ranks, for the gradients of `found` are not finite.
+    """Collective: raise TrainingError on all ranks for the parameters `found`.
 
-    `faulty`: whether this rank's own are not. A loss that is not finite is the cause, where there
-    is one.
+    Their reduced gradients are not finite. `faulty`: whether this rank's own gradients are not
+    finite. If a loss is not finite, that is reported as the cause.
     """
     sums.check_losses(exchange, step)
     faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
     ranks = [rank for rank, at_fault in enumerate(faulty_ranks) if at_fault]
-    where = f"on {name_ranks(ranks)}" if ranks else "once the ranks' own, all finite, were added up"
+    where = f"on {name_ranks(ranks)}" if ranks else "after summation, although finite on each rank"
     parameters = sum(1 for _ in job.model.parameters())
     advice = "look for functions without a derivative where they are used (sqrt or a norm at 0)"
     if not ranks and job.reduction.compression != "none":
@@ -347,13 +347,14 @@ def _refuse_gradients(
     raise TrainingError(
         f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
         f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
-        f"made, and nothing of it is saved. Lower --lr, or {advice}"
+        f"applied, and nothing of it is saved. Lower --lr, or {advice}"
     )
 
 
 def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float) -> bool:
-    """Collective where layers are synchronised: compute this rank's own gradients again, which the
-    exchange has overwritten with the sums. Returns whether any of `names` is not finite.
+    """Recompute this rank's own gradients, which the reduction has overwritten.
+
+    Returns whether a gradient of `names` is not finite. Collective if layers are synchronised.
     """
     parameters = [job.model.get_parameter(name) for name in names]
     faulty = False
@@ -367,7 +368,7 @@ def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float
 
 
 def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:
-    """Add the weighted gradient of this rank's part of a micro-batch, and its sums."""
+    """Add the weighted gradient of this rank's part of a micro-batch to `.grad`, and to `sums`."""
     batch = to_device(loaded.batch, job.device)
     with job.update.autocast():
         found = job.task.loss(job.model, batch)

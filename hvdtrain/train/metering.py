@@ -1,8 +1,8 @@
 """Loss, metrics and speed over all ranks, without waiting for them at each step.
 
-Each rank's sums of a step are added over ranks while training goes on, and read one step late
-(at the end of an interval or an epoch, and before a checkpoint, at once). What one rank meets, a
-loss that is not finite or a signal to stop, so becomes known to all ranks at the same step.
+Each rank's sums of a step are added over ranks while training continues, and read one step later
+(immediately at the end of an interval or an epoch, and before a checkpoint). So all ranks receive
+an event of one rank, such as a loss that is not finite or a stop signal, at the same step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
 
-WARM_UP_STEPS = 5  # left out of the steady-state samples per second
-
+WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
 PHASES = ("data", "compute", "exchange", "update")
 LOSS, COUNT, NOT_FINITE, STOP, BAD = range(5)
@@ -29,27 +28,27 @@ METRICS_FROM = 5 + len(PHASES)
 
 
 class PhaseClock:
-    """Where the time of steps goes, on this rank, as the host sees it."""
+    """The host time that each phase of a step takes on this rank."""
 
     def __init__(self, pulse: Pulse) -> None:
-        """`pulse` is told of each phase."""
+        """`pulse` receives each phase change."""
         self._pulse = pulse
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = PHASES[0]
         self._began_s = time.perf_counter()
 
     def restart(self, step: int) -> None:
-        """A step begins, with its data; what has passed since the last one belongs to no phase."""
+        """Begin a step in the data phase; the time since the last step counts for no phase."""
         self._pulse.step = step
         self._begin(PHASES[0])
 
     def enter(self, phase: str) -> None:
-        """The phase that was under way ends, and `phase` begins."""
+        """End the current phase and begin `phase`."""
         self._seconds[self._phase] += time.perf_counter() - self._began_s
         self._begin(phase)
 
     def leave(self) -> None:
-        """The last phase of a step ends."""
+        """End the last phase of a step."""
         self._seconds[self._phase] += time.perf_counter() - self._began_s
 
     def _begin(self, phase: str) -> None:
@@ -58,26 +57,26 @@ class PhaseClock:
         self._pulse.beat(phase)
 
     def take(self) -> list[float]:
-        """Seconds of each phase since this was last called."""
+        """Return the seconds of each phase since the last call, in the order of PHASES."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return list(seconds.values())
 
 
 class StepSums:
-    """One rank's sums of one step, on their way over all ranks."""
+    """The sums of one step: first of this rank, then reduced over all ranks."""
 
     def __init__(self, device: torch.device, metrics: Sequence[str] = ()) -> None:
-        """All zero: of a rank whose share is empty."""
-        # Loss; what it counts (samples, as a rule); losses not finite; requests to stop; samples
-        # that could not be read; seconds of each phase; metrics.
+        """Start at zero, the sums of a rank whose share is empty. `metrics`: names."""
+        # Loss; count that the loss is a mean over (usually samples); losses that are not finite;
+        # stop requests; unreadable samples; seconds of each phase; metrics.
         self.own = torch.zeros(METRICS_FROM + len(metrics), dtype=torch.float64, device=device)
-        self.gradient_norm: torch.Tensor | None = None  # over all ranks, at steps that are logged
+        self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.own
         self._arrived: torch.Tensor | None = None
 
     def add(self, sums: Sums, bad: int = 0) -> None:
-        """Add a batch."""
+        """Add the sums of a batch; `bad`: number of samples that could not be read."""
         loss = sums.loss.detach()
         metrics = [sums.metrics[name].detach() for name in self._metrics]
         self.own[[LOSS, NOT_FINITE]] += torch.stack([loss.double(), (~loss.isfinite()).double()])
@@ -89,13 +88,16 @@ class StepSums:
     def start(
         self, exchange: Exchange, step: int, stop_requested: bool, phases_s: Sequence[float]
     ) -> None:
-        """Collective: begin adding over ranks. Two steps may be under way, so two names."""
+        """Collective: begin the reduction over ranks.
+
+        Two steps may be in progress at a time, so two names alternate.
+        """
         self.own[STOP] = stop_requested
         self.own[BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
         self._total = exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}")
 
     def total(self) -> torch.Tensor:
-        """Collective: the sums over all ranks, once they have arrived."""
+        """Collective: wait for the reduction; return the sums over all ranks."""
         if self._arrived is None:
             self._arrived = self._total()
         return self._arrived
@@ -118,18 +120,18 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Totals:
-    """Where a run stands, and what was summed since the last reading of the same kind."""
+    """The progress of a run, and means and speed over one interval or epoch."""
 
     step: int
-    epoch: int  # counted from 1: the one that is under way or has just ended
+    epoch: int  # counted from 1: the current one, or the one that has just ended
     samples_seen: int
     samples: int
     loss: float
     metrics: dict[str, float]
     samples_per_s: float
-    phases_s: dict[str, float] = field(default_factory=dict)  # a step, mean over ranks
+    phases_s: dict[str, float] = field(default_factory=dict)  # per step, mean over ranks
     gradient_norm: float | None = None  # of the last step
-    bad_samples: int = 0  # so far, that could not be read
+    bad_samples: int = 0  # samples that could not be read, since the start of the run
 
 
 @dataclass
@@ -163,7 +165,7 @@ def _added(one: list[float], other: list[float]) -> list[float]:
 
 
 class Meter:
-    """Collects the sums of steps in order."""
+    """The sums of steps over an interval, an epoch and the run, added in order of steps."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class Meter:
         metrics: Sequence[str] = (),
         pulse: Pulse | None = None,
     ) -> None:
-        """`metrics`: the names of the task's. `pulse` is told of each phase."""
+        """`metrics`: names of the task's metrics. `pulse` receives each phase change."""
         self.clock = PhaseClock(pulse or Pulse())
         self._exchange = exchange
         self._samples_per_epoch = samples_per_epoch
@@ -192,15 +194,15 @@ class Meter:
         self.last_epoch: Totals | None = None
 
     def begin_step(self, step: int) -> None:
-        """Start the clock of a step; what lies between steps is not counted."""
+        """Start the clock of a step; the time between steps is not counted."""
         self._started_s = time.perf_counter()
         self.clock.restart(step)
 
     def end_step(self, sums: StepSums, step: int, samples: int) -> None:
-        """Take the sums of the step before, which have arrived by now, and stop the clock.
+        """Collective: add the sums of the previous step and stop the clock.
 
-        `samples`: of the step's global batch. Raises TrainingError on all ranks, naming the
-        ranks, when a loss was not finite.
+        `samples`: size of the step's global batch. Raises TrainingError on all ranks, naming the
+        ranks, if a loss of the previous step was not finite.
         """
         self.collect()
         self._waiting = (step, sums, samples)
@@ -210,7 +212,7 @@ class Meter:
             window.seconds += elapsed_s
 
     def collect(self) -> None:
-        """Collective: wait for the sums of the step that ended last."""
+        """Collective: wait for the sums of the last step and add them, if not yet done."""
         if self._waiting is None:
             return
         step, sums, samples = self._waiting
@@ -226,35 +228,35 @@ class Meter:
         self.stop_agreed = self.stop_agreed or totals[STOP] > 0
 
     def read_interval(self) -> Totals:
-        """Collective: what was summed since the last call, up to the step that just ended."""
+        """Collective: return the totals since the last call, up to the last step."""
         self.collect()
         window, self._interval = self._interval, _Window()
         return self._totals(window)
 
     @property
     def has_open_epoch(self) -> bool:
-        """Whether steps were made since `close_epoch`."""
+        """Return whether steps were made since the last `close_epoch`."""
         return self._epoch.samples > 0
 
     def close_epoch(self) -> Totals:
-        """Collective: the same for the epoch, which ends here."""
+        """Collective: end the epoch; return its totals."""
         self.collect()
         window, self._epoch = self._epoch, _Window()
         self.last_epoch = totals = self._totals(window)
         return totals
 
     def totals(self) -> Totals:
-        """What is known so far of the epoch that is under way."""
+        """Return the totals collected so far of the current epoch."""
         return self._totals(self._epoch)
 
     @property
     def steady_samples_per_s(self) -> float:
-        """Over all ranks, without the first steps (unless there were no others)."""
+        """Return the speed over all ranks without the first WARM_UP_STEPS, if there were more."""
         steady = self._steady.samples_per_s
         return self._all.samples_per_s if math.isnan(steady) else steady
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums that an interrupted run needs to go on: all but times."""
+        """Return the state to resume from: all sums except those of the whole run."""
         return {
             "step": self._step,
             "samples_seen": self._samples_seen,
@@ -266,7 +268,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._step, self._samples_seen = state["step"], state["samples_seen"]
         self._bad_samples = state["bad_samples"]
         self._gradient_norm = state["gradient_norm"]

@@ -1,4 +1,4 @@
-"""Any optimizer of torch.optim, by its name in lower case."""
+"""Optimizers of torch.optim by their lower-case names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.errors import UsageError
 
-# Why these of torch.optim cannot be used here.
+# Optimizers of torch.optim that cannot be used, with the reason.
 UNSUITABLE = {
     "optimizer": "the base class",
     "lbfgs": "needs step(closure), whose gradients Horovod does not average",
@@ -31,10 +31,10 @@ def build_optimizer(
     weight_decay: float,
     amp: str = "none",
 ) -> torch.optim.Optimizer:
-    """The optimizer over the model's parameters; frozen ones are in it, and left alone.
+    """Return the optimizer over all parameters of the model; frozen ones are included but unused.
 
-    Momentum and weight decay are given to those that have them, and the step that goes once over
-    memory instead of once for each of its operations (`fused`). Raises UsageError.
+    Momentum, weight decay and the fused step (one pass over memory instead of one per operation)
+    are set where the optimizer supports them. Raises UsageError for an unsuitable name.
     """
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
@@ -43,8 +43,7 @@ def build_optimizer(
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    # A fused step would be left to find infinite gradients itself (fp16), after it has made its
-    # state.
+    # With fp16, a fused step would detect infinite gradients only after it has made its state.
     wanted["fused"] = amp != "fp16"
     settings = {key: value for key, value in wanted.items() if key in accepted}
     return optimizer_class(model.parameters(), **settings)

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: nothing of them is kept in a checkpoint."""
+"""Learning rates as pure functions of the step, so checkpoints need no schedule state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> float:
-    """`lr` scaled for the global batch: `linear` (Goyal et al. 2017), `sqrt`, or `none`."""
+    """Return `lr` scaled for the global batch by `rule`.
+
+    `rule`: `linear` (Goyal et al. 2017), `sqrt` or `none`.
+    """
     ratio = global_batch_size / base_batch_size
     return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def make_schedule(shape: str, peak_lr: float, total_steps: int, warmup_steps: int) -> Schedule:
-    """The learning rate of steps 0 .. total_steps - 1: linear warm-up, then `shape`.
+    """Return the learning rate as a function of steps 0 .. total_steps - 1.
 
-    `shape`: constant; cosine (to 0 at total_steps; Loshchilov and Hutter, arXiv:1608.03983);
-    step (a tenth at each milestone of the whole run). The cosine falls from the end of warm-up on.
+    It is a linear warm-up, then `shape`: constant; cosine (from the end of warm-up to 0 at
+    total_steps; Loshchilov and Hutter, arXiv:1608.03983); or step (times 0.1 at each milestone of
+    the whole run).
     """
     after = {"constant": _constant, "cosine": _cosine, "step": _step}[shape]
 

@@ -1,4 +1,4 @@
-"""The whole state of a training loop between two steps: taken, and put back."""
+"""Capture and restoration of the complete state of a training loop between two steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hvdtrain.train.loop import Job, State
 
 
 def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -> Snapshot | None:
-    """Collective: a copy of everything that a checkpoint holds, on rank 0; None elsewhere.
+    """Collective: return a copy of the content of a checkpoint on rank 0; None elsewhere.
 
-    `progress`: further plain values of rank 0 to keep. Raises TrainingError, naming the ranks,
-    when parameters have drifted apart, and naming the first that is not finite: such a state is
-    never saved.
+    `progress`: further plain values of rank 0 to save. Raises TrainingError if parameters differ
+    between ranks, naming the ranks, or if the state is not finite, naming the first such tensor:
+    such a state is never saved.
     """
     position, meter = at.position, at.meter
     meter.collect()
@@ -61,11 +61,12 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
 
 
 def restore(state: dict[str, Any], job: Job, at: State, exchange: Exchange) -> str | None:
-    """Put a captured state back into a job whose optimizer is distributed already.
+    """Restore a captured state into a job whose optimizer is already distributed.
 
-    With as many ranks as before each gets its own buffers and random numbers back, and the run
-    goes on bit for bit. With another number, each gets the running statistics of all, and random
-    numbers go on on the ranks that were there before; returns then what that loses.
+    With the same number of ranks, each restores its own buffers and random generators, and the run
+    continues bit for bit. With another number, each receives the running statistics averaged over
+    the old ranks, random generators are restored on the ranks that existed before, and a
+    description of what is lost is returned.
     """
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])

@@ -1,4 +1,4 @@
-"""What becomes of a reduced gradient: unscaling, clipping, the optimizer's step, the average."""
+"""Use of the reduced gradients: unscaling, clipping, optimizer step and moving average."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Update:
-    """Mixed precision, clipping and the moving average of weights, around one optimizer.
+    """Mixed precision, gradient clipping and the moving average of weights of one model.
 
-    All of it acts on the gradients after they are reduced, which are the same on every rank, so
-    every rank skips a step with infinite fp16 gradients together, and clips by the same norm.
+    All of it acts on reduced gradients, which are the same on every rank. So all ranks skip a step
+    with infinite fp16 gradients together, and clip by the same norm.
     """
 
     def __init__(
@@ -39,18 +39,19 @@ class Update:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around the forward pass."""
+        """Return the context manager for the forward pass."""
         enabled = self._amp_dtype is not None
         return torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to go backward from (fp16: times the loss scale)."""
+        """Return the loss for the backward pass (fp16: multiplied by the loss scale)."""
         return self._scaler.scale(loss)
 
     def not_finite(self) -> list[str]:
         """Return the names of the parameters whose reduced gradient is not finite.
 
-        The same on every rank. None with fp16: such a step is skipped, and the loss scale lowered.
+        The result is the same on every rank. With fp16 it is empty: the scaler skips such a step
+        and lowers the loss scale.
         """
         if self._scaler.is_enabled():
             return []
@@ -58,15 +59,16 @@ class Update:
         return not_finite({name: p.grad for name, p in named if p.grad is not None})
 
     def rescale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by `factor`."""
         if factor != 1:
             for gradient in self._gradients():
                 gradient.mul_(factor)
 
     def apply(self, optimizer: torch.optim.Optimizer, measure: bool = False) -> torch.Tensor | None:
-        """One step of the optimizer with the gradients as they stand.
+        """Unscale and clip the gradients, make one optimizer step and update the average.
 
-        Returns their norm (before clipping) if it was needed, or is to be measured.
+        Returns the norm of the gradients before clipping if clipping is on or `measure` is set,
+        else None.
         """
         self._scaler.unscale_(optimizer)
         norm = None
@@ -85,12 +87,12 @@ class Update:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale and the average."""
+        """Return the state of the loss scale and the average."""
         average = self.average.state_dict() if self.average is not None else None
         return {"scaler": self._scaler.state_dict(), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])

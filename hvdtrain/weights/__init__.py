@@ -1,4 +1,4 @@
-"""Weights in files: read from whoever wrote them, freed of wrappers' prefixes, put into a model."""
+"""Weights in files: reading, removal of wrappers' prefixes, loading into a model."""
 
 from hvdtrain.weights.loading import describe_removed, load_pretrained
 from hvdtrain.weights.reading import Weights, clean_names, find_weights, read_weights

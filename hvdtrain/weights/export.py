@@ -1,4 +1,4 @@
-"""Plain weights to take away, without a trace of how they were trained."""
+"""Export of plain weights, independent of how they were trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".safetensors"
 
 
 def export(source: Path, out: Path, force: bool, keep_names: bool) -> int:
-    """Write the weights of `source` to `out`; returns the exit code. Raises UsageError."""
+    """Write the weights of `source` to `out` and return the exit code. Raises UsageError."""
     _refuse_unfit(out, force)
     weights = read_weights(source)
     removed: dict[str, int] = {}
@@ -42,13 +42,13 @@ def _refuse_unfit(out: Path, force: bool) -> None:
     if out.is_dir():
         problems.append(f"{out}: is a folder")
     elif out.exists() and not force:
-        problems.append(f"{out}: is there already; --force replaces it")
+        problems.append(f"{out}: already exists; --force replaces it")
     if problems:
         raise UsageError(*problems)
 
 
 def _apart(weights: Weights) -> Weights:
-    """Each tensor in memory of its own: the format knows no views, and no two names for one."""
+    """Copy each tensor to memory of its own: the format has no views, and no shared tensors."""
     return {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in weights.items()
@@ -56,7 +56,7 @@ def _apart(weights: Weights) -> Weights:
 
 
 def _write(weights: Weights, out: Path, force: bool) -> str:
-    """Complete or absent: written beside, then renamed. Returns the file's SHA-256."""
+    """Write the file atomically, by renaming a temporary one, and return its SHA-256."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         save_file(weights, partial, metadata={"format": "pt"})
@@ -65,7 +65,7 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
             while block := stream.read(1 << 20):
                 content.update(block)
             os.fsync(stream.fileno())
-        partial.chmod(0o666 & ~_umask())  # safetensors makes files for their owner alone
+        partial.chmod(0o666 & ~_umask())  # safetensors creates files readable only by their owner
         _refuse_unfit(out, force)  # writing may have taken a while
         partial.replace(out)
     except (OSError, SafetensorError, ValueError) as error:
@@ -77,7 +77,7 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
 
 
 def _umask() -> int:
-    """The process's, which can only be read by setting it."""
+    """Return the umask of the process, which can only be read by setting it."""
     umask = os.umask(0)
     os.umask(umask)
     return umask

@@ -1,4 +1,4 @@
-"""Puts weights of a file into a model, all of them or none, but for a head of other classes."""
+"""Loading of weights into a model: all or none, except a head for other classes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvdtrain.errors import UsageError
 from hvdtrain.weights.reading import Weights, clean_names, find_origins, find_weights, read_weights
 
 EXAMPLES = 3
-# Heads that googlenet and inception_v3 have in torchvision's files, and in training with them only.
+# Training heads of googlenet and inception_v3 in torchvision's files.
 AUXILIARY = ("aux1", "aux2", "AuxLogits")
-# torchvision's files of DenseNet are older than its layers' names, norm1 for norm.1.
+# torchvision's files of DenseNet have old layer names, norm.1 for norm1.
 OLD_DENSENET = re.compile(r"(.*\.denselayer\d+\.(?:norm|conv))\.([12]\.\w+)")
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
-    """Load the weights at `path` into `model`; returns what is worth saying about it.
+    """Load the weights at `path` into `model` and return notes about it.
 
-    A head (the last linear or convolutional layer) of another number of classes stays as it is.
-    Raises UsageError when the weights are of another architecture or not finite; the model is then
-    of no use.
+    A head (the last linear or convolutional layer) for another number of classes is left
+    unchanged. Raises UsageError if the weights are of another architecture or not finite; the model
+    is then unusable.
     """
     try:
         place = find_weights(path)
@@ -38,14 +38,14 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
 
 
 def describe_removed(removed: dict[str, int]) -> list[str]:
-    """['removed from names: _orig_mod. (62 times)'], or nothing."""
+    """Return a note such as ['removed from names: _orig_mod. (62 times)'], or none."""
     counted = [f"{prefix} ({times} times)" for prefix, times in removed.items()]
     return [f"removed from names: {', '.join(counted)}"] if counted else []
 
 
 def _load(model: nn.Module, weights: Weights) -> list[str]:
     own = model.state_dict()
-    origins, _ = find_origins(own)  # so that both sides have lost the same
+    origins, _ = find_origins(own)  # remove the same prefixes on both sides
     targets = {clean: own[name] for clean, name in origins.items()}
     weights = {_renewed(name, targets): tensor for name, tensor in weights.items()}
     left, notes = _leave_auxiliary(weights, targets)
@@ -56,7 +56,7 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     chosen = {name: tensor for name, tensor in weights.items() if name not in left}
     values, type_notes = _converted(chosen, targets)
     missing, extra = _put(model, {origins.get(name, name): t for name, t in values.items()})
-    there = {own[origins[name]].data_ptr() for name in values if name in origins}  # tied: held once
+    there = {own[origins[name]].data_ptr() for name in values if name in origins}  # for tied names
     lacking = [
         name
         for name in missing
@@ -76,15 +76,15 @@ def _renewed(name: str, targets: Weights) -> str:
 
 
 def _leave_auxiliary(weights: Weights, targets: Weights) -> tuple[set[str], list[str]]:
-    """The names in the file of auxiliary heads that the model has not, and a note."""
+    """Return the names of auxiliary heads in the file that the model lacks, and a note."""
     names = {n for n in weights if n not in targets and n.partition(".")[0] in AUXILIARY}
-    return names, [f"auxiliary heads: {len(names)} tensors are left out"] if names else []
+    return names, [f"auxiliary heads: {len(names)} tensors are ignored"] if names else []
 
 
 def _leave_head(
     model: nn.Module, weights: Weights, origins: dict[str, str], targets: Weights
 ) -> tuple[set[str], list[str]]:
-    """The names of the head where the file has it for another number of classes, and a note."""
+    """Return the names of the head if the file has it for other classes, and a note."""
     layers = [
         name
         for name, module in model.named_modules()
@@ -97,26 +97,26 @@ def _leave_head(
         return set(), []
     layer, _, _ = names[0].rpartition(".")
     counts = f"{len(weights[names[0]])} classes in the file, {len(targets[names[0]])} here"
-    return set(names), [f"head {layer}: {counts}: starts afresh"]
+    return set(names), [f"head {layer}: {counts}: reinitialised"]
 
 
 def _has_other_classes(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
-    """Whether the shapes differ in the first dimension only, which counts the classes."""
+    """Return whether the shapes differ only in the first dimension, the number of classes."""
     if theirs is None or theirs.dim() != ours.dim():
         return False
     return len(theirs) != len(ours) and theirs.shape[1:] == ours.shape[1:]
 
 
 def _differs(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
-    """In shape, or in that one counts and the other measures: that cannot be converted."""
+    """Return whether shapes differ, or only one of the types is floating point."""
     same_kind = theirs.is_floating_point() == ours.is_floating_point()
     return theirs.shape != ours.shape or not same_kind
 
 
 def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
-    """The weights in the types of the model, and a note. Raises UsageError unless all are finite.
+    """Return the weights in the types of the model, and a note.
 
-    They are looked at after the conversion, in which large values may overflow.
+    Raises UsageError unless all are finite after the conversion, which may overflow.
     """
     values = {n: t.to(targets[n].dtype) if n in targets else t for n, t in weights.items()}
     not_finite = [name for name, value in values.items() if not value.isfinite().all()]
@@ -129,14 +129,14 @@ def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
 
 
 def _put(model: nn.Module, values: Weights) -> tuple[list[str], list[str]]:
-    """Load them; returns the names that are missing in them, and those that the model has not."""
+    """Load values and return the names missing in them, and those that the model lacks."""
     state = OrderedDict(values)
-    # Without the versions of layers torch and torchvision bring names of older releases up to date.
-    # The network's own one must be there: torchvision's MNASNet takes nothing without.
+    # Without versions of layers, torch and torchvision convert the names of older releases. The
+    # version of the network itself is required by torchvision's MNASNet.
     state._metadata = {"": {"version": model._version}}  # type: ignore[attr-defined]
     try:
         missing, extra = model.load_state_dict(state, strict=False)
-    except Exception as error:  # of a layer's own way of loading
+    except Exception as error:  # layers may define their own loading
         raise UsageError(f"cannot be loaded: {error}") from error
     return list(missing), list(extra)
 

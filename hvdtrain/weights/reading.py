@@ -1,6 +1,6 @@
-"""Reads weights: safetensors, what torch.save wrote, our own checkpoints. No file is trusted.
+"""Reading of weights from safetensors, files of torch.save and checkpoints. No file is trusted.
 
-Pickled code is never run: torch reads with `weights_only`, and what that refuses is refused here.
+Pickled code is never run: torch reads with `weights_only`, and files that it refuses are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.train.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
 
 Weights = dict[str, torch.Tensor]
-# Where training scripts put the weights in a larger dictionary. Where there are several, the first
-# counts: the model before its moving average.
+# Keys of the weights in dictionaries that training scripts save. The first one present is used: the
+# model before its moving average.
 NESTS = (
     *("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params"),
     *("model_ema", "ema_state_dict", "state_dict_ema", "ema"),
@@ -34,9 +34,9 @@ _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)")
 
 
 def read_weights(path: Path) -> Weights:
-    """The tensors by name of a weights file, a checkpoint's folder or a run's folder.
+    """Return the tensors by name of a weights file, a checkpoint's folder or a run's folder.
 
-    Raises UsageError, saying what is wrong with it.
+    Raises UsageError if they cannot be read.
     """
     place = find_weights(path)
     if place.is_dir():
@@ -52,9 +52,9 @@ def read_weights(path: Path) -> Weights:
 
 
 def find_weights(path: Path) -> Path:
-    """The weights file that `path` means, or the checkpoint's folder where that can be verified.
+    """Return the weights file that `path` refers to, or the folder of a verifiable checkpoint.
 
-    A run's folder means its best checkpoint, or the last one where there is no best one.
+    A run's folder refers to its best checkpoint, or the last one if there is no best one.
     """
     for pointer in POINTERS:
         for file in (path / "checkpoints" / pointer, path / pointer):
@@ -67,7 +67,7 @@ def find_weights(path: Path) -> Path:
             return path
         if not (path / MODEL_FILE).is_file():
             raise UsageError(
-                f"{path}: no run and no checkpoint: holds neither checkpoints/ nor {MODEL_FILE}"
+                f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
             )
         return path / MODEL_FILE
     if not path.is_file():
@@ -76,13 +76,13 @@ def find_weights(path: Path) -> Path:
 
 
 def _follow(pointer: Path) -> Path:
-    """The checkpoint that `best` or `last` names."""
+    """Return the checkpoint that `best` or `last` names."""
     try:
         target = pointer.parent / pointer.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
         raise UsageError(f"{pointer}: cannot be read: {error}") from error
     if target == pointer.parent or not target.is_dir():
-        raise UsageError(f"{pointer}: names no checkpoint that is there")
+        raise UsageError(f"{pointer}: names a checkpoint that does not exist")
     return target
 
 
@@ -92,38 +92,38 @@ def _read_safetensors(path: Path) -> object:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError, KeyError) as error:
-        raise UsageError(f"{path}: damaged, or no safetensors file: {error}") from error
+        raise UsageError(f"{path}: damaged, or not a safetensors file: {error}") from error
 
 
 def _read_torch(path: Path) -> object:
-    """What torch.save wrote, with no code of it run."""
+    """Read a file of torch.save without running code in it."""
     try:
         stream = path.open("rb")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        # Scripts of torchvision and timm save their options beside the weights: plain attributes,
-        # no code. A torch.jit archive warns before it is refused.
+        # Scripts of torchvision and timm save their options as a Namespace of plain attributes.
+        # torch.jit archives cause a warning before they are refused.
         options = torch.serialization.safe_globals([argparse.Namespace])
         with stream, options, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or forged archive may trip over anything
+    except Exception as error:  # damaged or forged archives raise errors of many types
         code = _refused_code(error)
         if code:
             raise UsageError(
-                f"{path}: holds pickled code ({code}), which is not run. Where you trust it, "
+                f"{path}: holds pickled code ({code}), which is not run. If you trust it, "
                 "re-save only its weights: torch.save(model.state_dict(), FILE)"
             ) from error
         reason = (str(error).splitlines() or [""])[0]
         if isinstance(error, pickle.UnpicklingError):
-            reason = ""  # of torch's many words none is about the file
+            reason = ""  # torch's message is not about the file
         named = f": {type(error).__name__}: {reason}" if reason else ""
-        raise UsageError(f"{path}: damaged, or no file of torch.save{named}") from error
+        raise UsageError(f"{path}: damaged, or not a file of torch.save{named}") from error
 
 
 def _refused_code(error: Exception) -> str | None:
-    """The class or function that torch has refused to run, if that was its complaint."""
+    """Return the class or function that torch refused to run, if that was the error."""
     if "TorchScript" in str(error):
         return "a TorchScript archive"
     found = _REFUSED_GLOBAL.search(str(error))
@@ -131,7 +131,7 @@ def _refused_code(error: Exception) -> str | None:
 
 
 def _unnest(content: object, place: Path) -> Weights:
-    """The weights in `content`, or in the dictionary around them."""
+    """Return the weights in `content`, or in a dictionary nested in it."""
     level = content
     for _ in range(DEEPEST_NEST):
         if not isinstance(level, dict):
@@ -146,7 +146,7 @@ def _unnest(content: object, place: Path) -> Weights:
 
 
 def _only_tensors(level: dict[Any, Any], place: Path) -> Weights:
-    """`level` without modules' extra state that is no tensor. Anything else there is a mistake."""
+    """Return `level` without non-tensor extra state. Raises UsageError for other objects."""
     kept = {
         name: value
         for name, value in level.items()
@@ -159,7 +159,7 @@ def _only_tensors(level: dict[Any, Any], place: Path) -> Weights:
 
 
 def _checked(weights: Weights, place: Path) -> Weights:
-    """Plain tensors only: those without values, or with values in another layout, are refused."""
+    """Return detached tensors. Raises UsageError for meta, quantized and sparse ones."""
     for name, tensor in weights.items():
         if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
             kind = "without values" if tensor.is_meta else "quantized or sparse"
@@ -173,17 +173,20 @@ COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
 def clean_names(weights: Weights) -> tuple[Weights, dict[str, int]]:
-    """The weights by their clean names, and how often each prefix was removed.
+    """Return the weights by their clean names, and how often each prefix was removed.
 
-    A model whose one and only attribute is called `module` cannot be told from a wrapped one: its
-    names lose that too. Raises UsageError when two names become one.
+    A model whose only attribute is called `module` is indistinguishable from a wrapped one: that
+    prefix is removed too. Raises UsageError if two names become equal.
     """
     origins, removed = find_origins(weights)
     return {clean: weights[name] for clean, name in origins.items()}, removed
 
 
 def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
-    """The names by their clean ones, and how often each prefix was removed. Raises UsageError."""
+    """Return the names by their clean names, and how often each prefix was removed.
+
+    Raises UsageError if two names become equal.
+    """
     removed: Counter[str] = Counter()
     cleaned = {name: _without_compiled(name, removed) for name in names}
     while _all_wrapped(cleaned):

@@ -1,1 +1,1 @@
-"""Hosts made of containers on this machine: `launch/cluster`."""
+"""Container hosts on this machine: `launch/cluster`."""

@@ -1,9 +1,9 @@
-"""`launch/cluster`: hosts made of containers on this machine, to train on as on real ones.
+"""`launch/cluster`: container hosts on this machine, used like real hosts.
 
-up      image (built if need be) ── Compose ──┬─ keys: makes the key pair, in a volume
+up      image (built if missing) ── Compose ──┬─ keys: makes the key pair, in a volume
                                               └─ worker 1 .. H: an sshd each, internal network
-run     a container beside them: `hvdtrain launch` with the cluster's hostfile
-down    what was trained is copied to runs/, then all of it is removed
+run     another container beside them: `hvdtrain launch` with the cluster's hostfile
+down    runs are copied to runs/, then containers and volumes are removed
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launch.containers.image import ensure_image
 COMMANDS = ("up", "run", "doctor", "logs", "down")
 HOME = "/home/hvdtrain"
 RUNS = f"{HOME}/runs"
-HOSTFILE = "/etc/mpi/hostfile"  # where `hvdtrain launch` and `doctor` look by themselves
+HOSTFILE = "/etc/mpi/hostfile"  # where `hvdtrain launch` and `doctor` look by default
 START_S = 60.0
 STOP_S = 60
 MOST_HOSTS, MOST_SLOTS = 64, 256
@@ -41,7 +41,7 @@ sys.exit(subprocess.run(["tail", "-n", sys.argv[2], "-v", *files]).returncode)
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = _parse(sys.argv[1:])
     root = Path(arguments.root).resolve()
     engine = Engine(arguments.name, root / "docker" / "compose.yaml")
@@ -69,13 +69,13 @@ def main() -> int:
 
 
 def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
-    """Start the hosts, and wait until they answer; again: change what is asked to be otherwise."""
+    """Start the hosts, or change them to the new options, and wait until they answer."""
     image = options.image or ensure_image(engine, root)
     variables = {"HVDTRAIN_IMAGE": image}
     if options.data:
         variables["HVDTRAIN_DATA"] = str(options.data.resolve())
     if options.output == "separate":
-        variables["HVDTRAIN_RUNS"] = RUNS  # a volume without a name: each container has its own
+        variables["HVDTRAIN_RUNS"] = RUNS  # an anonymous volume: one for each container
     started = time.monotonic()
     scale = f"worker={options.hosts}"
     engine.compose("up", "--detach", "--remove-orphans", "--scale", scale, variables=variables)
@@ -90,7 +90,7 @@ def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
 
 
 def start_beside(engine: Engine, command: Sequence[str], running: bool = True) -> None:
-    """Become a container beside the hosts that runs a command; signals go to that command."""
+    """Replace this process by a container beside the hosts that runs a command; never return."""
     worker = _workers(engine, running)[0]
     image = engine.capture("inspect", "--format", "{{.Config.Image}}", worker).strip()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -102,13 +102,13 @@ def start_beside(engine: Engine, command: Sequence[str], running: bool = True) -
 
 
 def compute_threads(hostfile: str, cores: int) -> int:
-    """For each worker: each host believes to have all cores of the machine that they share."""
+    """Return the threads per worker: each host sees all cores of the machine, which they share."""
     hosts = parse_hostfile(hostfile, Path(HOSTFILE)) if hostfile else ()
     return max(1, cores // max(1, sum(host.slots for host in hosts)))
 
 
 def logs(engine: Engine) -> None:
-    """The end of each log of the newest run, and of each host's sshd."""
+    """Print the end of each sshd's log and of each log of the newest run; never return."""
     for worker in _workers(engine, running=False):
         say(f"==> sshd of {worker} <==")
         say(engine.logs(worker, SHOWN_LINES))
@@ -116,13 +116,13 @@ def logs(engine: Engine) -> None:
 
 
 def down(engine: Engine, destination: Path | None) -> None:
-    """Stop jobs (they save), copy what was trained to `destination`, and remove everything."""
+    """Stop jobs (they save), copy the runs to `destination`, and remove the cluster."""
     _stop_jobs(engine)
     if destination:
         for worker in _with_own_runs(engine):
             _copy_runs(engine, worker, destination)
     engine.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
-    say(f"cluster: {engine.cluster} is down; nothing of it is left")
+    say(f"cluster: {engine.cluster} is down; its containers and volumes are removed")
 
 
 def _stop_jobs(engine: Engine) -> None:
@@ -132,12 +132,12 @@ def _stop_jobs(engine: Engine) -> None:
     try:
         engine.capture("stop", "--time", str(STOP_S), *launchers)
     except EngineError:
-        if engine.launchers(running=True):  # else one has ended by itself meanwhile
+        if engine.launchers(running=True):  # otherwise one ended by itself meanwhile
             raise
 
 
 def _with_own_runs(engine: Engine) -> list[str]:
-    """One worker for each volume of runs: all share one, or each has its own."""
+    """Return one worker for each volume of runs: all workers share one, or each has its own."""
     place = f'{{{{range .Mounts}}}}{{{{if eq .Destination "{RUNS}"}}}}{{{{.Source}}}}'
     owners: dict[str, str] = {}
     for worker in engine.workers(running=False):
@@ -147,7 +147,7 @@ def _with_own_runs(engine: Engine) -> list[str]:
 
 
 def _copy_runs(engine: Engine, worker: str, destination: Path) -> None:
-    """Each run gets a name that is free: runs that are there already are never touched."""
+    """Copy each run under a free name; existing runs are never changed."""
     try:
         destination.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination, prefix=".from-cluster-") as scratch:
@@ -159,7 +159,7 @@ def _copy_runs(engine: Engine, worker: str, destination: Path) -> None:
     except OSError as error:
         raise PreflightError(
             f"the runs cannot be copied to {destination}: {error.strerror or error}. Nothing was "
-            "removed; give --output a folder that can be written to, or --discard"
+            "removed; choose a writable folder by --output, or use --discard"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _workers(engine: Engine, running: bool) -> list[str]:
 
 
 def _plain_name(engine: Engine, worker: str) -> str:
-    """docker-compose 1 puts underscores into names, which Open MPI refuses in a host's name."""
+    """Rename a worker: docker-compose 1 uses underscores, which Open MPI rejects in host names."""
     if "_" not in worker:
         return worker
     engine.capture("rename", worker, plain := worker.replace("_", "-"))
@@ -195,7 +195,7 @@ def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
     while True:
         try:
             answers = engine.capture(*scan)
-        except EngineError as error:  # the first one itself has ended, say
+        except EngineError as error:  # for example, the first worker has ended
             answers, problem = "", str(error)
         silent = [name for name in workers if f"[{name}]:{PORT} " not in answers]
         if not silent:
@@ -217,7 +217,7 @@ def _command_of(command: str, rest: Sequence[str]) -> list[str]:
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise UsageError(
-            f"--name={name}: must be small letters, digits, - and _, and begin with no - or _"
+            f"--name={name}: must consist of a-z, 0-9, - and _, and begin with a letter or digit"
         )
 
 
@@ -225,13 +225,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launch/cluster",
         usage="launch/cluster [--name NAME] up|run|doctor|logs|down [...]",
-        description="A cluster of containers on this machine.",
+        description="Run a cluster of containers on this machine.",
         allow_abbrev=False,
         epilog="run takes the flags of `hvdtrain launch`: run -np 6 --controller mpi -- train ...; "
-        "doctor those of `hvdtrain doctor`; up and down explain themselves with --help.",
+        "doctor those of `hvdtrain doctor`; for up and down see their --help.",
     )
     parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
-    parser.add_argument("--name", default="hvdtrain", help="for several clusters (%(default)s)")
+    parser.add_argument("--name", default="hvdtrain", help="name of the cluster (%(default)s)")
     parser.add_argument("command", choices=COMMANDS)
     ours, rest = _split(argv)
     arguments = parser.parse_args(ours)
@@ -240,7 +240,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Up to the command, and after it; argparse would drop a `--` that is not for it."""
+    """Split the arguments after the command: argparse would drop a `--` of the command's own."""
     for i, word in enumerate(argv):
         if word in COMMANDS and (i == 0 or argv[i - 1] not in ("--name", "--root")):
             return argv[: i + 1], argv[i + 1 :]
@@ -249,17 +249,17 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _parse_up(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch/cluster up")
-    parser.add_argument("--hosts", type=int, default=3, metavar="H", help="containers (3)")
-    parser.add_argument("--slots", type=int, default=1, metavar="S", help="workers on each (1)")
-    parser.add_argument("--image", help="use this image (default: the one of this checkout)")
+    parser.add_argument("--hosts", type=int, default=3, metavar="H", help="start H hosts (3)")
+    parser.add_argument("--slots", type=int, default=1, metavar="S", help="workers per host (1)")
+    parser.add_argument("--image", help="use this image (default: built from this checkout)")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help=f"mounted at {HOME}/data, to read only"
+        "--data", type=Path, metavar="DIR", help=f"mount DIR at {HOME}/data, read-only"
     )
     parser.add_argument(
         "--output",
         choices=("shared", "separate"),
         default="shared",
-        help="one volume for the runs of all hosts, or one for each host (shared)",
+        help="keep the runs in one volume for all hosts, or in one for each host (shared)",
     )
     options = parser.parse_args(argv)
     problems = []
@@ -279,9 +279,9 @@ def _parse_up(argv: Sequence[str]) -> argparse.Namespace:
 def _destination(root: Path, argv: Sequence[str]) -> Path | None:
     parser = argparse.ArgumentParser(prog="launch/cluster down")
     parser.add_argument(
-        "--output", type=Path, default=root / "runs", metavar="DIR", help="for the runs (runs)"
+        "--output", type=Path, default=root / "runs", metavar="DIR", help="copy runs to DIR (runs)"
     )
-    parser.add_argument("--discard", action="store_true", help="remove the runs too")
+    parser.add_argument("--discard", action="store_true", help="remove the runs, copy nothing")
     options = parser.parse_args(argv)
     return None if options.discard else options.output
 

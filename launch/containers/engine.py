@@ -1,4 +1,4 @@
-"""The container engine: what is asked of `docker` and of Compose, as commands."""
+"""The container engine, run through the commands `docker` and Compose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_DOCKER = (
 )
 NO_ENGINE = (
     "no Docker engine answers: {answer}\n"
-    "Start it (systemctl start docker; where there is no systemd, as root: docker/start-engine), "
-    "or, where it is running, let your user use it (usermod -aG docker USER, and log in again)"
+    "Start it (systemctl start docker; without systemd, as root: docker/start-engine), or, if it "
+    "runs, give your user access to it (usermod -aG docker USER, and log in again)"
 )
 NO_COMPOSE = (
     "Docker Compose is missing, as plugin and as command. On Debian or Ubuntu: apt-get install "
@@ -26,8 +26,8 @@ NO_COMPOSE = (
 )
 NOT_OURS = (
     "there are containers of a Compose project {name!r} that was started from {folder}, not from "
-    "{ours}; nothing was changed. Take another name (launch/cluster --name NAME ...), or remove it "
-    "from there"
+    "{ours}; nothing was changed. Choose another name (launch/cluster --name NAME ...), or remove "
+    "it from there"
 )
 
 
@@ -36,14 +36,14 @@ class EngineError(PreflightError):
 
 
 class Engine:
-    """Runs `docker` and Compose for one cluster, by its name."""
+    """`docker` and Compose for one cluster, identified by its name."""
 
     def __init__(self, cluster: str, compose_file: Path) -> None:
         self.cluster = cluster
         self.compose_file = compose_file
 
     def check(self) -> None:
-        """Raises PreflightError where no engine answers."""
+        """Raise PreflightError unless an engine answers."""
         if not shutil.which("docker"):
             raise PreflightError(NO_DOCKER)
         done = _run(["docker", "version", "--format", "{{.Server.Version}}"])
@@ -51,22 +51,23 @@ class Engine:
             raise PreflightError(NO_ENGINE.format(answer=_last_lines(done.stderr)))
 
     def capture(self, *arguments: str, stdin: str | None = None) -> str:
-        """Standard output of a docker command. Raises EngineError when it fails."""
+        """Return the standard output of a docker command. Raises EngineError when it fails."""
         return _docker(arguments, stdin).stdout
 
     def logs(self, container: str, lines: str) -> str:
-        """The end of what a container has printed; sshd does so to standard error. Raises
-        EngineError when it fails.
+        """Return the last lines of a container's output, including standard error (used by sshd).
+
+        Raises EngineError when it fails.
         """
         done = _docker(("logs", "--tail", lines, container))
         return (done.stdout + done.stderr).rstrip()
 
     def succeeds(self, *arguments: str) -> bool:
-        """Whether a docker command ends with 0."""
+        """Return whether a docker command ends with exit code 0."""
         return _run(["docker", *arguments]).returncode == 0
 
     def compose(self, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
-        """Run a command of Compose on this cluster. Raises EngineError when it fails."""
+        """Run a Compose command on this cluster. Raises EngineError when it fails."""
         command = [*_compose_command(), "--project-name", self.cluster]
         command += ["--file", os.fspath(self.compose_file), *arguments]
         done = _run(command, environment={**os.environ, **(variables or {})})
@@ -77,7 +78,7 @@ class Engine:
             )
 
     def workers(self, running: bool = True) -> list[str]:
-        """The names of the cluster's worker containers, by their numbers."""
+        """Return the names of the cluster's worker containers in the order of their numbers."""
         number = '{{.Label "com.docker.compose.container-number"}}'
         answer = self.capture(
             *("ps", *([] if running else ["--all"]), "--format", f"{number} {{{{.Names}}}}"),
@@ -88,13 +89,13 @@ class Engine:
         return [name for _, name in sorted((int(number), name) for number, name in pairs)]
 
     def launchers(self, running: bool = False) -> list[str]:
-        """The containers that `run` and its like have started for the cluster."""
+        """Return the ids of the containers that `run`, `doctor` and `logs` have started."""
         which = [] if running else ["--all"]
         label = f"label={launcher_label(self.cluster)}"
         return self.capture("ps", *which, "--quiet", "--filter", label).split()
 
     def check_ours(self) -> None:
-        """Raises PreflightError when the name is taken by another Compose project."""
+        """Raise PreflightError if another Compose project uses the name."""
         ours = self.compose_file.parent.resolve()
         answer = self.capture(
             *("ps", "--all", "--format", '{{.Label "com.docker.compose.project.working_dir"}}'),
@@ -106,14 +107,14 @@ class Engine:
 
 
 def launcher_label(cluster: str) -> str:
-    """Marks a container that starts jobs on a cluster."""
+    """Return the label of the containers that start jobs on a cluster."""
     return f"hvdtrain.launcher={cluster}"
 
 
 def launcher_argv(
     cluster: str, worker: str, image: str, command: Sequence[str], terminal: bool, threads: int
 ) -> list[str]:
-    """Runs a command beside a cluster: in its network, with the volumes of its first worker."""
+    """Return the command that runs `command` in a cluster's network, with a worker's volumes."""
     return [
         *("docker", "run", "--rm", *(["--interactive", "--tty"] if terminal else [])),
         *("--label", launcher_label(cluster), "--network", f"{cluster}_cluster"),
@@ -143,11 +144,11 @@ def _run(
 
 
 def _docker(arguments: Sequence[str], stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A docker command, to its end. Raises EngineError when it fails."""
+    """Run a docker command. Raises EngineError when it fails."""
     done = _run(["docker", *arguments], stdin)
     if done.returncode != 0:
-        answer = _last_lines(done.stderr or done.stdout)
-        raise EngineError(f"docker {arguments[0]} failed (exit code {done.returncode}): {answer}")
+        output = _last_lines(done.stderr or done.stdout)
+        raise EngineError(f"docker {arguments[0]} failed (exit code {done.returncode}): {output}")
     return done
 
 

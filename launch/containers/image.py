@@ -1,4 +1,4 @@
-"""The image of a cluster: found by the hash of what goes into it, or else built."""
+"""The image of a cluster: found by the hash of its inputs, or else built."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DEBIAN_RELEASE = "bookworm"
 
 
 def ensure_image(engine: Engine, root: Path) -> str:
-    """The image for this checkout, built if it is not there. Raises PreflightError."""
+    """Return the tag of this checkout's image, building it if missing. Raises PreflightError."""
     try:
         with (root / DOCKERFILE).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # two of us would fill one build context
+            fcntl.flock(file, fcntl.LOCK_EX)  # one user of the build context at a time
             return _find_or_build(engine, root)
     except (OSError, ValueError) as error:
         raise PreflightError(f"the image cannot be prepared from {root}: {error}") from error
@@ -49,7 +49,7 @@ def _find_or_build(engine: Engine, root: Path) -> str:
         if not (root / "docker" / "wheels" / "complete").exists():
             _try_wheels(root)
         _build(root, tag)
-    finally:  # or they would take part in builds by hand, which may want others
+    finally:  # otherwise builds by hand would use them
         remove_wheels(root)
     engine.capture("tag", tag, NAME)
     say(f"cluster: built {tag}, also called {NAME}, in {time.monotonic() - started:.0f} s")
@@ -57,7 +57,7 @@ def _find_or_build(engine: Engine, root: Path) -> str:
 
 
 def _build(root: Path, tag: str) -> None:
-    say(f"cluster: building the image {tag}: some minutes the first time")
+    say(f"cluster: building the image {tag}: takes some minutes the first time")
     command = ["docker", "build", "--file", str(root / DOCKERFILE), "--tag", tag, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -72,7 +72,7 @@ def _build(root: Path, tag: str) -> None:
 
 
 def image_key(root: Path) -> str:
-    """A hash of all that decides what is in the image, but for wheels that we download."""
+    """Return a hash of all inputs of the image, except for the wheels that are downloaded here."""
     digest = hashlib.sha256()
     for path in _inputs(root):
         content = path.read_bytes() if path.suffix not in (".whl", ".gz") else b""
@@ -82,14 +82,14 @@ def image_key(root: Path) -> str:
 
 
 def dockerfile_default(root: Path, argument: str) -> str:
-    """The default of a build argument."""
+    """Return the default of a build argument of the Dockerfile."""
     text = (root / DOCKERFILE).read_text("utf-8")
     (value,) = re.findall(rf"^ARG {argument}=(\S+)$", text, re.MULTILINE)
     return str(value)
 
 
 def put_authorities(root: Path) -> None:
-    """Copy the authorities that this machine's owner has added into the build context."""
+    """Copy the certificate authorities added to this machine into the build context."""
     target = root / "docker" / "ca" / FROM_HOST
     shutil.rmtree(target, ignore_errors=True)
     for folder in map(Path, AUTHORITIES):
@@ -103,8 +103,8 @@ def _inputs(root: Path) -> Iterator[Path]:
     yield from (root / name for name in SOURCES)
     for folder in ("hvdtrain", "launch/install", "docker/ca", "docker/wheels"):
         for path in sorted((root / folder).rglob("*")):
-            ours = folder == "docker/wheels" and FROM_HOST in path.parts
-            if path.is_file() and not ours and "__pycache__" not in path.parts:
+            downloaded = folder == "docker/wheels" and FROM_HOST in path.parts
+            if path.is_file() and not downloaded and "__pycache__" not in path.parts:
                 yield path
 
 
@@ -113,8 +113,8 @@ def _try_wheels(root: Path) -> None:
     try:
         put_wheels(root, dockerfile_default(root, "PIP_EXTRA_INDEX_URL"))
     except PreflightError as error:
-        remove_wheels(root)  # half of them would be worse than none
-        say(f"cluster: {error}\ncluster: so the image's own pip will ask its index")
+        remove_wheels(root)  # an incomplete set is worse than none
+        say(f"cluster: {error}\ncluster: the image's own pip will use its index instead")
 
 
 def _ensure_base(engine: Engine, base: str) -> None:
@@ -129,7 +129,7 @@ def _ensure_base(engine: Engine, base: str) -> None:
 
 
 def _bootstrap(base: str) -> None:
-    """Make the base from Debian's packages."""
+    """Build the base image from Debian packages with debootstrap."""
     problems = [
         problem
         for problem, present in (
@@ -140,10 +140,10 @@ def _bootstrap(base: str) -> None:
     ]
     if problems:
         raise PreflightError(
-            f"the base image {base} can neither be pulled nor made here: {'; '.join(problems)}. "
-            f"Or load it from elsewhere: docker save {base}, docker load"
+            f"the base image {base} can neither be pulled nor built here: {'; '.join(problems)}. "
+            f"Or copy it from another machine: docker save {base}, docker load"
         )
-    say(f"cluster: making {base} by debootstrap: a minute or two, once")
+    say(f"cluster: building {base} with debootstrap: takes a minute or two, once")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-base-") as scratch:
         tree, archive = Path(scratch, "root"), Path(scratch, "base.tar")
         _tool("debootstrap", "--variant=minbase", DEBIAN_RELEASE, str(tree))

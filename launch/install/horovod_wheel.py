@@ -1,7 +1,7 @@
-"""Builds Horovod's wheel from its source distribution, and keeps it outside the checkout.
+"""Build of Horovod's wheel from its source distribution, with a cache outside the checkout.
 
-A wheel is cached under a key made of everything that went into it, so a second checkout, or a
-second set-up, takes the wheel in a second instead of building for minutes.
+The cache key is a hash of all inputs of the build, so a second checkout or setup takes the wheel
+in a second instead of building it for minutes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from launch.install.horovod_source import (
 )
 from launch.install.machine import Mpi
 
-# CMake 3.26 knows C++17 for every compiler that torch supports; 4 is the newest tried.
+# CMake 3.26 supports C++17 for every compiler that torch supports; 4 is the newest tested.
 BUILD_TOOLS = ("cmake>=3.26,<5", "setuptools>=65,<100", "wheel>=0.40,<1", "packaging>=23,<30")
 
 
 def cache_folder() -> Path:
-    """Where wheels and build logs live: `$XDG_CACHE_HOME/hvdtrain/horovod`."""
+    """Return the folder of wheels and build logs: `$XDG_CACHE_HOME/hvdtrain/horovod`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hvdtrain" / "horovod"
 
 
 @dataclass(frozen=True)
 class WheelInputs:
-    """Everything that decides what the wheel's binary is."""
+    """All inputs that determine the wheel's binary."""
 
     horovod_sha256: str
     edits_sha256: str
@@ -62,7 +62,7 @@ class WheelInputs:
 
 
 def build_flags(cuda: str | None) -> dict[str, str]:
-    """Horovod's build switches: PyTorch only, Gloo and MPI always, NCCL when torch has CUDA."""
+    """Return Horovod's build switches: PyTorch only, Gloo, MPI, and NCCL if torch has CUDA."""
     flags = {
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -77,7 +77,7 @@ def build_flags(cuda: str | None) -> dict[str, str]:
 
 
 def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi) -> WheelInputs:
-    """The inputs for this machine and the environment that the wheel is to be installed into."""
+    """Return the inputs for this machine and the environment that will hold the wheel."""
     return WheelInputs(
         horovod_sha256=HOROVOD_SHA256,
         edits_sha256=edits_sha256(),
@@ -93,19 +93,17 @@ def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi
 
 
 def edits_sha256() -> str:
-    """A hash of the edits to Horovod's source."""
+    """Return a hash of the edits to Horovod's source."""
     edits = json.dumps([asdict(edit) for edit in EDITS])
     return hashlib.sha256(edits.encode()).hexdigest()
 
 
 def compiler_identity() -> str:
-    """The C++ compiler's own first line, and the flags that the user adds."""
+    """Return the C++ compiler, the first line of its version output, and the user's flags."""
     compiler = os.environ.get("CXX", "c++")
     try:
-        answer = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=False
-        )
-        version = answer.stdout.partition("\n")[0]
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+        version = done.stdout.partition("\n")[0]
     except OSError:
         version = "none"
     flags = [os.environ.get(name, "") for name in ("CXXFLAGS", "LDFLAGS")]
@@ -113,16 +111,16 @@ def compiler_identity() -> str:
 
 
 def cached_wheel(inputs: WheelInputs) -> Path | None:
-    """The wheel built from exactly these inputs, if it is there."""
+    """Return the cached wheel built from exactly these inputs; None if there is none."""
     return next((cache_folder() / inputs.key).glob("horovod-*.whl"), None)
 
 
 def obtain_wheel(inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
     """Take the wheel from the cache, or build it there.
 
-    `python` is the interpreter of the environment that holds torch (and pip's Open MPI where that
-    is the one used). Two set-ups at the same time build once: the second waits for the first.
-    Raises PreflightError when the build fails, with the first error and the log's place.
+    `python` is the interpreter of the environment that holds torch (and pip's Open MPI if that is
+    used). Of two concurrent setups one builds and the other waits.
+    Raises PreflightError when the build fails, with the first error and the path of the log.
     """
     if found := cached_wheel(inputs):
         return found
@@ -138,7 +136,7 @@ def obtain_wheel(inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
     except OSError as error:
         raise PreflightError(
             f"the cache {folder} cannot be written: {error.strerror or error} "
-            "(XDG_CACHE_HOME chooses another place)"
+            "(set XDG_CACHE_HOME to use another folder)"
         ) from error
 
 
@@ -161,7 +159,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _publish(built: Path, folder: Path) -> Path:
-    """Copy under another name first: a wheel in the cache is complete or absent."""
+    """Copy under another name and rename: a wheel in the cache is complete or absent."""
     partial = folder / (built.name + ".partial")
     shutil.copyfile(built, partial)
     return partial.rename(folder / built.name)
@@ -211,7 +209,7 @@ def _build_environment(tools: Path, inputs: WheelInputs, python: Path, mpi: Mpi)
     environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     if mpi.source == "pip":
-        # Else the wrapper would leave this environment's own path in the cached wheel.
+        # By default the wrapper would store the path of this environment in the cached wheel.
         environment["OMPI_LDFLAGS"] = f"-L{python.parent.parent / 'lib'}"
     return environment
 
@@ -231,7 +229,7 @@ def _failure(what: str, returncode: int, log: Path) -> str:
 
 
 def first_error(log_text: str) -> str:
-    """The first line that a compiler, CMake or pip marks as an error, with the line after it."""
+    """Return the first line that a compiler, CMake or pip marks as an error, and the next line."""
     lines = log_text.splitlines()
     for pattern in (
         r"\berror: |fatal error: |undefined reference",
@@ -239,7 +237,7 @@ def first_error(log_text: str) -> str:
         r"ERROR: |Error",
     ):
         for number, line in enumerate(lines):
-            # pip's own summary line says only that something else has failed.
+            # pip's summary line does not name the cause.
             if re.search(pattern, line) and "subprocess-exited-with-error" not in line:
                 return "\n".join(part.strip() for part in lines[number : number + 2])
     return lines[-1].strip() if lines else "the log is empty"

@@ -1,4 +1,4 @@
-"""What the machine itself must bring: named all at once, with the line that installs it."""
+"""System requirements: all missing ones are reported at once, with the command to install them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINIMUM_PYTHON = (3, 10)
 
 @dataclass(frozen=True)
 class Requirement:
-    """One thing that the system provides, and the Debian package that holds it."""
+    """A program or file that the system provides, and its Debian package."""
 
     name: str
     why: str
@@ -41,7 +41,7 @@ def _find_python_header() -> str | None:
 
 
 def _find_tool(name: str) -> str | None:
-    """As `which`, also in root's folders: they are not on everyone's PATH."""
+    """Find a program on PATH or in the sbin folders, which may not be on a user's PATH."""
     path = os.environ.get("PATH", "")
     return shutil.which(name, path=f"{path}{os.pathsep}/usr/sbin{os.pathsep}/sbin")
 
@@ -50,7 +50,7 @@ REQUIREMENTS = (
     Requirement("C++ compiler", "Horovod is compiled here", "g++", _find_compiler),
     Requirement("make", "Horovod is compiled here", "make", lambda: shutil.which("make")),
     Requirement("Python headers", "Horovod is compiled here", "python3-dev", _find_python_header),
-    Requirement("Python venv", "hvdtrain lives in .venv", "python3-venv", _find_venv),
+    Requirement("Python venv", "hvdtrain is installed in .venv", "python3-venv", _find_venv),
     Requirement(
         "ssh client",
         "horovodrun reaches hosts by ssh",
@@ -59,8 +59,8 @@ REQUIREMENTS = (
     ),
 )
 
-# What the test suite needs beyond that: it makes hosts out of namespaces, and leaves these tests
-# out where one is missing.
+# The test suite needs these too: it builds hosts from namespaces, and skips those tests if one is
+# missing.
 TEST_REQUIREMENTS = (
     Requirement(
         "ssh server", "test hosts are reached by ssh", "openssh-server", lambda: _find_tool("sshd")
@@ -84,17 +84,17 @@ TEST_REQUIREMENTS = (
 def missing_requirements(
     requirements: tuple[Requirement, ...] = REQUIREMENTS,
 ) -> list[Requirement]:
-    """The requirements that this machine does not meet, in the order given."""
+    """Return the requirements that this machine does not meet, in the order given."""
     return [requirement for requirement in requirements if requirement.find() is None]
 
 
 def explain_missing(missing: list[Requirement]) -> str:
-    """One message for all that is missing, ending in the line that mends it on Debian."""
+    """Return one message for all missing requirements, with the command that installs them."""
     lines = [f"  {item.name}: not found ({item.why})" for item in missing]
     packages = " ".join(item.debian_package for item in missing)
     return "\n".join(
         [
-            "this machine lacks what hvdtrain is built with:",
+            "this machine lacks requirements of the setup:",
             *lines,
             f"On Debian or Ubuntu: apt-get install -y {packages}",
             "or, as root: launch/setup --system-packages",
@@ -104,7 +104,7 @@ def explain_missing(missing: list[Requirement]) -> str:
 
 @dataclass(frozen=True)
 class Mpi:
-    """The Open MPI that Horovod is built against."""
+    """The Open MPI against which Horovod is built."""
 
     version: str
     source: str  # "system" or "pip"
@@ -115,11 +115,11 @@ class Mpi:
 
 
 def find_system_mpi(outside: Path) -> Mpi | None:
-    """The system's Open MPI 4 with its compiler wrapper, looked for on PATH but not in `outside`.
+    """Return the system's Open MPI 4 with its compiler wrapper, found on PATH outside `outside`.
 
-    `outside` is the virtual environment that may hold pip's Open MPI. One of another environment
-    is not the system's either: it goes where that goes. Any other MPI, or a major version that
-    horovodrun's options do not fit (5), counts as none.
+    `outside` is the virtual environment that may hold pip's Open MPI. Other virtual environments
+    are skipped too, since they may be removed. Any other MPI, or a major version that does not
+    support horovodrun's options (5), counts as none.
     """
     folders = [
         folder
@@ -132,13 +132,13 @@ def find_system_mpi(outside: Path) -> Mpi | None:
     mpirun, wrapper = shutil.which("mpirun", path=path), shutil.which("mpicxx", path=path)
     if not mpirun or not wrapper or Path(mpirun).parent != Path(wrapper).parent:
         return None
-    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    version = re.search(r"\(Open MPI\) (4\.\d+\.\d+)", answer.stdout)
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"\(Open MPI\) (4\.\d+\.\d+)", done.stdout)
     return Mpi(version.group(1), "system") if version else None
 
 
 def python_problem() -> str | None:
-    """What is wrong with this Python, or None."""
+    """Return why this Python is unsuitable, or None."""
     if sys.version_info < MINIMUM_PYTHON:
         wanted = ".".join(map(str, MINIMUM_PYTHON))
         return f"Python {wanted} or newer is needed, this is {sys.version.split()[0]}"

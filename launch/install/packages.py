@@ -1,4 +1,4 @@
-"""Installing Debian packages; a service that they bring is not started, now or at a boot."""
+"""Installation of Debian packages without starting their services, now or at boot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-POLICY = Path("/usr/sbin/policy-rc.d")  # asked by packages before they start a service
+POLICY = Path("/usr/sbin/policy-rc.d")  # consulted by packages before they start a service
 REFUSE = "#!/bin/sh\n# Written by launch/setup while it installs packages.\nexit 101\n"
 SERVICES = {
     "openssh-server": ("ssh.service", "ssh.socket"),
@@ -20,7 +20,7 @@ Run = Callable[[list[str], str], object]
 
 
 def install(packages: list[str], run: Run, policy: Path = POLICY) -> None:
-    """apt-get install; `run` takes a command and what it does. Services stay as they were."""
+    """Install packages with apt-get; disable their services. `run` takes a command and a title."""
     apt = ["apt-get", "install", "--yes", "--quiet", *packages]
     run(["apt-get", "update", "--quiet"], "apt-get update")
     with _services_stay_off(policy):
@@ -32,7 +32,7 @@ def install(packages: list[str], run: Run, policy: Path = POLICY) -> None:
 
 @contextmanager
 def _services_stay_off(policy: Path) -> Iterator[None]:
-    """A policy that starts nothing, unless the machine has one of its own."""
+    """Install a policy that starts no service, unless the machine already has a policy."""
     if policy.exists():
         yield
         return

@@ -1,1 +1,1 @@
-"""Long runs for a person to start: `python -m tests.campaigns.NAME --help`."""
+"""Long runs, started by hand: `python -m tests.campaigns.NAME --help`."""

@@ -1,9 +1,9 @@
-"""N changes how fast, never what is learned: the same experiments on 1 to 4 workers, compared.
+"""Comparison of the parameters that the same experiments end with on 1 to 4 workers.
 
     python -m tests.campaigns.agreement [--controllers gloo mpi] [--cases TEXT]
 
-Prints one line a run, with max |difference| / max |w| from the run on one worker, and ends with
-exit code 1 if a float64 run is off by more than 1e-9, or a float32 one by 1e-5 after 10 steps.
+Prints one line per run, with max |difference| / max |w| to the run on one worker. Exits with 1 if
+a float64 run differs by more than 1e-9, or a float32 run by more than 1e-5 after 10 steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.parallel.experiments import largest_difference, summary_and_weights, 
 from tests.parallel.launching import CONTROLLERS
 
 FLOAT64_LIMIT = 1e-9  # design.md section 1
-FLOAT32_LIMIT = 1e-5  # after 10 steps; later on rounding grows as the training itself is chaotic
+FLOAT32_LIMIT = 1e-5  # after 10 steps; later, rounding differences grow with the training
 COMMON = ["--lr=0.05", "--weight-decay=1e-3", "--warmup-epochs=1", "--sched=cosine", "--seed=3"]
 LONG = [*COMMON, "--dtype=float64", "--max-steps=120"]
 RESNET = "--model=tests.parallel.plugins:small_resnet"
@@ -60,7 +60,7 @@ CASES |= {
 
 
 def flags_for(flags: list[str], size: int) -> list[str]:
-    """With unequal weights where the case wants them."""
+    """Return the flags of a case, with unequal rank weights where it requires them."""
     if flags[-1] != "--rank-weights":
         return flags
     return [*flags[:-1], *([f"--rank-weights={WEIGHTS[size]}"] if size in WEIGHTS else [])]
@@ -69,9 +69,9 @@ def flags_for(flags: list[str], size: int) -> list[str]:
 def differences(
     name: str, size: int, controller: str, folder: Path, more: Sequence[str] = ()
 ) -> float:
-    """How far `size` workers end from one worker, which is run once per folder.
+    """Return the largest relative difference between `size` workers and one.
 
-    `more`: flags that take precedence over the case's.
+    The run on one worker is made once per folder. `more`: flags that override those of the case.
     """
     flags, _ = CASES[name]
     alone, together = folder / "alone", folder / f"{size}-{controller}"

@@ -1,11 +1,11 @@
-"""More workers than cores, over three hosts: is every run trained and audited to its end?
+"""Audited training on three hosts with more workers than cores, repeated.
 
     python -m tests.campaigns.crowded [--repeat 10] [--workers 6 8] [--busy 0 2]
         [--controllers gloo mpi] [--starts launch horovodrun]
 
-Needs root (hosts are made of namespaces; see tests/hosts). All hosts share this machine's cores;
-`--busy` adds processes that do nothing but compute. Prints a table, and ends with exit code 1
-unless every run ended with 0, every audit agreed, and no process was left on any host.
+Requires root (hosts are made of namespaces; see tests/hosts). All hosts share the cores of this
+machine; `--busy` adds processes that only compute. Prints a table. Exits with 1 unless every run
+ended with 0, every audit agreed, and no process was left on any host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END_S = 300.0
 
 
 def run_one(workers: int, busy: int, controller: str, start: str, place: Path) -> tuple[str, float]:
-    """What was wrong with one run (nothing: empty), and how long it took."""
+    """Return the problem of one run (empty: none), and its duration in seconds."""
     with Cluster(slots_of(workers), place / "hosts", visible=[place]) as cluster:
         command = crowded_command(cluster, controller, start, place / "runs")
         with busy_processes(busy):

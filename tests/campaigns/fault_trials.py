@@ -1,4 +1,4 @@
-"""One worker of the fault campaign (see `tests.campaigns.faults`); run it under horovodrun.
+"""One worker of the fault campaign (see `tests.campaigns.faults`), started by horovodrun.
 
 horovodrun -np 3 --gloo python -m tests.campaigns.fault_trials --trials 84 --seed 0
 """
@@ -24,7 +24,7 @@ from hvdtrain.errors import AuditMismatch
 from hvdtrain.exchange import Reduction
 from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.lab.bench.within_job import endless_steps
-from hvdtrain.lab.verify.collectives import FAULTS, Delivered, Place, inject
+from hvdtrain.lab.verify.collectives import FAULTS, CaseContext, Delivered, inject
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, broadcast
 from hvdtrain.ring.bound import ERROR_BOUNDS
@@ -48,12 +48,12 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "clip_grad": 0.5,
     },
 }
-ONE_RANK = ("bitflip",)  # its copy is no longer that of the others: to be found whatever its size
-CERTAIN = 2.0  # bounds: an honest error may use up one of them
+ONE_RANK = ("bitflip",)  # changes the copy of one rank: must be found whatever its size
+CERTAIN = 2.0  # in bounds: rounding alone may account for one of them
 
 
 class FaultyExchange:
-    """Horovod's exchange, with a fault between its reduction and whoever looks at it."""
+    """Horovod's exchange, with a fault injected between its reduction and the audit."""
 
     def __init__(self, inner: HorovodExchange, ring: Transport, dice: random.Random) -> None:
         self._inner = inner
@@ -61,21 +61,21 @@ class FaultyExchange:
         self._dice = dice
         self._previous: dict[str, torch.Tensor] = {}
         self.fault: str | None = None
-        self.expected: set[str] = set()  # parameters, any of which is rightly named
+        self.expected: set[str] = set()  # parameters, any of which the audit may name
         self.must_be_found = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def watch(self, model: torch.nn.Module, reduction: Reduction) -> None:
-        """Which gradients go through it from here on, and how."""
+        """Exchange the gradients of `model` from now on, as `reduction` specifies."""
         self.reduction = reduction
         self._named = dict(model.named_parameters())
         self._local = LocalGradients(list(self._named.values()))
         self._previous.clear()
 
     def begin(self) -> None:
-        """Before a backward pass."""
+        """Start copying the local gradients; call before a backward pass."""
         self._local.begin([Piece(i, 0, p.numel()) for i, p in enumerate(self._named.values())])
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,14 +104,14 @@ class FaultyExchange:
         )
         before = delivered.value.clone()
         rank, size = self._inner.rank, self._inner.size
-        changed = inject(fault, delivered, Place(rank, size, self._tell), self._dice)
+        changed = inject(fault, delivered, CaseContext(rank, size, self._broadcast), self._dice)
         anywhere = all_reduce(np.array([float(changed)]), self._ring)[0] > 0
         self.expected = {name, *([twin] if twin else [])}
         farthest = self._in_bounds(before, delivered.value, local)
         self.must_be_found = bool(anywhere and (fault in ONE_RANK or farthest > CERTAIN))
 
     def _in_bounds(self, before: torch.Tensor, now: torch.Tensor, local: torch.Tensor) -> float:
-        """The largest change on any rank, in rounding bounds, worked out apart from the audit."""
+        """Return the largest change on any rank, in rounding bounds, independently of the audit."""
         magnitudes = all_reduce(local.double().abs().reshape(-1).numpy(), self._ring)
         dtype = np.float16 if self._compressed else np.float32
         bound_of = ERROR_BOUNDS[self.reduction.op]
@@ -130,10 +130,10 @@ class FaultyExchange:
         copy = self._local.get(piece)
         return torch.zeros_like(parameter) if copy is None else copy.reshape(parameter.shape)
 
-    def _tell(self, value: torch.Tensor, rank: int) -> torch.Tensor:
-        told = value.detach().clone().contiguous()
-        broadcast(told.numpy(), self._ring, rank)
-        return told
+    def _broadcast(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        copy = value.detach().clone().contiguous()
+        broadcast(copy.numpy(), self._ring, rank)
+        return copy
 
 
 def run_workload(
@@ -145,7 +145,7 @@ def run_workload(
     dice: random.Random,
     tally: Counter[str],
 ) -> list[str]:
-    """Collective: honest steps, then trials; what went wrong, in words."""
+    """Collective: run steps without faults, then trials, and return descriptions of problems."""
     options = WORKLOADS[name]
     config = build_config({"data": "digits", "device": "cpu", "lr": 0.01} | options, [])
     source = find_source(config, exchange, exchange.rank)
@@ -176,7 +176,7 @@ def _step(
     fault: str | None,
     tally: Counter[str],
 ) -> list[str]:
-    """Collective: one audited step, with a fault or without; what was not as it should be."""
+    """Collective: run an audited step, with or without a fault, and return its problems."""
     step = len(records) + 1
     exchange.fault, exchange.must_be_found = fault, False
     exchange.begin()

@@ -1,11 +1,11 @@
-"""Workers killed and stopped at random moments: the resumed run is the undisturbed one.
+"""Comparison of runs killed and stopped at random moments with undisturbed ones.
 
     python -m tests.campaigns.kills [--cuts 40] [--sizes 1 2 3] [--controllers gloo mpi] [--seed 0]
 
-Runs `hvdtrain verify-resume` for each number of workers and controller; of its cuts every second
-one is a SIGKILL and the others are a SIGTERM, and three in four come after a checkpoint. Each cut
-is printed with the step that the run had been resumed from. Ends with exit code 1 if a run ended
-with other parameters than the undisturbed one.
+Runs `hvdtrain verify-resume` for each number of workers and controller. Its cuts are SIGKILL and
+SIGTERM in turn, three in four of them after a checkpoint. Each cut is printed with the step that
+the run was resumed from. Exits with 1 if a run ended with other parameters than the undisturbed
+one.
 """
 
 from __future__ import annotations

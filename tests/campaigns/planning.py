@@ -1,13 +1,13 @@
-"""Predictions of `hvdtrain plan` beside what was published, and beside what is measured here.
+"""Predictions of `hvdtrain plan`, compared with published and with local measurements.
 
     python -m tests.campaigns.planning published
     python -m tests.campaigns.planning measure [--controllers gloo mpi]
     python -m tests.campaigns.planning measured
 
-prints the tables of docs/planning.md. `measure` takes some minutes, and needs a machine that does
-nothing else; it adds what is missing to docs/planning-measured.json, which `measured` shows again.
-All N of a model live at the same time, and train in turns, so that a machine whose speed drifts is
-as fast for one as for another.
+prints the tables of docs/planning.md. `measure` takes some minutes, and requires an idle machine.
+It adds missing measurements to docs/planning-measured.json; `measured` prints them again. The jobs
+of a model for all N are alive together and train in turns, so that a drift in the speed of the
+machine affects all N alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.lab.bench.scaling import OURS, Case, Starter
+from hvdtrain.lab.bench.scaling import OURS, ScalingCase, Starter
 from hvdtrain.lab.bench.within_job import DATA
 from hvdtrain.lab.children import fork_server, guarded
 from hvdtrain.lab.plan.costs import Cluster
@@ -38,7 +38,7 @@ from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
 from tests.parallel.launching import CHECKOUT, CONTROLLERS
 
 MEASURED = CHECKOUT / "docs" / "planning-measured.json"
-WORK = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # samples a worker
+WORK = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # samples per worker
 PROFILE_STEPS = {"lenet": 60, "mlp": 30, "resnet18-small": 6}
 WORKERS = (1, 2, 3, 4)
 ROUNDS, TURN_S = 4, 3.0
@@ -46,7 +46,7 @@ LIMIT_S = 1200.0  # of each model, and of the network
 
 
 def published_table() -> list[str]:
-    """A row for each published efficiency."""
+    """Return the lines of a table with a row for each published efficiency."""
     layers = {model: layers_of(model) for model in dict.fromkeys(p.model for p in POINTS)}
     lines = [
         "| | model | N | predicted | published | residual | predicted without overlap |",
@@ -64,7 +64,7 @@ def published_table() -> list[str]:
 
 
 def measure(controllers: Sequence[str]) -> None:
-    """All that the other table is made from, into the file; what it holds already is kept."""
+    """Measure the data of the second table into the file, except those that it already holds."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"profiles": {}, "networks": {}, "samples_per_s": {}}
     if MEASURED.exists():
@@ -85,18 +85,18 @@ def measure(controllers: Sequence[str]) -> None:
 
 
 def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
-    """At once, as a long measurement may be cut short."""
+    """Add one measurement to the file immediately, as the campaign may be interrupted."""
     found[part][name] = value
     MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def _train(controller: str, model: str) -> dict[str, list[float]]:
-    """Samples a second of each N and round, over all workers."""
+    """Return samples per second of each N and round, over all workers."""
     start = Starter(controller, LIMIT_S, fork_server())
     with guarded(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         running = {}
         for workers in WORKERS:
-            case = Case(model, workers, WORK[model] * workers)
+            case = ScalingCase(model, workers, WORK[model] * workers)
             running[workers] = start(case, OURS, Path(folder, str(workers)))
             stack.callback(running[workers].close)
         for number in range(ROUNDS):
@@ -106,7 +106,7 @@ def _train(controller: str, model: str) -> dict[str, list[float]]:
 
 
 def measured_table(measured: dict[str, Any]) -> list[str]:
-    """A row for each controller, model and N: samples a second, and efficiency."""
+    """Return the lines of a table by controller, model and N: samples/s and efficiency."""
     lines = [
         "| controller | model | N | samples/s predicted | measured | residual "
         "| efficiency predicted | measured | residual | predicted without overlap |",
@@ -123,7 +123,7 @@ def measured_table(measured: dict[str, Any]) -> list[str]:
 def _row(
     setting: Scenario, controller: str, model: str, workers: int, rates: dict[str, list[float]]
 ) -> str:
-    """Efficiency is the median of the ratios within rounds."""
+    """Return one row; the efficiency is the median of the ratios within rounds."""
     predicted = predict(setting, "ring", workers)
     ours, alone = rates[str(workers)], rates["1"]
     rate = statistics.median(ours)
@@ -137,7 +137,7 @@ def _row(
 
 
 def _setting(measured: dict[str, Any], controller: str, model: str) -> Scenario:
-    """This machine: one host, whose workers share its cores."""
+    """Return the scenario of this machine: one host, whose workers share its cores."""
     with tempfile.TemporaryDirectory() as name:
         profile_file, network_file = Path(name, "profile"), Path(name, "network")
         profile_file.write_text(json.dumps(measured["profiles"][model]))

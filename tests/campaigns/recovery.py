@@ -1,17 +1,17 @@
-"""Faults at random moments in jobs over several hosts: does every run end as if nothing had been?
+"""Comparison of jobs on several hosts, with faults at random moments, with undisturbed ones.
 
     python -m tests.campaigns.recovery [--repeat 10] [--controllers gloo mpi] [--faults 0 1 ...]
 
-Each job meets every fault that its place allows, in an order of its own, each once it has recovered
-from the one before; `--repeat` says how many such jobs there are for each place and controller.
+Each job is exposed to every fault that its place allows, in a random order, each after recovery
+from the previous one. `--repeat` is the number of such jobs for each place and controller.
 
-Needs root (hosts are made of namespaces; see tests/hosts) and, for `docker stop`, a Docker engine
-(docker/start-engine). Prints each job, and the table after each round and in the end, also if it is
-ended by Ctrl-C or SIGTERM. Ends with exit code 1 unless each job ended with the undisturbed one's
-parameters, with no process left on any host.
+Requires root (hosts are made of namespaces; see tests/hosts) and, for `docker stop`, a Docker
+engine (docker/start-engine). Prints each job, and the table after each round and at the end, also
+after Ctrl-C or SIGTERM. Exits with 1 unless each job ended with the parameters of the undisturbed
+one, and left no process on any host.
 
-`--jobs 2` runs two jobs at a time. Each has hosts of its own, so what they end with counts as much
-as one by one, but the times in the table are those of a machine with twice the load.
+`--jobs 2` runs two jobs at a time. Each has its own hosts, so that their results are as valid as
+those of single jobs, but the times in the table are those of a machine with twice the load.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ SAME = ("params_sha256", "samples_seen", "steps", "world_size")
 
 @dataclass(frozen=True)
 class Kind:
-    """What jobs that end alike have in common."""
+    """The properties that determine the result of a job."""
 
     controller: str
     place: str
-    faults: tuple[str, ...]  # those that a job of this kind meets
+    faults: tuple[str, ...]  # all faults of a job of this kind
 
     @property
     def steps(self) -> int:
-        """How many steps outlast all faults, on a fast machine too."""
+        """Return a number of steps that outlasts all faults, on a fast machine too."""
         base, for_each = STEPS[self.place]
         return base + for_each * len(self.faults)
 
@@ -70,22 +70,22 @@ class Trial:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     recoveries: list[Recovery]
-    problem: str  # empty when all was right
+    problem: str  # empty: none
 
 
 def place_of(fault: str) -> str:
-    """Where a job meets this fault: a key of STEPS."""
+    """Return the place of a job with this fault: a key of STEPS."""
     if fault in hosts.FAULTS:
         return "namespaces"
     return "one container" if fault == containers.STOP_CONTAINER else "containers"
 
 
 def kinds_of(controllers: Sequence[str], faults: Sequence[str]) -> list[Kind]:
-    """The kinds of jobs that meet these faults."""
+    """Return the kinds of jobs with these faults."""
     found = [
         Kind(controller, place, tuple(fault for fault in faults if place_of(fault) == place))
         for place in STEPS
@@ -95,14 +95,14 @@ def kinds_of(controllers: Sequence[str], faults: Sequence[str]) -> list[Kind]:
 
 
 class Campaign:
-    """Runs jobs, in threads: each has hosts and a folder of its own."""
+    """The runner of jobs, in threads; each job has its own hosts and folder."""
 
     def __init__(self, folder: Path, image: str, seed: int) -> None:
         self._folder, self._image, self._seed = folder, image, seed
         self._peace: dict[Kind, dict[str, object]] = {}
 
     def run(self, kinds: Sequence[Kind], repeat: int, jobs: int) -> Iterator[Row]:
-        """The rows, as they come; first the undisturbed jobs are run."""
+        """Run the undisturbed jobs, then the trials; yield the rows as they are completed."""
         pool = ThreadPoolExecutor(jobs)
         try:
             peace = {kind: pool.submit(self._job, Trial(0, kind), ()) for kind in kinds}
@@ -123,7 +123,7 @@ class Campaign:
         )
         try:
             ended = self._job(trial, faults)
-        except Exception:  # whatever it is, the other trials go on
+        except Exception:  # the other trials continue after any error
             return Row(trial, [], f"{', '.join(faults)}\n{traceback.format_exc()}")
         peace = self._peace[trial.kind]
         wrong = [name for name in SAME if ended.summary[name] != peace[name]]
@@ -152,8 +152,9 @@ def _lines(row: Row) -> str:
 
 
 def print_table(found: Sequence[Row]) -> None:
-    """A row for each fault and controller. An equal hash means that no sample was lost, or seen
-    twice.
+    """Print a row for each fault and controller.
+
+    An equal hash means that no sample was lost or seen twice.
     """
     print("fault                      controller  jobs  detected after  recovered after  wrong")
     for fault in FAULTS:
@@ -177,7 +178,7 @@ def print_table(found: Sequence[Row]) -> None:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """The median and the largest."""
+    """Return the median and the largest value as text."""
     return f"{statistics.median(values):.1f} ({max(values):.1f}) s" if values else "-"
 
 
@@ -196,7 +197,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _find_image(faults: Sequence[str]) -> str:
-    """The image of this checkout, where a fault needs it. Raises PreflightError."""
+    """Return the image of this checkout, empty if no fault needs it. Raises PreflightError."""
     if not set(faults) & set(containers.FAULTS):
         return ""
     engine = Engine("hvdtrain", ROOT / "docker" / "compose.yaml")
@@ -228,7 +229,7 @@ def main() -> int:
             print(f"recovery: {error}", file=sys.stderr)
             return error.exit_code
         except KeyboardInterrupt:
-            print("recovery: cut short", file=sys.stderr)
+            print("recovery: interrupted", file=sys.stderr)
             return 130
         finally:
             print_table(found)

@@ -1,9 +1,10 @@
-"""Each model on each kind of data, on 1 and 2 workers, audited at every step.
+"""Short audited runs of each model on each kind of data, on 1 and 2 workers.
 
     python -m tests.campaigns.smoke [--sizes 1 2] [--controllers gloo mpi]
 
-Ends with exit code 1 unless every run finishes, every audit agrees, and runs on several workers end
-with the loss of one worker. (Batch norm is synchronised, so that it does not matter.)
+Exits with 1 unless every run finishes, the audit of every step agrees, and runs on several workers
+end with the loss of one worker. (Batch norm is synchronised, so that the loss does not depend on
+the number of workers.)
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from tests.unit.folders import make_folder
 MODELS = ("lenet", "mlp", "resnet18-small", "resnet18", "mobilenet_v3_small", "regnet_y_400mf")
 DATA = ("digits", "synthetic:1x28x28,samples=64", "synthetic:3x32x32,samples=64", "png")
 STEPS = ["--max-steps", "3", "--global-batch-size", "9", "--audit-every", "1", "--sync-bn"]
-# In float32 batch norm over nine samples of 1x1 pixels makes much of rounding (6e-3 was seen).
+# In float32, batch norm over nine samples of 1x1 pixels amplifies rounding (6e-3 was observed).
 STEPS += ["--dtype", "float64"]
 SAME_LOSS = 1e-6
 
 
 def run_all(sizes: list[int], controllers: list[str], folder: Path) -> int:
-    """How many runs were not as they should be."""
+    """Run all combinations, and return the number of failures."""
     pictures = make_folder(folder / "pictures", 8, 3)
     failures = 0
     for model in MODELS:
@@ -50,7 +51,7 @@ def run_all(sizes: list[int], controllers: list[str], folder: Path) -> int:
 
 
 def judge(place: Path, exit_code: int, losses: list[float]) -> str:
-    """What is wrong with a run; its validation loss is added to those of its kind."""
+    """Return the problem of a run (empty: none), and append its validation loss to `losses`."""
     if exit_code != 0:
         return f"ended with {exit_code}"
     summary = json.loads((place / "summary.json").read_text())

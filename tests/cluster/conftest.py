@@ -1,4 +1,4 @@
-"""Containers for tests: one image and one cluster for all, made by launch/cluster itself."""
+"""Fixtures for tests in containers: one image and one cluster for all, made by launch/cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cluster.containers import ROOT, Containers, cluster_of_three
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test waits until the image is built."""
+    """Extend the timeouts, as the first test waits until the image is built."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(1800))
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """The image of this checkout; skips the test, with the reason, where there is no engine."""
+    """Return the image of this checkout; skip the test, with the reason, without an engine."""
     engine = Engine("hvdtrain", ROOT / "docker" / "compose.yaml")
     try:
         engine.check()
@@ -34,6 +34,6 @@ def image() -> str:
 
 @pytest.fixture(scope="session")
 def containers(image: str) -> Iterator[Containers]:
-    """One cluster for all tests."""
+    """Yield one cluster for all tests."""
     with cluster_of_three(f"hvdtrain-test-{os.getpid()}", image) as containers:
         yield containers

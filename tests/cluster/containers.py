@@ -1,4 +1,4 @@
-"""Running commands in containers, with a time limit each."""
+"""Commands in containers, each with a time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTFILE = "/etc/mpi/hostfile"
 
 
 def run(command: list[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Output and errors in one text. Raises when it does not end in time."""
+    """Run a command, with its errors in the output. Raises TimeoutExpired."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -37,13 +37,13 @@ def docker(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProce
 
 
 def must(done: subprocess.CompletedProcess[str]) -> str:
-    """What it printed; fails when it has failed."""
+    """Return the output of a command. Raises AssertionError if it has failed."""
     assert done.returncode == 0, f"exit code {done.returncode}: {done.args}\n{done.stdout}"
     return done.stdout
 
 
 def launch_cluster(name: str, *arguments: str, timeout_s: float = 120) -> str:
-    """./launch/cluster, as a user runs it."""
+    """Run ./launch/cluster as a user does, and return its output."""
     os.environ["PYTHON"] = sys.executable
     script = str(ROOT / "launch" / "cluster")
     return must(run([script, "--name", name, *arguments], timeout_s))
@@ -61,7 +61,7 @@ class Containers:
         return [f"{self.name}-worker-{number}" for number in (1, 2, 3)]
 
     def beside(self, *command: str) -> list[str]:
-        """The command line that runs a command in the cluster's network, with its volumes."""
+        """Return the command line of a container in the cluster's network, with its volumes."""
         return launcher_argv(self.name, self.hosts[0], self.image, command, False, 1)
 
     def summary(self, experiment: str) -> dict[str, object]:
@@ -71,7 +71,10 @@ class Containers:
 
 @contextmanager
 def cluster_of_three(name: str, image: str) -> Iterator[Containers]:
-    """Three hosts with a slot each, gone when the context ends; fails if `down` leaves a trace."""
+    """Yield three hosts with one slot each, removed at the end.
+
+    Raises AssertionError if `down` leaves containers, volumes or networks behind.
+    """
     try:
         launch_cluster(name, "up", "--hosts", "3", "--slots", "1", "--image", image)
         yield Containers(name, image)
@@ -83,7 +86,7 @@ def cluster_of_three(name: str, image: str) -> Iterator[Containers]:
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float, what: Callable[[], str]) -> None:
-    """Fails with `what()` when the condition does not come true in time."""
+    """Wait for a condition. Raises AssertionError, with `what()`, if it is not met in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, what()

@@ -1,4 +1,4 @@
-"""The image: what is in it, and that it trains, stops and goes on."""
+"""The image: its content, and training, stopping and resuming in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 from launch.containers.image import dockerfile_default
 from tests.cluster.containers import ROOT, docker, must, wait_for
 
-LARGEST = 1.8e9  # bytes; 1.45e9 when it was measured
+LARGEST = 1.8e9  # bytes; measured: 1.45e9
 EVERYTHING = ["find", "/", "-xdev", "-not", "-path", "/proc/*"]
 KEY_NAMES = re.compile(r"(^|/)(ssh_host_\w+_key|host_ed25519|id_(rsa|dsa|ecdsa|ed25519)|.*\.p12)$")
 KEY = "-----BEGIN PRIVATE" + " KEY-----"
@@ -28,7 +28,7 @@ RUN rm /etc/host_ed25519 /etc/mine.pem
 
 
 def found_in(image: str, *tests: str) -> set[str]:
-    """What `find` names in an image, as root."""
+    """Return the paths that `find`, run as root, prints in an image."""
     options = ["--rm", "--user", "0", "--network", "none", "--entrypoint", "/usr/bin/find"]
     return set(must(docker("run", *options, image, *EVERYTHING[1:], *tests)).splitlines())
 
@@ -67,7 +67,7 @@ def test_a_key_that_a_later_layer_removes_is_found(image: str, tmp_path: Path) -
 
 
 def _read_layers(image: str) -> tuple[list[str], list[str]]:
-    """The names of keys in any layer of an image, and of all files."""
+    """Return the names of the keys in any layer of an image, and of all files."""
     keys, names = [], []
     for layer in _layers(image):
         for file in layer:
@@ -78,7 +78,7 @@ def _read_layers(image: str) -> tuple[list[str], list[str]]:
 
 
 def _layers(image: str) -> Iterator[tarfile.TarFile]:
-    """Each is an archive in an archive, by different names over time."""
+    """Yield the layers of an image: archives in an archive, named differently by version."""
     with (
         subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as saved,
         tarfile.open(fileobj=saved.stdout, mode="r|") as archive,
@@ -96,7 +96,11 @@ def _layers(image: str) -> Iterator[tarfile.TarFile]:
 
 
 def _holds_key(layer: tarfile.TarFile, file: tarfile.TarInfo) -> bool:
-    """By its content, as certificates have names like keys; programs know how a key begins."""
+    """Return whether a file contains a key.
+
+    Its name is not enough, as certificates have names like keys. Binary files do not count:
+    programs contain the first line of a key.
+    """
     if not file.isfile() or file.size > LONGEST_KEY:
         return False
     reader = layer.extractfile(file)
@@ -144,7 +148,7 @@ def test_quickstart_stops_saves_and_goes_on(image: str) -> None:
         must(docker("start", name))
         assert must(docker("wait", name, timeout_s=120)).strip() == "0", printed()
         assert "finished: 10 epochs, 230 steps" in printed()
-        assert printed().count("step 10/230") == 1, "it began anew"
+        assert printed().count("step 10/230") == 1, "it started from the beginning"
     finally:
         docker("rm", "--force", "--volumes", name)
 

@@ -1,4 +1,4 @@
-"""Usual mistakes, and what the user is told."""
+"""The messages for common mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER hvdtrain
 
 
 def outside(containers: Containers, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in the cluster's network, without its keys."""
+    """Run a shell script in the cluster's network, without the cluster's keys."""
     network = f"{containers.name}_cluster"
     return docker(
         "run", "--rm", "--network", network, *options, containers.image, "sh", "-euc", script
@@ -50,7 +50,7 @@ def test_changed_host_key_is_refused_and_named(containers: Containers) -> None:
 
 @pytest.fixture
 def other_version(containers: Containers, tmp_path: Path):
-    """A fourth host, whose image has another version of hvdtrain."""
+    """Yield the name of a fourth host, with another version of hvdtrain."""
     (tmp_path / "Dockerfile").write_text(OTHER_VERSION.format(image=containers.image))
     image = must(docker("build", "--quiet", str(tmp_path))).split()[-1]
     name = f"{containers.name}-odd"

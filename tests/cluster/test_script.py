@@ -1,4 +1,4 @@
-"""launch/cluster from up to down, as a user runs it."""
+"""launch/cluster from `up` to `down`, as a user runs it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_a_run_from_up_to_down(image: str, tmp_path: Path) -> None:
     try:
         launch_cluster(name, "up", "--hosts", "1", "--slots", "2", "--image", image)
         launch_cluster(name, "run", "-np", "2", "--", *TRAIN, "--experiment", "mine")
-        told = launch_cluster(name, "logs")
-        assert "Accepted publickey for hvdtrain" in told or "Server listening" in told
-        assert "rank.0.log" in told and "finished: 1 epoch, 4 steps" in told
+        logs = launch_cluster(name, "logs")
+        assert "Accepted publickey for hvdtrain" in logs or "Server listening" in logs
+        assert "rank.0.log" in logs and "finished: 1 epoch, 4 steps" in logs
         launch_cluster(name, "down", "--output", str(tmp_path))
     finally:
         launch_cluster(name, "down", "--discard")

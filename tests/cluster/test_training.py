@@ -1,4 +1,4 @@
-"""Training on three containers over SSH: right, repeatable, and going on after failures."""
+"""Training on three containers over SSH: correct, repeatable, and resumed after failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RIGHTS = {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": 1 << 19, "CapAmb": 0,
 
 @pytest.fixture(scope="module")
 def alone(containers: Containers) -> str:
-    """The experiment of the same global batch in one container, without Horovod."""
+    """Train with the same global batch in one container, without Horovod; return its name."""
     must(run(containers.beside("hvdtrain", *TRAIN, "--experiment", "alone")))
     return "alone"
 
@@ -118,7 +118,7 @@ def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Co
 
 
 def docker_steps(containers: Containers):
-    """A function that tells the newest step with a checkpoint."""
+    """Return a function that returns the newest step with a checkpoint (0: none)."""
     find = ["find", RUNS, "-path", "*/faults/checkpoints/step-*/manifest.json"]
 
     def steps() -> int:

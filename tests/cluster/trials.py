@@ -1,7 +1,7 @@
-"""`docker stop`, with the 10 s that it gives by default, of containers that take part in a job.
+"""Trials of `docker stop`, with its default 10 s of grace, on the containers of a job.
 
-What stops the job makes it save and end within that time; the same command goes on. The job must
-end with what the same job ends with, bit for bit, when nothing disturbs it.
+A job that is stopped must save and end within that time, and the same command resumes it. It must
+end bit for bit with the result of the same job undisturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from tests.cluster.containers import (
     HOSTFILE,
     RUNS,
-    Containers,
     cluster_of_three,
     docker,
     must,
@@ -37,23 +36,23 @@ from tests.parallel.launching import VANISH_S
 
 STOP_CONTAINER = "docker stop the container"  # the only one: two workers
 STOP_LAUNCHER = "docker stop the launcher"  # beside three hosts with a worker each
-STOP_HOST = "docker stop a host"  # one of the three, which is started again
+STOP_HOST = "docker stop a host"  # one of three; it is started again
 FAULTS = (STOP_CONTAINER, STOP_LAUNCHER, STOP_HOST)
-STOPPED = 143  # 137 if docker had to send SIGKILL after its 10 s
+STOPPED = 143  # 137 would mean a SIGKILL after the 10 s
 LONGEST_AWAY_S = 8.0
-PROGRAMS = "/opt/hvdtrain/"  # of jobs; a host's own, sshd and its health check, lie elsewhere
+PROGRAMS = "/opt/hvdtrain/"  # those of jobs; sshd and the health check are elsewhere
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a job trains: containers as hosts, or a single one with the whole job."""
+    """The place of a job: containers as hosts, or a single container with the whole job."""
 
     name: str
-    start: list[str]  # starts a container of the job, up to the job's own command
+    start: list[str]  # command line that starts a container, without the command in it
     hosts: Sequence[str]
 
     def launch(self, controller: str, steps: int, experiment: str) -> Lines:
-        """Start the job, also to go on."""
+        """Start the job, or resume it."""
         command = [*self.start, "hvdtrain", "launch", f"--controller={controller}", "--restarts=9"]
         command += [f"--hostfile={HOSTFILE}"] if self.hosts else ["-np", "2"]
         command += ["--", "train", *EXPERIMENT]
@@ -74,13 +73,13 @@ class Site:
         must(docker("stop", must(docker("ps", "--quiet", "--filter", which)).strip()))
 
     def summary(self, experiment: str) -> dict[str, object]:
-        """What the run left."""
+        """Return the summary of the run."""
         text = must(docker(*self.start[1:], "cat", f"{RUNS}/{experiment}/summary.json"))
         found: dict[str, object] = json.loads(text)
         return found
 
     def left(self) -> list[str]:
-        """What runs on the hosts that a job has started, once it had time to go."""
+        """Return the processes of jobs on the hosts, as lines, that are left after VANISH_S."""
         deadline = time.monotonic() + VANISH_S
         while True:
             tops = [must(docker("top", host, "-eo", "pid,args")) for host in self.hosts]
@@ -90,18 +89,13 @@ class Site:
             time.sleep(0.3)
 
 
-def site_of(containers: Containers) -> Site:
-    """A cluster's hosts."""
-    return Site(containers.name, containers.beside(), containers.hosts)
-
-
 @contextmanager
 def make_site(fault: str, image: str) -> Iterator[Site]:
-    """What a fault happens to; gone when the context ends."""
+    """Yield the site for a fault, removed at the end."""
     name = f"hvdtrain-trial-{uuid.uuid4().hex[:8]}"
     if fault != STOP_CONTAINER:
         with cluster_of_three(name, image) as containers:
-            yield site_of(containers)
+            yield Site(containers.name, containers.beside(), containers.hosts)
         return
     rights = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     start = ["docker", "run", "--rm", "--name", name, "--volume", f"{name}:{RUNS}", *rights]
@@ -120,12 +114,13 @@ def disturb(
     experiment: str,
     dice: random.Random,
 ) -> Ended:
-    """Disturb a job at random moments, by one fault after the other, each once it has recovered
-    from the one before; without any, it goes on in peace.
+    """Run a job with faults at random moments, each after recovery from the previous one.
+
+    Without faults the job is undisturbed.
     """
     lines = site.launch(controller, steps, experiment)
     lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
-    told, recoveries = "", []
+    output, recoveries = "", []
     for fault in faults:
         lines.wait_for_steps(dice.randint(0, MOST_STEPS_BETWEEN))
         began_s = time.monotonic()
@@ -137,12 +132,12 @@ def disturb(
             detected_s = lines.wait_for(RESTART, 90, began_s)
         else:
             site.stop_launcher()
-            code, told = lines.wait(END_S), told + lines.text
-            assert code == STOPPED, f"{fault}, {controller}: ended with {code}:\n{told}"
+            code, output = lines.wait(END_S), output + lines.text
+            assert code == STOPPED, f"{fault}, {controller}: ended with {code}:\n{output}"
             detected_s = time.monotonic()
             lines = site.launch(controller, steps, experiment)
         recovered_s = lines.wait_for("step ", END_S, detected_s)
         recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s))
-    code, told = lines.wait(END_S), told + lines.text
-    assert code == 0, f"{faults}, {controller}: ended with {code}:\n{told}"
-    return Ended(recoveries, site.summary(experiment), len(site.left()), told)
+    code, output = lines.wait(END_S), output + lines.text
+    assert code == 0, f"{faults}, {controller}: ended with {code}:\n{output}"
+    return Ended(recoveries, site.summary(experiment), len(site.left()), output)

@@ -1,4 +1,4 @@
-"""Hosts for tests: skipped, with the reason, where the machine cannot make them."""
+"""Fixtures of test hosts; they skip the test, with the reason, where hosts cannot be made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _why_not = functools.cache(why_not)
 
 @pytest.fixture
 def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """A maker of clusters that are gone after the test: make_cluster([1, 2, 1], ssh_port=2222)."""
+    """Yield a factory of clusters for one test: make_cluster([1, 2, 1], ssh_port=2222)."""
     if reason := _why_not():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -31,5 +31,5 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    """Three hosts, alpha, beta and gamma, with 1, 2 and 1 slots."""
+    """Return a cluster of three hosts, alpha, beta and gamma, with 1, 2 and 1 slots."""
     return make_cluster()

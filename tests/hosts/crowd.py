@@ -1,4 +1,4 @@
-"""A job with more workers than this machine has cores, on three hosts, audited at every step."""
+"""A job on three hosts with more workers than this machine has cores, audited at every step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BURN = "while True: pass"
 
 
 def slots_of(workers: int) -> list[int]:
-    """On three hosts, as even as can be."""
+    """Return the slots of three hosts, as equal as possible."""
     return [(workers + 2 - host) // 3 for host in range(3)]
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep so many processes computing meanwhile."""
+    """Keep `count` processes computing during the context."""
     started = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
     try:
         yield
@@ -39,7 +39,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def crowded_command(cluster: Cluster, controller: str, start: str, output: Path) -> list[str]:
-    """The command of the job, on all slots of the cluster: under `launch`, or plain horovodrun."""
+    """Return the command of the job on all slots: by `hvdtrain launch`, or plain horovodrun."""
     train = ["train", *EXPERIMENT, f"--output={output}"]
     if start == "launch":
         flags = ["--hostfile", str(cluster.hostfile), f"--controller={controller}"]
@@ -48,12 +48,12 @@ def crowded_command(cluster: Cluster, controller: str, start: str, output: Path)
 
 
 def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> list[str]:
-    """horovodrun on all slots of a cluster."""
+    """Return the command line of horovodrun on all slots of a cluster."""
     launcher = ["horovodrun", "-np", str(sum(host.slots for host in cluster.hosts))]
     launcher += ["-H", cluster.host_list, "-p", str(cluster.ssh_port), f"--{controller}"]
     launcher += ["--disable-cache", "--network-interface", INTERFACE]
     if controller == "mpi":
-        # A login has no virtual environment on its PATH: this is where each host finds orted.
+        # A login has no virtual environment on its PATH: with --prefix it finds orted.
         mpirun = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
         assert mpirun, "no mpirun"
         launcher += [f"--mpi-args=--prefix {Path(mpirun).parents[1]}"]
@@ -61,7 +61,7 @@ def horovodrun(cluster: Cluster, controller: str, command: Sequence[str]) -> lis
 
 
 def why_not_audited(output: Path, workers: int) -> str:
-    """What is wrong with what a job has left; empty when each step was right."""
+    """Return the deviations in the summary of a job; empty if every step was correct."""
     summary = json.loads((output / "run" / "summary.json").read_text())
     found = {name: summary[name] for name in ("status", "world_size", "steps", "samples_seen")}
     expected = {"status": "finished", "world_size": workers}

@@ -1,8 +1,8 @@
 """Run a command on a test host: `python enter.py PID COMMAND...`, PID being the host's init.
 
-Standard library only. The command is a session leader in the host's namespaces. This process
-stays outside: it waits, passes signals on, ends as the command does, and takes it with it when
-it is killed itself.
+Standard library only. The command is a session leader in the host's namespaces. This process stays
+outside. It waits, forwards signals, and ends with the status of the command. If it is killed, the
+command is killed too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: the others' files are seen from here
+NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")  # mnt last: it hides the /proc of this machine
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 CHANGED_BY_PYTHON = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 PR_SET_PDEATHSIG = 1
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(pid: int) -> None:
-    """Move this process into the namespaces of another (of pid: only its later children)."""
+    """Move this process into the namespaces of another (pid namespace: only later children)."""
     folder = Path.cwd()
     handles = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     for handle in handles:
@@ -34,7 +34,7 @@ def enter(pid: int) -> None:
 
 
 def become(command: list[str]) -> None:
-    """In the child: the command itself."""
+    """Replace this process, the child, by the command."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     try:
@@ -56,7 +56,7 @@ def main() -> None:
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))

@@ -1,7 +1,7 @@
-"""A network that is slow until a file is there: `--model tests.hosts.gated:lenet`.
+"""A network that is slow until a file exists: `--model tests.hosts.gated:lenet`.
 
-So a test can stop a job in the middle however busy the machine is. Time is all that it changes: the
-file's name is in HVDTRAIN_TEST_GATE, and what is learned is the same with and without it.
+A test can thereby stop a job in the middle, however busy the machine is. HVDTRAIN_TEST_GATE names
+the file. Only the time of a step depends on it; the parameters are the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from hvdtrain.models.lenet import LeNet
 
 GATE = "HVDTRAIN_TEST_GATE"
-SLOW_S = 1.2  # 60 steps outlast the half minute in which Slurm looks at time limits
+SLOW_S = 1.2  # 60 steps outlast the 30 s between Slurm's checks of time limits
 
 
 class Gated(LeNet):
-    """LeNet; each forward pass in training takes a moment longer while the gate is shut."""
+    """LeNet with a delay in each forward pass of training while the gate is closed."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and not Path(os.environ[GATE]).exists():

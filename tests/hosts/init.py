@@ -1,9 +1,9 @@
-"""The first process of a test host: makes the host its own, then lives as long as the test does.
+"""The first process of a test host: it sets up hostname and mounts, and lives until the test ends.
 
-Standard library only. `python init.py JSON`, started by `unshare` with its namespaces; the JSON
-holds `name`, `visible` (folders that stay visible though /tmp is the host's own) and `binds`
-(target: source). It prints one line, "ready" or what went wrong, and ends when its standard
-input does: so with the test process, however that ends, and then all else on the host ends too.
+Standard library only. `python init.py JSON`, started by `unshare` in its namespaces. The JSON
+holds `name`, `visible` (folders that stay visible in the private /tmp) and `binds` (target:
+source). It prints one line, "ready" or an error. It ends when its standard input ends, and thus
+with the test process, however that ends. All other processes of the host then end too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 MS_BIND, MS_REC = 0x1000, 0x4000
-OWN = ("/dev/shm", "/run")  # private and empty on each host; /tmp is too, and /sys has its network
+OWN = ("/dev/shm", "/run")  # private and empty on each host, besides /tmp; /sys shows its network
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2). Raises OSError."""
+    """Call mount(2). Raises OSError."""
     arguments = [os.fsencode(text) for text in (source, target, kind)]
     if _libc.mount(*arguments, ctypes.c_ulong(flags), os.fsencode(options)) != 0:
         number = ctypes.get_errno()
@@ -30,7 +30,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def cover(target: str, kind: str, visible: list[str], options: str = "") -> None:
-    """Mount a new file system over `target`, with some folders below it still to be seen."""
+    """Mount a new file system over `target`; the folders in `visible` below it stay visible."""
     handles = [os.open(folder, os.O_PATH) for folder in visible]
     mount(kind, target, kind, options=options)
     for folder, handle in zip(visible, handles, strict=True):
@@ -40,7 +40,7 @@ def cover(target: str, kind: str, visible: list[str], options: str = "") -> None
 
 
 def make_own(plan: dict) -> None:
-    """Hostname and mounts."""
+    """Set up the hostname and the mounts."""
     socket.sethostname(plan["name"])
     for target in OWN:
         cover(target, "tmpfs", [], "mode=1777" if target == "/dev/shm" else "mode=755")
@@ -52,7 +52,7 @@ def make_own(plan: dict) -> None:
 
 
 def reap(*_: object) -> None:
-    """The dead whose parents are gone are children of this process."""
+    """Reap orphaned processes that have ended: they are children of this one."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,13 +1,13 @@
 """Real hosts for tests, made of Linux namespaces: own network, names, processes and sshd.
 
-Three hosts and the switch that joins them, each a `Node`; the switch's bridge lives in a
-namespace of its own, so the machine's own network is not touched:
+Each host, and the switch that connects them, is a `Node`. The bridge of the switch is in its own
+namespace, so that the network of the machine is not changed. Three hosts:
 
     alpha 10.77.0.1          beta 10.77.0.2          gamma 10.77.0.3
     eth0 ---- port0 [ switch: a bridge ] port1 ---- eth0 ...
 
-Nothing of it has a name outside: with the test's process all of it is gone, however that ends,
-and two clusters at the same time do not see each other.
+Nothing of it has a name outside. All of it is removed with the test's process, however that ends,
+and two clusters at the same time are invisible to each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERFACE = "eth0"  # on every host
 SSHD = "/usr/sbin/sshd"
 SSHD_START_S = 10.0
 FILLER = "filler"
-SHELL_START_UP = (".bashrc", ".zshenv")  # what a shell reads that sshd has started
+SHELL_START_UP = (".bashrc", ".zshenv")  # files that a shell under sshd reads
 TOOLS = {
     "ip": "iproute2",
     "unshare": "util-linux",
@@ -45,7 +45,7 @@ TOOLS = {
 
 
 def why_not() -> str | None:
-    """Why this machine cannot make hosts, or None."""
+    """Return the reason why this machine cannot make hosts, or None."""
     if os.geteuid() != 0:
         return "test hosts are made of namespaces, which needs root"
     if missing := sorted({package for tool, package in TOOLS.items() if not shutil.which(tool)}):
@@ -59,9 +59,9 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class TestHost:
-    """One host; `folder` holds its SSH files (`ssh/` is its ~/.ssh) and its sshd's log."""
+    """One host; `folder` holds its SSH files (`ssh/` is its ~/.ssh) and the log of its sshd."""
 
-    __test__ = False  # not a test, whatever its name
+    __test__ = False  # not a test, in spite of its name
     name: str
     address: str
     address6: str
@@ -70,16 +70,16 @@ class TestHost:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it is called; NAME-v6 is its IPv6 address."""
+        """Return all its names and addresses; NAME-v6 resolves to its IPv6 address."""
         return (self.name, f"{self.name}-v6", self.address, self.address6)
 
 
 class Cluster:
-    """Hosts joined by one switch, each with an sshd; a context manager.
+    """Hosts on one switch, each with an sshd; a context manager.
 
-    `hostfile` lists them with their slots. `folder` is for the cluster's own files, and must be
-    empty or absent; of /tmp the hosts see only `folder` and `visible`. A host is meant by its
-    index.
+    `hostfile` lists them with their slots. `folder` is for the files of the cluster, and must be
+    empty or absent. Of /tmp, only `folder` and `visible` exist on the hosts. Methods take a host
+    by its index.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self._discard)
             self._write_files()
-            self._switch = self._open(Node("switch"), stack)
+            self._switch = Node("switch")
+            stack.callback(self._switch.close)
             up = ["link add bridge0 type bridge", "link set bridge0 up"]
             self._switch.tool(["net"], "ip", "-batch", "-", lines=up)
             stack.callback(lambda: [node.close() for node in self._nodes])
@@ -126,7 +127,7 @@ class Cluster:
 
     @property
     def host_list(self) -> str:
-        """As -H takes it: alpha:1,beta:2,..."""
+        """Return the hosts in the format of -H: alpha:1,beta:2,..."""
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
     # Running commands
@@ -139,7 +140,7 @@ class Cluster:
         cwd: Path = CHECKOUT,
         **options: object,
     ) -> HostProcess:
-        """Start a command on a host; `options` are Popen's (output and errors: one pipe)."""
+        """Start a command on a host; `options` are those of Popen (default: one output pipe)."""
         path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)} | (variables or {})
         defaults = {
@@ -161,8 +162,8 @@ class Cluster:
     ) -> Finished:
         """Run a command on a host to its end.
 
-        Raises AssertionError when it does not end in time, or when VANISH_S later something is
-        left on any host that was not there before; it is killed.
+        Raises AssertionError when it does not end in time, or when new processes are left on any
+        host VANISH_S later. These are killed.
         """
         before = self.processes()
         started = time.monotonic()
@@ -181,18 +182,18 @@ class Cluster:
         return Finished(process.returncode, output, seconds)
 
     def processes(self, host: int | None = None) -> list[psutil.Process]:
-        """What runs on a host (or on all), without its init and its listening sshd."""
+        """Return the processes of a host (or of all), without its init and listening sshd."""
         listening = {process.inner.pid for process in self._sshds.values()}
         chosen = self._nodes if host is None else [self._nodes[host]]
         found = [process for node in chosen if node.is_alive for process in node.processes()]
         return [process for process in found if process.pid not in listening]
 
     def processes_since(self, before: Sequence[psutil.Process]) -> list[psutil.Process]:
-        """What runs on the hosts, without what did before."""
+        """Return the processes of all hosts, without those in `before`."""
         return [process for process in self.processes() if process not in before]
 
     def kill_since(self, before: Sequence[psutil.Process] = ()) -> None:
-        """Kill what runs on the hosts but did not before. Raises HostsError if it does not end."""
+        """Kill the processes of all hosts that are not in `before`. Raises HostsError."""
         deadline = time.monotonic() + VANISH_S
         while left := self.processes_since(before):
             if time.monotonic() > deadline:
@@ -203,7 +204,7 @@ class Cluster:
     def wait_until_gone(
         self, before: Sequence[psutil.Process] = (), timeout_s: float | None = None
     ) -> list[psutil.Process]:
-        """What is still there, on any host, once its time to vanish (VANISH_S) is over."""
+        """Return the processes that are left on any host after `timeout_s` (default: VANISH_S)."""
         deadline = time.monotonic() + (VANISH_S if timeout_s is None else timeout_s)
         while (left := self.processes_since(before)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -212,25 +213,25 @@ class Cluster:
     # Faults
 
     def ip(self, host: int, *command: str) -> str:
-        """The `ip` tool in a host's network: ip(1, "link", "set", "eth0", "mtu", "900")."""
+        """Run `ip` in a host's network: ip(1, "link", "set", "eth0", "mtu", "900")."""
         return self._nodes[host].tool(["net"], "ip", *command)
 
     def cut(self, host: int) -> None:
-        """Pull its network cable: nothing arrives any more, in either direction."""
+        """Disconnect a host from the network, in both directions."""
         self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Put the cable back."""
+        """Reconnect a host that was cut."""
         self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "up")
 
     def break_ssh(self, host: int) -> list[psutil.Process]:
-        """Kill the sshd of each connection into the host; its commands go on. Returns them."""
+        """Kill, and return, the sshd of each connection to the host; its commands continue."""
         broken = [item for item in self.processes(host) if name_of(item).startswith("sshd")]
         kill_all(broken)
         return broken
 
     def stop_sshd(self, host: int) -> None:
-        """No new connections; those that are there stay."""
+        """Stop the listening sshd; existing connections remain."""
         self._sshds.pop(host).discard()
 
     def start_sshd(self, host: int) -> None:
@@ -249,17 +250,17 @@ class Cluster:
             time.sleep(0.01)
 
     def path(self, host: int, path: Path | str) -> Path:
-        """A path of a host as it is seen from outside, its private mounts included."""
+        """Return a path of a host as seen from outside, including its private mounts."""
         return self._nodes[host].path(path)
 
     def make_private(self, host: int, folder: Path, mib: int = 64) -> None:
-        """Mount an empty file system of its own, so large, at a folder of this host alone."""
+        """Mount an empty file system of `mib` MiB at a folder of this host only."""
         folder.mkdir(parents=True, exist_ok=True)
         options = ["-t", "tmpfs", "-o", f"size={mib}m,mode=755", "tmpfs", str(folder)]
         self._nodes[host].tool(["mount"], "mount", *options)
 
     def fill(self, host: int, folder: Path, free_kib: int = 0) -> None:
-        """Fill the disk at a folder of this host, which is made private first if it is not."""
+        """Fill the private disk at a folder of this host, except `free_kib`; mount it if needed."""
         if not os.path.ismount(self.path(host, folder)):
             self.make_private(host, folder, mib=1)
         with (self.path(host, folder) / FILLER).open("wb") as file:
@@ -269,24 +270,24 @@ class Cluster:
                 try:
                     os.posix_fallocate(file.fileno(), 0, size - free_kib * 1024)
                     return
-                except OSError as error:  # somebody else has just taken some of it
+                except OSError as error:  # another process has just used some of it
                     if error.errno != errno.ENOSPC:
                         raise
 
     def drain(self, host: int, folder: Path) -> None:
-        """Take away what `fill` has put there."""
+        """Remove the file that `fill` wrote."""
         (self.path(host, folder) / FILLER).unlink()
 
     def kill_host(self, host: int) -> None:
-        """As a power cut: everything on it ends at once, and it answers nothing."""
-        with contextlib.suppress(HostsError):  # first, so that no socket says good-bye
+        """End everything on a host at once, as a power cut does, without closing connections."""
+        with contextlib.suppress(HostsError):  # first, so that no socket sends a FIN
             self._switch.tool(["net"], "ip", "link", "delete", f"port{host}")
         self._nodes[host].close()
         if host in self._sshds:
             self._sshds.pop(host).discard()
 
     def revive(self, host: int) -> None:
-        """Bring it back, with the same address and keys, and with nothing else running."""
+        """Restart a killed host with the same address and keys, and without other processes."""
         assert not self._nodes[host].is_alive, "it is alive"
         self._nodes[host] = self._make_node(host)
         self._plug_in(host)
@@ -307,24 +308,20 @@ class Cluster:
         folders = {host.name: host.folder for host in self.hosts}
         write_ssh_files(folders, {host.name: host.names for host in self.hosts}, self.ssh_port)
 
-    def _open(self, node: Node, stack: contextlib.ExitStack) -> Node:
-        stack.callback(node.close)
-        return node
-
     def _make_node(self, host: int) -> Node:
         home = Path("~/.ssh").expanduser()
-        home.mkdir(mode=0o700, exist_ok=True)  # a place to mount at; what is in it is not touched
+        home.mkdir(mode=0o700, exist_ok=True)  # a mount point; its content is not changed
         folder = self.hosts[host].folder
         binds = {str(home): folder / "ssh", "/etc/hosts": self.folder / "names"}
-        # A host may be killed in the middle of what this user's shell does there, under a lock.
+        # Start-up files may take a lock, and a host may be killed while it is held.
         personal = (Path("~", name).expanduser() for name in SHELL_START_UP)
         binds |= {str(file): Path(os.devnull) for file in personal if file.exists()}
         return Node(self.hosts[host].name, self._visible, binds)
 
     def _plug_in(self, host: int) -> None:
-        """A cable from the switch to the host, whose interface gets its addresses."""
+        """Connect the host to the switch, and assign the addresses to its interface."""
         node, port, its = self._nodes[host], f"port{host}", self.hosts[host]
-        hardware = f"02:00:00:77:00:{host + 1:02x}"  # the same after `revive`: others remember it
+        hardware = f"02:00:00:77:00:{host + 1:02x}"  # the same after `revive`: others cache it
         cable = f"link add {port} type veth peer name {INTERFACE} netns {node.pid}"
         cable += f" address {hardware}"
         plug = [cable, f"link set {port} master bridge0", f"link set {port} up"]
@@ -343,7 +340,7 @@ class Cluster:
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Those that lie in /tmp, without those that lie in another one of them."""
+    """Return the folders below /tmp, without those inside another of them."""
     found: list[Path] = []
     for folder in sorted(path.resolve() for path in folders):
         if folder.is_relative_to("/tmp") and not any(folder.is_relative_to(it) for it in found):

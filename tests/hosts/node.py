@@ -1,4 +1,4 @@
-"""One set of Linux namespaces, kept by an init process, and what runs inside, seen from outside."""
+"""One set of Linux namespaces, held by an init process, and control of the processes inside."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PYTHON = (sys.executable, "-I", "-S")  # standard library only, so that it start
 
 
 class HostsError(RuntimeError):
-    """The test hosts themselves failed, not what is tested on them."""
+    """A failure of the test hosts themselves, not of the code under test."""
 
 
 class Node:
-    """A machine of its own as far as the kernel can tell; the file system is shared.
+    """A machine in its own namespaces, with a shared file system.
 
-    Its own are: network, host name, processes, System V shared memory, /dev/shm, /run and /tmp
-    (but for the folders in `visible`), and the files in `binds` (target: source). Everything on
-    it ends with `close`, and also when this process ends in any way.
+    Private are: network, host name, processes, System V shared memory, /dev/shm, /run and /tmp
+    (except the folders in `visible`), and the files in `binds` (target: source). All its processes
+    end with `close`, and also when this process ends in any way.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Node:
         return run_tool([*enter, "--", *command], lines)
 
     def path(self, path: Path | str) -> Path:
-        """A path of this node as it is seen from outside, its private mounts included."""
+        """Return a path of this node as seen from outside, including its private mounts."""
         return Path(f"/proc/{self.pid}/root") / str(path).lstrip("/")
 
     def processes(self) -> list[psutil.Process]:
-        """What is alive on it, other than its init."""
+        """Return the processes that are alive on it, except its init."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -94,19 +94,19 @@ class Node:
         return found
 
     def close(self) -> None:
-        """End everything on it; returns when all is gone."""
+        """End all its processes, and wait until they have ended."""
         kill_all([self._init] if self._init else [])
         for pipe in (self._keeper.stdin, self._keeper.stdout):
             assert pipe
             pipe.close()
         try:
-            self._keeper.wait(TOOL_TIMEOUT_S)  # it ends after the last process of the namespace
+            self._keeper.wait(TOOL_TIMEOUT_S)  # it outlives the last process of the namespace
         finally:
             self._keeper.kill()
 
 
 class HostProcess(subprocess.Popen[str]):
-    """A command on a host. `pid` is its keeper outside; signals go to the command itself."""
+    """A command on a host. `pid` is that of enter.py outside; signals go to the command itself."""
 
     def __init__(self, node: Node, command: Sequence[str], **options: object) -> None:
         enter = [*PYTHON, str(HERE / "enter.py"), str(node.pid), *command]
@@ -116,7 +116,7 @@ class HostProcess(subprocess.Popen[str]):
 
     @property
     def inner(self) -> psutil.Process:
-        """The command itself, with its pid outside. Raises HostsError if it ended at once."""
+        """Return the command itself, with its pid outside. Raises HostsError if it has ended."""
         deadline = time.monotonic() + TOOL_TIMEOUT_S
         while not self._inner:
             if self.poll() is not None or time.monotonic() > deadline:
@@ -128,14 +128,14 @@ class HostProcess(subprocess.Popen[str]):
         return self._inner
 
     def send_signal(self, sig: int) -> None:
-        """To the command, if it still runs."""
+        """Send a signal to the command, if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(HostsError, psutil.NoSuchProcess):
                 self.inner.send_signal(sig)
 
     def signal_group(self, sig: int) -> None:
-        """To the command and all of its process group, as a terminal would."""
-        os.killpg(self.inner.pid, sig)  # enter.py has made it its group's leader
+        """Send a signal to the command and its process group, as a terminal does."""
+        os.killpg(self.inner.pid, sig)  # enter.py has made it the leader of its group
 
     def discard(self) -> None:
         """Kill it if it runs, and close its pipes."""
@@ -148,7 +148,7 @@ class HostProcess(subprocess.Popen[str]):
 
 
 def run_tool(command: Sequence[str], lines: Sequence[str] = ()) -> str:
-    """Standard output of a tool of the machine. Raises HostsError."""
+    """Run a tool of the machine, and return its standard output. Raises HostsError."""
     answer = subprocess.run(
         command,
         input="".join(f"{line}\n" for line in lines),
@@ -163,7 +163,7 @@ def run_tool(command: Sequence[str], lines: Sequence[str] = ()) -> str:
 
 
 def name_of(process: psutil.Process) -> str:
-    """A process's name; empty once it has ended."""
+    """Return the name of a process; empty if it has ended."""
     try:
         return str(process.name())
     except psutil.NoSuchProcess:

@@ -1,11 +1,11 @@
-"""A real Slurm on test hosts: munged and slurmctld on the first one, and a slurmd on each.
+"""A real Slurm on test hosts: munged and slurmctld on the first host, and a slurmd on each.
 
     with Slurm(cluster) as slurm:
         job = slurm.submit("--nodes=3", "launch/slurm.sbatch", "--model=lenet")
         assert slurm.wait(job) == "COMPLETED"
 
-All of its files are in the cluster's folder, and all of its processes run on the hosts, so nothing
-is left when the cluster is gone. Hosts share the file system, so one munged serves them all.
+All its files are in the cluster's folder, and all its processes run on the hosts, so that nothing
+is left after the cluster. The hosts share the file system, so that one munged serves all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.parallel.launching import BIN, Finished
 
 CORES = 2  # of each host, as Slurm counts them
 START_S = 60.0
-REQUEUE_S = 5  # Slurm starts a job that was put back into the queue after this time
+REQUEUE_S = 5  # Slurm starts a requeued job after this time
 KILL_WAIT_S = 20  # between the SIGTERM and the SIGKILL of a job
 TOOLS = {
     "munged": "munge",
@@ -45,8 +45,8 @@ SETTINGS = {
     "SelectTypeParameters": "CR_Core",
     "AccountingStorageType": "accounting_storage/none",
     "JobAcctGatherType": "jobacct_gather/none",
-    "JobRequeue": "0",  # only jobs that ask for it are put back into the queue
-    "ReturnToService": "1",  # a host that was set down stays down
+    "JobRequeue": "0",  # only jobs that request it are requeued
+    "ReturnToService": "1",  # a host that was set DOWN stays DOWN
     "SlurmdTimeout": "300",
     "KillWait": str(KILL_WAIT_S),
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2",
@@ -55,7 +55,7 @@ OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_ME
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run Slurm, or None."""
+    """Return the reason why this machine cannot run Slurm, or None."""
     path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"
     missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=path)}
     if missing:
@@ -64,7 +64,7 @@ def why_not() -> str | None:
 
 
 class Slurm:
-    """Slurm on all hosts of a cluster that is up; a context manager. Its end is the cluster's."""
+    """Slurm on all hosts of a running cluster; a context manager. It ends with the cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -86,7 +86,7 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The daemons end with their hosts."""
+        """Do nothing: the daemons end with their hosts."""
 
     def run(self, *command: str, timeout_s: float = 120) -> Finished:
         """Run a command of Slurm (or any other) on the first host to its end."""
@@ -103,23 +103,23 @@ class Slurm:
         return self.cluster.start(command, variables=self.environment)
 
     def ask(self, *command: str) -> str:
-        """What such a command prints. Raises HostsError when it fails."""
+        """Run a command on the first host, and return its output. Raises HostsError."""
         done = self.run(*command)
         if done.exit_code != 0:
             raise HostsError(f"{' '.join(command)}: {done.output.strip()}")
         return done.output.strip()
 
     def submit(self, *arguments: str) -> int:
-        """sbatch; returns the number of the job."""
+        """Submit a job by sbatch, and return its number."""
         return int(self.ask("sbatch", "--parsable", *arguments).splitlines()[-1].split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:
-        """A job's fields: JobState, Reason, Restarts, ExitCode and others."""
+        """Return the fields of a job: JobState, Reason, Restarts, ExitCode and others."""
         text = self.ask("scontrol", "show", "job", "--oneliner", str(number))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def nodes(self) -> set[str]:
-        """The states in which hosts are."""
+        """Return the set of states of all hosts."""
         return set(self.run("sinfo", "--noheader", "--Node", "--format=%T").output.split())
 
     def wait_until_idle(self) -> None:
@@ -127,7 +127,7 @@ class Slurm:
         self._wait("slurmd", lambda: self.nodes() == {"idle"})
 
     def wait(self, number: int, states: Sequence[str] = OVER, timeout_s: float = 120) -> str:
-        """The state of a job, once it is one of these. Raises AssertionError if that takes long."""
+        """Wait until a job has one of these states, and return it. Raises AssertionError."""
         deadline = time.monotonic() + timeout_s
         while (state := self.job(number)["JobState"]) not in states:
             assert time.monotonic() < deadline, f"job {number} is {state}: {self.job(number)}"

@@ -1,4 +1,4 @@
-"""Keys and configuration of SSH between test hosts; the machine's own are not used."""
+"""Keys and configuration of SSH between test hosts; those of the machine are not used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.hosts.node import run_tool
 from tests.parallel.launching import CHECKOUT
 
-# PYTHONPATH: a login on a host finds this checkout, as it does where it is installed.
+# PYTHONPATH: a login on a host finds this checkout, as if it were installed there.
 SSHD_CONFIG = """\
 Port {port}
 ListenAddress 0.0.0.0
@@ -29,7 +29,7 @@ SetEnv PYTHONPATH={checkout}
 
 
 def make_key(path: Path) -> str:
-    """A new key pair without a passphrase; returns the public key."""
+    """Write a new key pair without a passphrase, and return the public key."""
     run_tool(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", str(path)])
     kind, key = path.with_suffix(".pub").read_text().split()[:2]
     return f"{kind} {key}"
@@ -38,9 +38,9 @@ def make_key(path: Path) -> str:
 def write_ssh_files(
     folders: Mapping[str, Path], names: Mapping[str, Sequence[str]], port: int
 ) -> None:
-    """For each host `ssh/` (what is ~/.ssh on it), `host_key` and `sshd_config` in its folder.
+    """Write `ssh/` (the host's ~/.ssh), `host_key` and `sshd_config` into the folder of each host.
 
-    All hosts have one key pair, and know the host keys of all under all their `names`.
+    All hosts share one key pair. Their known_hosts holds the host keys of all, under all `names`.
     """
     first = next(iter(folders.values()))
     public = make_key(first.parent / "id_ed25519")

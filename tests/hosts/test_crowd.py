@@ -1,4 +1,4 @@
-"""More workers than cores. (tests.campaigns.crowded has more of them, on both controllers.)"""
+"""Training with more workers than cores. (tests.campaigns.crowded: more of it, repeated.)"""
 
 from __future__ import annotations
 

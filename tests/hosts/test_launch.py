@@ -1,4 +1,4 @@
-"""`hvdtrain launch` over three hosts with unequal slots, in peace and under faults."""
+"""`hvdtrain launch` on three hosts with unequal slots, undisturbed and under faults."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.hosts.trials import (
 )
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
 
-# Each fault once. (tests.campaigns.recovery has all of them on both controllers, again and again.)
+# Each fault once. (tests.campaigns.recovery repeats all of them on both controllers.)
 FAULTS_OF = {
     "gloo": ["SIGKILL a worker", BREAK_SSH, "fill the disk of rank 0", KILL_LAUNCHER],
     "mpi": ["SIGSTOP a worker", "abort in native code", "cut off a host"],
 }
-SAME_IN_FLOAT64 = 1e-9  # design: whole runs agree over N
+SAME_IN_FLOAT64 = 1e-9  # design: whole runs agree for all N
 STEPS = {"gloo": 130, "mpi": 100}  # more than the faults leave time for
 
 

@@ -1,4 +1,4 @@
-"""The test hosts themselves: what tests on them rely on."""
+"""The test hosts themselves: the properties that other tests rely on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLEEP = ["sleep", "1000"]
 
 
 def hostname_of(cluster: Cluster, name: str) -> str:
-    """What alpha finds under a name; host keys are checked. Empty when it cannot be reached."""
+    """Return the hostname that alpha reaches by SSH under a name, host keys checked; or ""."""
     done = cluster.run([*SSH, name, "hostname"], timeout_s=20)
     return done.output.strip() if done.exit_code == 0 else ""
 
@@ -69,7 +69,7 @@ def test_an_unknown_host_key_is_refused(cluster: Cluster) -> None:
 def test_what_is_left_behind_is_seen(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when a process that outlives its command, on any host, passes or is left running."""
     monkeypatch.setattr("tests.hosts.namespaces.VANISH_S", 1.0)
-    there = cluster.start(SLEEP, host=2)  # was there before, so it is nobody's remains
+    there = cluster.start(SLEEP, host=2)  # started before the command, so it is not left behind
     assert there.inner.is_running()
     detached = f"setsid {' '.join(SLEEP)} >/dev/null 2>&1 </dev/null &"
     for command in (["sh", "-c", detached], [*SSH, "beta", detached]):
@@ -100,7 +100,7 @@ def test_signals_reach_the_command(cluster: Cluster) -> None:
     assert (output, process.returncode) == ("caught\n", 5)
     for number in (signal.SIGKILL, signal.SIGINT):
         process = cluster.start(SLEEP)
-        process.send_signal(number)  # also when the command has not quite begun
+        process.send_signal(number)  # also while the command is starting
         assert process.wait(20) == -number
     wait_for(lambda: not cluster.processes())
 

@@ -1,4 +1,4 @@
-"""Plain horovodrun over real hosts, three of them with unequal slots, on both controllers."""
+"""Plain horovodrun on three real hosts with unequal slots, on both controllers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.hosts.crowd import horovodrun
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import CONTROLLERS, hvdtrain
 
-# By rank: host, local rank, local size, cross rank, cross size. Hosts have 1, 2 and 1 slots, so
-# only one of them holds a second local rank.
+# By rank: host, local rank, local size, cross rank, cross size. Hosts have 1, 2 and 1 slots: only
+# one of them has a second local rank.
 PLACES = [["alpha", 0, 1, 0, 3], ["beta", 0, 2, 1, 3], ["beta", 1, 2, 0, 1], ["gamma", 0, 1, 2, 3]]
 PLACE = """
 import json, socket, sys

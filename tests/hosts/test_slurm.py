@@ -1,8 +1,8 @@
-"""launch/slurm.sbatch and srun under a real Slurm on three hosts, in peace and under faults.
+"""launch/slurm.sbatch and srun under a real Slurm on three hosts, undisturbed and under faults.
 
-A job that is disturbed has a gate: its steps are slow until the test opens it, so that there is
-time for the fault. It keeps a checkpoint only when it is told to stop, so that a later start that
-goes on from a step proves that the stop has saved.
+A disturbed job has a gate: its steps are slow until the test opens it, so that there is time for
+the fault. It writes a checkpoint only when it is stopped. A later start that resumes from a step
+therefore proves that the stop has saved.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STEPS = 60
 EXPERIMENT = ["--model=tests.hosts.gated:lenet", "--data=synthetic:1x28x28,samples=256"]
 EXPERIMENT += ["--global-batch-size=30", f"--max-steps={STEPS}", "--eval-interval=4"]
 EXPERIMENT += ["--log-interval=1", "--audit-every=10", "--checkpoint-interval=1000"]
-START_S = 240.0  # for the first steps of a job, on a machine that is busy with other work
+START_S = 240.0  # for the first steps of a job on a busy machine
 END_S = 300.0
 GONE_S = 60.0
-LIMIT_TICK_S = 30.0  # how often Slurm looks at time limits
-REQUEUED = "stopped and saved; requeued, to go on from the last checkpoint"
-RESUMED, STEP = "resume: going on from", r"step \d+/"
+LIMIT_TICK_S = 30.0  # interval of Slurm's checks of time limits
+REQUEUED = "stopped and saved; requeued, to resume from the last checkpoint"
+RESUMED, STEP = "resume: continuing from", r"step \d+/"
 
 
 @dataclass
 class Job:
-    """A job of the recipe, with a gate of its own."""
+    """A job of the recipe, with its own gate."""
 
     slurm: Slurm
     number: int
@@ -47,12 +47,12 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What all of its starts have printed."""
+        """Return the output of all its starts."""
         path = self.folder / "output"
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, part: str, times: int = 1, limit_s: float = START_S) -> None:
-        """Wait until a pattern was printed so often. Raises AssertionError."""
+        """Wait until a pattern was printed `times` times. Raises AssertionError."""
         deadline = time.monotonic() + limit_s
         while self._count(part) < times:
             state = self.slurm.job(self.number)["JobState"]
@@ -61,7 +61,7 @@ class Job:
             time.sleep(0.3)
 
     def wait_for_steps(self) -> None:
-        """Wait until it has made some more steps. Raises AssertionError."""
+        """Wait for two more steps. Raises AssertionError."""
         self.wait_for(STEP, self._count(STEP) + 2)
 
     def _count(self, part: str) -> int:
@@ -71,7 +71,7 @@ class Job:
         (self.folder / "gate").touch()
 
     def finish(self) -> dict[str, object]:
-        """Let it run to its end; its summary."""
+        """Open the gate, wait for the end of the job, and return its summary."""
         self.open_gate()
         assert self.slurm.wait(self.number, timeout_s=END_S) == "COMPLETED", self.output
         (run,) = (self.folder / "runs").iterdir()
@@ -85,7 +85,7 @@ Submit = Callable[..., Job]
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Slurm on three hosts with two cores each."""
+    """Yield Slurm on three hosts with two cores each."""
     if reason := why_no_hosts() or why_not():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cluster")
@@ -96,7 +96,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
-    """A maker of jobs: submit("--nodes=3") with flags of sbatch; `train`: a flag of train."""
+    """Return a factory of jobs: submit("--nodes=3") with flags of sbatch; `train`: one of train."""
 
     def submit(*flags: str, recipe: Path = RECIPE, train: str = "--seed=0") -> Job:
         slurm.wait_until_idle()
@@ -110,7 +110,7 @@ def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
 
 @pytest.fixture(autouse=True)
 def nothing_left(slurm: Slurm) -> Iterator[None]:
-    """Fails a test whose jobs have left processes on any host."""
+    """Fail a test whose jobs have left processes on any host."""
     before = slurm.cluster.processes()
     yield
     slurm.run("scancel", "--user=root")
@@ -121,7 +121,7 @@ def nothing_left(slurm: Slurm) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def peace(submit: Submit) -> dict[str, object]:
-    """The summary of an undisturbed job on three hosts."""
+    """Run an undisturbed job on three hosts, and return its summary."""
     return submit("--nodes=3").finish()
 
 
@@ -141,17 +141,17 @@ def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, o
     """
     job = submit("--nodes=3", "--time=60")
     job.wait_for_steps()
-    # The signal comes 120 s before the end; Slurm looks every LIMIT_TICK_S, and so far ahead.
+    # Slurm sends the signal 120 s before the end, up to LIMIT_TICK_S early.
     slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
     job.wait_for(REQUEUED, limit_s=LIMIT_TICK_S + START_S)
     slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait_for(RESUMED)
     first = int(re.findall(r"checkpoints/step-(\d+)", job.output)[0])
-    job.wait_for(f"step {first + 2}/")  # it has made steps since then
+    job.wait_for(f"step {first + 2}/")  # new steps since the restart
     slurm.ask("scontrol", "requeue", str(job.number))
     job.wait_for(RESUMED, times=2)
     second = int(re.findall(r"checkpoints/step-(\d+)", job.output)[1])
-    assert second > first, "it was requeued, but has not saved before"
+    assert second > first, "it was requeued without saving first"
     summary = job.finish()
     assert slurm.job(job.number)["Restarts"] == "2"
     assert summary["params_sha256"] == peace["params_sha256"], job.output
@@ -222,7 +222,7 @@ def test_defaults_fit(slurm: Slurm, partition: str, flags: list[str]) -> None:
     """Fails if a job of the recipe waits for ever where Slurm has one host, few cores or a short
     time limit: nothing then says so.
     """
-    slurm.wait_until_idle()  # a host that was down does not count before it has answered
+    slurm.wait_until_idle()  # a host that was down counts only after it has responded
     name = "PartitionName=one"
     slurm.run("scontrol", "create", name, "Nodes=alpha", "MaxTime=10", "State=UP")
     asked = [*flags, f"--partition={partition}", "--test-only", str(RECIPE)]

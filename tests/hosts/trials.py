@@ -1,7 +1,7 @@
-"""One fault in a job of four workers on three hosts, and how `hvdtrain launch` recovers from it.
+"""Trials of faults in a job of four workers on three hosts under `hvdtrain launch`.
 
-The job keeps a checkpoint every few steps. What it ends with must be, bit for bit, what the same
-job ends with when nothing disturbs it: then no sample was lost and none counted twice.
+The job keeps a checkpoint every few steps. It must end bit for bit with the result of the same job
+undisturbed. This shows that no sample was lost, and none was counted twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=256", "--global
 EXPERIMENT += [f"--checkpoint-interval={CHECKPOINT_EVERY}", "--log-interval=1"]
 EXPERIMENT += ["--eval-interval=4", "--audit-every=10"]
 WATCHDOG_S = 8
-OUT_S = 14.0  # for which a host is cut off: longer than it takes to be noticed
+OUT_S = 14.0  # for which a host is cut off: longer than its detection takes
 END_S = 240.0
 MOST_STEPS_BETWEEN = 12  # from a checkpoint to a fault
 RESTART = "hvdtrain launch: restart "
@@ -37,7 +37,7 @@ BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
 
 @dataclass
 class Lines:
-    """What a command prints, with the time of each line."""
+    """The output of a command, with the time of each line."""
 
     process: HostProcess
     seen: list[tuple[float, str]] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Lines:
         self._reader.start()
 
     def first(self, part: str, after_s: float = 0.0) -> float | None:
-        """When the first line that begins with `part` came, after a moment."""
+        """Return the time of the first line at or after `after_s` that begins with `part`."""
         found = (at for at, line in list(self.seen) if at >= after_s and line.startswith(part))
         return next(found, None)
 
     def wait_for(self, part: str, limit_s: float, after_s: float = 0.0) -> float:
-        """Raises AssertionError when no such line comes in time."""
+        """Wait for a line that begins with `part`; return its time. Raises AssertionError."""
         deadline = time.monotonic() + limit_s
         while (at := self.first(part, after_s)) is None:
             ended = self.process.poll() is not None and not self._reader.is_alive()
@@ -61,9 +61,9 @@ class Lines:
         return at
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until so many more steps are made, or the command has ended.
+        """Wait for `count` more steps, or the end of the command.
 
-        Not for some time: a job on a fast machine would be over.
+        A wait of fixed time would outlast the job on a fast machine.
         """
         enough = self._steps() + count
         deadline = time.monotonic() + END_S
@@ -75,7 +75,7 @@ class Lines:
         return sum(line.startswith("step ") for _, line in list(self.seen))
 
     def wait(self, limit_s: float) -> int:
-        """The exit code of the command."""
+        """Wait for the end of the command, and return its exit code."""
         code = self.process.wait(limit_s)
         self._reader.join(10)
         return code
@@ -86,14 +86,14 @@ class Lines:
 
     def _read(self) -> None:
         assert self.process.stdout
-        with suppress(ValueError):  # the pipe is closed when the cluster is taken down
+        with suppress(ValueError):  # the pipe is closed with the cluster
             for line in self.process.stdout:
                 self.seen.append((time.monotonic(), line))
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """From one fault."""
+    """The recovery from one fault."""
 
     fault: str
     detected_s: float  # after the fault
@@ -102,17 +102,17 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job that was disturbed has ended."""
+    """The result of a disturbed job."""
 
     recoveries: list[Recovery]
     summary: dict[str, object]
-    left: int  # processes on any host
+    left: int  # number of processes left on all hosts
     output: str
 
 
 @dataclass
 class Scene:
-    """What a fault is done to."""
+    """The job and the cluster that a fault is injected into."""
 
     cluster: Cluster
     output: Path
@@ -120,7 +120,7 @@ class Scene:
     dice: random.Random
 
     def worker(self, rank: int | None = None) -> psutil.Process:
-        """The process of a rank (of a random one) of hvdtrain train."""
+        """Return the `hvdtrain train` process of a rank (None: of a random rank)."""
         workers = {}
         for process in self.cluster.processes():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -143,7 +143,7 @@ def _cut_off(scene: Scene) -> None:
 
 
 def _fill_disk(scene: Scene) -> None:
-    """Until the launcher has noticed: someone makes room then."""
+    """Fill the disk until the launcher has reacted by a restart."""
     began_s = time.monotonic()
     scene.cluster.fill(0, scene.output)
     scene.lines.wait_for(RESTART, 60, began_s)
@@ -173,14 +173,14 @@ def launch(
 
 
 def undisturbed(cluster: Cluster, controller: str, output: Path, steps: int) -> dict[str, object]:
-    """The summary of the same job in peace."""
+    """Run the same job without faults, and return its summary."""
     lines = launch(cluster, controller, output, steps)
     assert lines.wait(END_S) == 0, lines.text
     return read_summary(cluster, output)
 
 
 def read_summary(cluster: Cluster, output: Path) -> dict[str, object]:
-    """What rank 0's host holds of the run."""
+    """Return the summary of the run on rank 0's host."""
     text = cluster.path(0, output / "run" / "summary.json").read_text()
     found: dict[str, object] = json.loads(text)
     return found
@@ -194,16 +194,14 @@ def disturb(
     steps: int,
     dice: random.Random,
 ) -> Ended:
-    """Disturb a job at random moments, by one fault after the other, each once it has recovered
-    from the one before.
-    """
+    """Run a job with faults at random moments, each after recovery from the previous one."""
     cluster.make_private(0, output, mib=96)
     before = cluster.processes()
     lines = launch(cluster, controller, output, steps)
     lines.wait_for(f"step {CHECKPOINT_EVERY}/", END_S)
-    told, recoveries = "", []
+    output_before, recoveries = "", []
     for fault in faults:
-        # Past a checkpoint: what fails again and again without a new one is given up.
+        # After a new checkpoint: a job that fails repeatedly without one is given up.
         lines.wait_for_steps(CHECKPOINT_EVERY + dice.randint(1, MOST_STEPS_BETWEEN))
         began_s = time.monotonic()
         FAULTS[fault](Scene(cluster, output, lines, dice))
@@ -211,22 +209,22 @@ def disturb(
             lines.wait(30)
             left = cluster.wait_until_gone(before, 45)
             assert not left, f"left behind by a launcher that was killed: {left}"
-            detected_s, told = time.monotonic(), told + lines.text
+            detected_s, output_before = time.monotonic(), output_before + lines.text
             lines = launch(cluster, controller, output, steps)
         else:
             detected_s = _noticed(lines, fault, controller, began_s)
         recovered_s = lines.wait_for("step ", END_S, detected_s)
         recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s))
     code = lines.wait(END_S)
-    assert code == 0, f"{faults}, {controller}: ended with {code}:\n{told}{lines.text}"
+    assert code == 0, f"{faults}, {controller}: ended with {code}:\n{output_before}{lines.text}"
     left = cluster.wait_until_gone(before)
-    return Ended(recoveries, read_summary(cluster, output), len(left), told + lines.text)
+    return Ended(recoveries, read_summary(cluster, output), len(left), output_before + lines.text)
 
 
 def _noticed(lines: Lines, fault: str, controller: str, began_s: float) -> float:
-    """When the launcher told of a restart.
+    """Return the time at which the launcher reported a restart.
 
-    mpirun lets go of ssh once it has started: there a broken connection disturbs nobody.
+    mpirun does not need ssh after the start: under MPI a broken connection has no effect.
     """
     if fault == BREAK_SSH and controller == "mpi":
         return lines.wait_for("step ", END_S, began_s)

@@ -64,7 +64,7 @@ def test_a_disk_that_fails(script: str, reason: str, controller: str, tmp_path: 
     assert "first: 1" in ruined.output, ruined.output
     assert reason in ruined.output, ruined.output
     assert "hvdtrain/run/training.py" not in ruined.output, ruined.output  # a traceback
-    assert "resume: going on from" in ruined.output, ruined.output
+    assert "resume: continuing from" in ruined.output, ruined.output
     assert "second: 0" in ruined.output, ruined.output
     summary, _ = summary_and_weights(tmp_path / "undisturbed")
     assert f'"params_sha256": "{summary["params_sha256"]}"' in ruined.output, ruined.output

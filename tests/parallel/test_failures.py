@@ -141,7 +141,9 @@ def test_a_worker_that_is_stopped(controller: str, tmp_path: Path) -> None:
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=7" in finished.output
     summary = summary_of(tmp_path)
     assert summary["status"] == "failed"
-    assert summary["error"].startswith("PeerFailure: nothing has come from the other ranks for 10")
+    assert summary["error"].startswith(
+        "PeerFailure: nothing was received from the other ranks for 10"
+    )
 
 
 @pytest.mark.parametrize("controller", ["gloo"])

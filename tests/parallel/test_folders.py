@@ -101,7 +101,7 @@ def test_a_run_on_a_folder_resumes_exactly(pictures: Path, alone, tmp_path: Path
     assert first.exit_code == 0, first.output
     second = train([*flags, "--workers", "0", "--resume", "auto"], tmp_path / "run", 1, "none")
     assert second.exit_code == 0, second.output
-    assert "going on from" in second.output
+    assert "continuing from" in second.output
     summary, weights = summary_and_weights(tmp_path / "run")
     assert summary["resumed_from"] == 3 and summary["samples_seen"] == 2 * TRAIN
     assert largest_difference(weights, alone[1]) < 1e-9

@@ -280,4 +280,4 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
     done = run(command, cwd=tmp_path)
     assert done.exit_code == 9, done.output
     assert done.output.count("hvdtrain launch: restart ") == 2
-    assert "3 starts in a row came no further than step 0: given up" in done.output
+    assert "3 starts in a row made no progress past step 0: given up" in done.output

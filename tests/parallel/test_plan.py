@@ -40,5 +40,5 @@ def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     flags = ["--steps=1", "--batch-size=1", "--time-limit-s=0.5", f"--output={tmp_path}"]
     finished = run(hvdtrain("plan", *flags), timeout_s=60)
     assert finished.exit_code == 1, finished.output
-    assert "no end after 0.5 s (--time-limit-s)" in finished.output
+    assert "not finished after 0.5 s (--time-limit-s)" in finished.output
     assert "Give --latency-us and --bandwidth-gbit-s" in finished.output

@@ -81,7 +81,7 @@ def test_bad_input() -> None:
         "--ful: no such flag",
         "--ops=sum: unknown; choose from allreduce-sum, ",
         "--dtypes=bfloat16: unknown; choose from float16, ",
-        "--sizes=4X: bytes from 0 to 1G were expected",
+        "--sizes=4X: expected bytes from 0 to 1G",
         "--inject=fire: unknown; choose from bitflip, ",
         "--seed=-1: must be at least 0",
     ):

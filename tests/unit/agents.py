@@ -118,7 +118,7 @@ class Job:
 
     def leave(self, rank: int = 0) -> int:
         """Let an agent go; returns its exit code."""
-        self.channel.tell({"leave": True}, rank)
+        self.channel.send({"leave": True}, rank)
         return self.agents[rank].wait(LIMIT_S)
 
     def tickets(self) -> list[Path]:

@@ -102,23 +102,25 @@ CASES = [
         "hosts:2: 'cores=4', 'fast': not understood; |slots=N, max_slots=N or username=NAME",
     ),
     hostfile(
-        "no-name", "alpha\nslots=2", "hosts:2: 'slots=2': the name of a host must stand before it"
+        "no-name", "alpha\nslots=2", "hosts:2: 'slots=2': the name of a host must come before it"
     ),
     hostfile(
         "rankfile", "alpha\nrank 0=beta slot=1", "hosts:2: '0=beta', 'slot=1': not understood"
     ),
-    hostfile("excluded", "alpha\n^beta", "hosts:2: '^beta': '^' cannot stand in a host's name"),
+    hostfile("excluded", "alpha\n^beta", "hosts:2: '^beta': '^' not allowed in a host's name"),
     hostfile("option", "alpha\n-oProxyCommand=x", "hosts:2: |'-oProxyCommand=x'"),
     hostfile(
         "letters", "alpha\nb\u00fccher", "hosts:2: 'b\\xfccher': a host's name is ASCII; |xn--"
     ),
-    hostfile("number", "alpha\n4", "hosts:2: '4': a number is no host's name (slots are written"),
+    hostfile("number", "alpha\n4", "hosts:2: '4': a number is not a host's name"),
     hostfile("ipv4", "alpha\n10.0.0.400", "hosts:2: '10.0.0.400': not an IPv4 address"),
     hostfile("ipv6", "alpha\nfe80::1::2", "hosts:2: 'fe80::1::2': not an IPv6 address|[fe80::1]:2"),
     hostfile("brackets", "alpha\n[beta]:2", "hosts:2: '[beta]:2': brackets hold an IPv6 address"),
     hostfile("user", "alpha\n@beta", "hosts:2: the user's name before @ is missing"),
     hostfile(
-        "user-letters", "alpha\na;b@beta", "hosts:2: 'a;b': a user's name is made of |~/.ssh/config"
+        "user-letters",
+        "alpha\na;b@beta",
+        "hosts:2: 'a;b': a user's name consists of |~/.ssh/config",
     ),
     hostfile(
         "two-users",
@@ -128,22 +130,22 @@ CASES = [
     hostfile(
         "duplicate",
         "alpha\nAlpha slots=2",
-        "hosts:2: Alpha stands already at hosts:1|keep one of the two",
+        "hosts:2: Alpha is already listed at hosts:1|keep one of the two",
     ),
     hostfile(
-        "duplicate-ipv6", "fe80::1\nfe80:0::1", "hosts:2: fe80:0::1 stands already at hosts:1"
+        "duplicate-ipv6", "fe80::1\nfe80:0::1", "hosts:2: fe80:0::1 is already listed at hosts:1"
     ),
     hostfile(
         "all-lines",
         "a:0\nb\n4\nb\n",
-        "hosts:1: 'a:0'|hosts:3: '4'|hosts:4: b stands already at hosts:2",
+        "hosts:1: 'a:0'|hosts:3: '4'|hosts:4: b is already listed at hosts:2",
     ),
     # hosts of -H
     hosts("empty", "", "-H: entry 1: is empty; hosts are separated by one comma"),
     hosts("commas", "a,,b", "-H: entry 2: is empty; hosts are separated by one comma"),
     hosts("slots", "a:2,b:x", "-H: entry 2: 'b:x': the number of slots must be a whole number"),
     hosts("spaces", "a:2 b:2", "-H: entry 1: "),
-    hosts("twice", "a:2,b,a", "-H: a stands already before; keep one of the two"),
+    hosts("twice", "a:2,b,a", "-H: a is already listed; keep one of the two"),
     hosts("all", "a:0,4,-x", "-H: entry 1: 'a:0'|-H: entry 2: '4'|-H: entry 3: '-x'"),
     # hosts of Slurm
     slurm(
@@ -154,10 +156,10 @@ CASES = [
     slurm("range", "SLURM_JOB_NODELIST: '[3-1]': '3-1' is not a range", JOB_NODELIST="gpu[3-1]"),
     slurm(
         "counts",
-        "SLURM_TASKS_PER_NODE='2(x3)': speaks of more hosts, but SLURM_JOB_NODELIST has 2",
+        "SLURM_TASKS_PER_NODE='2(x3)': covers more hosts, but SLURM_JOB_NODELIST has 2",
         TASKS_PER_NODE="2(x3)",
     ),
-    slurm("words", "SLURM_TASKS_PER_NODE='two': not understood (2(x3),1 is)", TASKS_PER_NODE="two"),
+    slurm("words", "SLURM_TASKS_PER_NODE='two': not a list of counts", TASKS_PER_NODE="two"),
     slurm(
         "srun",
         "SLURM_STEP_NUM_TASKS='4': srun has started that many copies|without srun",
@@ -211,7 +213,7 @@ CASES = [
     doctor(
         "interface",
         "--network-interface 'a b'",
-        "--network-interface=a b: not a name of a network interface",
+        "--network-interface=a b: not a valid name of a network interface",
     ),
     doctor("controller", "--controller ucx", "--controller: invalid choice: 'ucx'"),
     doctor("json-folder", "--json .", "--json=.: cannot be written"),

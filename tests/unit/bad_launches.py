@@ -73,15 +73,13 @@ CASES = [
     script("absent-path", "./no/such/file", "./no/such/file: no such command|python SCRIPT"),
     script("empty", "''", "'': no such command; give"),
     script("python-script", "my_script.py --lr 1", "my_script.py: |`-- python my_script.py ...`"),
-    script(
-        "not-executable", "./run", "./run: is a file that may not be executed", write("run", "")
-    ),
+    script("not-executable", "./run", "./run: is not executable", write("run", "")),
     script("a-folder", "./run", "./run: no such command", folder("run")),
     script("near-train", "trian --model=mlp", "trian: no such command; give `-- train ...`"),
     launch(
         "in-horovodrun",
         "-np 2 -- train",
-        "launch starts the workers itself: run it once, and not by horovodrun",
+        "launch starts the workers itself: run it once, not under horovodrun",
         2,
         as_worker,
     ),
@@ -126,7 +124,9 @@ CASES = [
     ),
     launch("min-np-0", "-np 2 --min-np 0 --restarts 1 -- train", "--min-np=0: must be at least 1"),
     launch(
-        "min-np-alone", "-np 2 --min-np 1 -- train", "--min-np: is for restarts; add --restarts R"
+        "min-np-alone",
+        "-np 2 --min-np 1 -- train",
+        "--min-np: applies to restarts; add --restarts R",
     ),
     launch("restarts", "-np 2 --restarts -1 -- train", "--restarts=-1: must be at least 0"),
     launch(
@@ -151,7 +151,7 @@ CASES = [
     launch(
         "interface",
         "-np 2 --network-interface eth77 -- train",
-        "--network-interface=eth77: this machine has none of this name (it has |lo",
+        "--network-interface=eth77: this machine has no such interface (it has |lo",
     ),
     launch("interface-empty", "-np 2 --network-interface '' -- train", "--network-interface=: "),
     launch("port-0", "-np 2 -p 0 -- train", "--ssh-port=0: must be from 1 to 65535"),
@@ -245,7 +245,7 @@ CASES = [
     launch(
         "weights-min-np",
         "-np 2 --min-np 1 --restarts 1 -- train --rank-weights=1,2",
-        "--min-np=1: --rank-weights=1,2 are for 2 workers; leave one of them out",
+        "--min-np=1: --rank-weights=1,2 are for 2 workers; give only one of them",
     ),
     train(
         "occupied",

@@ -146,7 +146,7 @@ def test_the_launcher_is_told_how_the_worker_is(job: Job) -> None:
     os.kill(job.worker(), signal.SIGSTOP)
     job.poll_until(lambda: job.hear_all("alive")[-1]["state"] == "T")
     assert job.hear_all("alive")[-1]["silent_s"] > 0
-    job.channel.tell({"kill": True})  # also one that is stopped
+    job.channel.send({"kill": True})  # also one that is stopped
     assert job.wait_for("ended") == -signal.SIGKILL
 
 
@@ -155,7 +155,7 @@ def test_a_signal_lets_the_worker_save(job: Job, number: int) -> None:
     """Fails when a request to stop does not reach the worker, or reaches it as another signal."""
     job.run_python(SAVES)
     job.wait_for_output(b"ready\n")
-    job.channel.tell({"signal": int(number)})
+    job.channel.send({"signal": int(number)})
     assert job.wait_for("ended") == 128 + number
     assert job.output() == f"ready\nsaved after {int(number)}\n".encode()
     assert job.leave() == 128 + number
@@ -170,7 +170,7 @@ def test_nothing_of_a_worker_is_left(job: Job, how: str) -> None:
         assert job.wait_for("ended") == 5
         worker, child = map(int, job.output().split())
     elif how == "kill":
-        job.channel.tell({"kill": True})
+        job.channel.send({"kill": True})
         assert job.wait_for("ended") == -signal.SIGKILL
     else:
         assert job.leave() == EXIT_FAILED
@@ -215,10 +215,10 @@ def test_stacks_on_demand(job: Job, speaks: bool) -> None:
         PYTHONFAULTHANDLER="1",
     )
     job.wait_for_output(b"ready\n")
-    job.channel.tell({"stacks": True})
+    job.channel.send({"stacks": True})
     job.wait_for_output(b"in hangs_here")
     if not speaks:
         assert job.wait_for("ended") == -signal.SIGABRT
     else:
-        job.channel.tell({"kill": True})
+        job.channel.send({"kill": True})
         assert job.wait_for("ended") == -signal.SIGKILL

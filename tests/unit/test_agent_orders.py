@@ -182,8 +182,6 @@ def test_a_working_folder_that_is_not_there(job: Job) -> None:
     job.order([sys.executable, "-c", SHOW])
     job.start()
     assert job.wait_for("ended") == CANNOT_START
-    text = (
-        f"hvdtrain: error on {hostname()}: /no/such/folder, where launch was called, is not there"
-    )
+    text = f"hvdtrain: error on {hostname()}: /no/such/folder, the working directory of launch: "
     assert job.output().decode().startswith(text)
     assert job.leave() == CANNOT_START

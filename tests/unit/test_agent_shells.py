@@ -76,7 +76,7 @@ def test_a_signal_gets_to_the_process_that_saves(job: Job, shell: str) -> None:
     """
     script = start(job, SHELLS[shell], "speaks")
     assert is_heard(job, True)
-    job.channel.tell({"signal": int(signal.SIGTERM)})
+    job.channel.send({"signal": int(signal.SIGTERM)})
     assert job.wait_for("ended") == SAVED
     assert job.output() == f"ready {script}\nsaved after 15\n".encode()
     assert job.leave() == SAVED
@@ -85,7 +85,7 @@ def test_a_signal_gets_to_the_process_that_saves(job: Job, shell: str) -> None:
 def test_scripts_that_do_not_speak_save_too(job: Job) -> None:
     """Fails when what a shell has started is killed as soon as the signal has ended the shell."""
     start(job, IN_FRONT)
-    job.channel.tell({"signal": int(signal.SIGTERM)})
+    job.channel.send({"signal": int(signal.SIGTERM)})
     assert job.wait_for("ended") == -signal.SIGTERM
     assert job.output().endswith(b"\nsaved after 15\n")
 
@@ -94,7 +94,7 @@ def test_a_shell_does_not_go_on_after_a_stop(job: Job) -> None:
     """Fails when a shell whose worker has saved keeps the job from ending, by its next command."""
     start(job, '"$@"; sleep 300', "speaks")
     assert is_heard(job, True)
-    job.channel.tell({"signal": int(signal.SIGINT)})
+    job.channel.send({"signal": int(signal.SIGINT)})
     job.wait_for_output(b"saved after 2\n")
     assert job.wait_for("ended") == -signal.SIGTERM
 
@@ -112,7 +112,7 @@ def test_what_a_shell_leaves_may_save(job: Job, speaks: bool) -> None:
     if speaks:
         wait_until(lambda: not is_alive(shell))
         assert is_heard(job, True) and is_alive(script)
-        job.channel.tell({"signal": int(signal.SIGTERM)})
+        job.channel.send({"signal": int(signal.SIGTERM)})
     assert job.wait_for("ended") == (SAVED if speaks else -signal.SIGKILL)
     assert job.output().endswith(b"\nsaved after 15\n")
 
@@ -123,7 +123,7 @@ def test_nothing_is_left_behind_a_shell(job: Job, shell: str, how: str) -> None:
     """Fails when what a shell has started outlives the job."""
     script = start(job, SHELLS[shell], "speaks")
     assert is_heard(job, True)
-    job.channel.tell({how: True})
+    job.channel.send({how: True})
     if how == "kill":
         assert job.wait_for("ended") == -signal.SIGKILL
     else:
@@ -169,7 +169,7 @@ def test_the_launcher_is_told_how_the_one_that_speaks_is(job: Job) -> None:
     """
     script = start(job, IN_FRONT, "speaks")
     assert is_heard(job, True)
-    job.channel.tell({"stacks": True})
+    job.channel.send({"stacks": True})
     job.wait_for_output(b"most recent call first")
     os.kill(script, signal.SIGSTOP)
     job.poll_until(lambda: job.hear_all("alive")[-1]["state"] == "T")

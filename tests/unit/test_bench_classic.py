@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench.classic import (
     SETTINGS,
     ClassicPlan,
-    Result,
+    ClassicResult,
     Setting,
     as_json,
     data_that_is_there,
@@ -35,10 +35,10 @@ PLAN = ClassicPlan(
 )
 
 
-def run(plan: ClassicPlan, setting: Setting, folder: Path) -> Result:
+def run(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
     """The first epoch takes longer; the rest 4, 2 and 1 s."""
     seconds = 4.0 / setting.workers * 256 / setting.global_batch_size
-    return Result([9.0, seconds, seconds], 0.75)
+    return ClassicResult([9.0, seconds, seconds], 0.75)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,11 @@ def test_fashion_mnist_where_all_of_it_is_there(tmp_path: Path) -> None:
 
 def test_the_first_epoch_is_left_out() -> None:
     """Fails if an epoch with imports and warm-up counts, or a single one is lost."""
-    assert epoch_time([Result([9.0, 2.0, 4.0], 0.5), Result([9.0, 3.0, 8.0], 0.5)]) == 3.5
-    assert epoch_time([Result([9.0], 0.5)]) == 9.0
+    assert (
+        epoch_time([ClassicResult([9.0, 2.0, 4.0], 0.5), ClassicResult([9.0, 3.0, 8.0], 0.5)])
+        == 3.5
+    )
+    assert epoch_time([ClassicResult([9.0], 0.5)]) == 9.0
 
 
 def test_table_json_and_plot(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hvdtrain.lab.bench.scaling import (
     DDP,
     LIMIT,
     OURS,
-    Case,
+    ScalingCase,
     ScalingPlan,
     Starter,
     _is_train,
@@ -140,7 +140,7 @@ def test_weak_and_strong_meet_at_the_most_workers() -> None:
 def test_a_run_ends_before_its_epoch_does() -> None:
     """Fails if an evaluation or a short last batch could come into a turn."""
     for size in (1, 6, 256, 3000):
-        assert (Case("lenet", 1, size).steps + 1) * size <= peers.SAMPLES
+        assert (ScalingCase("lenet", 1, size).steps + 1) * size <= peers.SAMPLES
 
 
 def test_contestants_take_turns() -> None:
@@ -152,7 +152,7 @@ def test_contestants_take_turns() -> None:
 class MadeUp:
     """Two workers are 1.5 times as fast as one; ours are nine tenths of the limit."""
 
-    def __init__(self, case: Case, name: str, fails: str = "") -> None:
+    def __init__(self, case: ScalingCase, name: str, fails: str = "") -> None:
         self._speed = {OURS: 90.0, DDP: 60.0, LIMIT: 100.0}[name] * (1 + (case.workers - 1) / 2)
         self._fails, self.turns, self.closed = fails, 0, False
 
@@ -170,7 +170,7 @@ class MadeUp:
         self.closed = True
 
 
-def start(case: Case, name: str, folder: Path) -> MadeUp:
+def start(case: ScalingCase, name: str, folder: Path) -> MadeUp:
     return MadeUp(case, name)
 
 
@@ -207,7 +207,7 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
     """
     started: list[MadeUp] = []
 
-    def begin(case: Case, name: str, folder: Path) -> MadeUp:
+    def begin(case: ScalingCase, name: str, folder: Path) -> MadeUp:
         if name == DDP and fails == "start":
             raise ChildFailure("no ribbon")
         started.append(MadeUp(case, name, fails if name == DDP else ""))

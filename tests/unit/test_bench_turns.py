@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.lab.bench.turns import Job, Logged, Turns, read_steps, steps_per_s
+from hvdtrain.lab.bench.turns import Logged, TurnJob, Turns, read_steps, steps_per_s
 from hvdtrain.lab.children import Child, ChildFailure, Commanded
 
 # Tells of a step every hundredth of a second, and ends after so many.
@@ -35,7 +35,7 @@ def running(folder: Path, steps: int = 100_000, code: int = 0) -> Iterator[tuple
     def start(children: list[Child]) -> None:
         children.append(Commanded(argv, folder / "process-0.log"))
 
-    job = Job(folder, start, [log], lambda children: None, lambda: [read_steps(log)])
+    job = TurnJob(folder, start, [log], lambda children: None, lambda: [read_steps(log)])
     turns = Turns(job, time.monotonic() + 30)
     try:
         yield turns, log
@@ -92,7 +92,7 @@ def test_a_deadline_ends_it(tmp_path: Path) -> None:
         argv = [sys.executable, "-c", "import time; time.sleep(60)"]
         children.append(Commanded(argv, tmp_path / "process-0.log"))
 
-    job = Job(tmp_path, start, [tmp_path / "log"], lambda children: None, list)
+    job = TurnJob(tmp_path, start, [tmp_path / "log"], lambda children: None, list)
     with pytest.raises(ChildFailure, match="not over in time"):
         Turns(job, time.monotonic() + 0.2)
 

@@ -117,9 +117,9 @@ def test_both_sides_speak(launcher: Launcher) -> None:
         agents[0].send(message)
     launcher.poll_until(lambda: len(launcher.heard) == len(said))
     assert launcher.heard == [(2, message) for message in said]
-    launcher.channel.tell({"to": "one"}, 0)
-    launcher.channel.tell({"to": "all"})
-    launcher.channel.tell({"to": "nobody"}, 1)
+    launcher.channel.send({"to": "one"}, 0)
+    launcher.channel.send({"to": "all"})
+    launcher.channel.send({"to": "nobody"}, 1)
     for agent, expected in zip(agents, (["all"], ["one", "all"]), strict=True):
         heard: list[str] = []
         while len(heard) < len(expected):
@@ -240,7 +240,7 @@ def test_an_agent_is_lost_once(launcher: Launcher, last: bytes) -> None:
     for _ in range(5):
         launcher.poll()
     assert launcher.lost == [2] and launcher.channel.connected == []
-    launcher.channel.tell({"leave": True})
+    launcher.channel.send({"leave": True})
 
 
 def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:

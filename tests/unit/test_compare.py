@@ -262,7 +262,7 @@ def test_the_table_tells_each_row() -> None:
     assert lines[4].endswith("failed  broken")
     notes = "\n".join(notes_of(ROWS, setting()))
     assert "2 worker processes, 1 server process" in notes
-    assert "staleness 1.25 updates in the mean, 4 at most" in notes
+    assert "staleness 1.25 updates on average, 4 at most" in notes
     assert "1,000 parameters" in describe(setting())
     assert verdict(ROWS) == (
         f"compare: 1 agree with single within 1e-09; late reported, not judged; {HOSTILE} "

@@ -57,7 +57,7 @@ def test_a_run_without_a_step_of_its_own(speed: float | None) -> None:
 def test_after_a_stop_it_is_said_how_to_go_on() -> None:
     """Fails when the step is not that of the newest checkpoint, or one is promised that is not."""
     newest_first = [Path("step-00001200"), Path("step-00000040")]
-    told = "saved at step 1,200: the same command with --resume auto goes on from there"
+    told = "saved at step 1,200: the same command with --resume auto continues from there"
     assert way_on(newest_first) == told
     assert way_on([]) == "stopped before a checkpoint was saved"
 

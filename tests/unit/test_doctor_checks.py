@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.launcher.doctor import checks, machine_checks, network
-from hvdtrain.launcher.doctor.examination import tell_findings, tell_verdict
+from hvdtrain.launcher.doctor.examination import format_findings, format_verdict
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Facts, Finding
-from hvdtrain.launcher.doctor.ring import Ring, check_ring, last_words
+from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, last_words
 
 GIB = 1 << 30
 HOSTS = ("alpha", "beta", "gamma")
@@ -133,8 +133,8 @@ BAD = [
         put("channel", {"address": None, "interface": None, "tried": [["10.0.0.9", "timed out"]]}),
         *("fail", "cannot connect back to this machine (10.0.0.9: timed out)", "firewall"),
     ),
-    ("loads", put("horovod_loads", {"problem": "undefined symbol x"}), "fail", "undefined", "anew"),
-    ("loads", put("horovod_loads", "gloo", False), "warn", "without Gloo", "anew"),
+    ("loads", put("horovod_loads", {"problem": "undefined symbol x"}), "fail", "symbol", "rebuild"),
+    ("loads", put("horovod_loads", "gloo", False), "warn", "without Gloo", "rebuild"),
     ("mpi", put("mpi", None), "warn", "no mpirun", "gloo"),
     ("mpi needed", put("mpi", None), "fail", "no mpirun", "gloo"),
     ("gpus", put("gpus", "problem", "NVML: mismatch"), "fail", "NVML: mismatch", "driver"),
@@ -174,7 +174,7 @@ def test_each_check_notices(name: str, change: Any, status: str, text: str, fix:
 @pytest.mark.parametrize(
     ("name", "change", "status", "text"),
     [
-        ("user", put("user", "uid", 1001), "warn", "different numbers (alpha 1000, beta 1001"),
+        ("user", put("user", "uid", 1001), "warn", "different uids (alpha 1000, beta 1001"),
         ("mpi", put("mpi", "Open MPI 4.0.1"), "warn", "different versions: alpha Open MPI 4.1.8"),
         ("mpi needed", put("mpi", "Open MPI 4.0.1"), "fail", "beta Open MPI 4.0.1"),
         ("interface", put("channel", "interface", "ens3"), "warn", "beta: ens3 to this machine's"),
@@ -256,7 +256,7 @@ def test_facts_that_could_not_be_had_are_told() -> None:
     facts = {"alpha": Facts({}, {"memory": "KeyError: 'MemTotal'", "ticket": "no"})}
     (found,) = checks.check_gathered(facts)
     assert (found.status, found.host) == ("warn", "alpha")
-    assert "memory could not be found out: KeyError" in found.text
+    assert "memory could not be determined: KeyError" in found.text
 
 
 def test_a_ticket_that_could_not_be_written() -> None:
@@ -401,7 +401,7 @@ CASES = [
     [
         (0, "", {"wrong": 0, "cases": CASES}, "ok", "4 bytes in 2.0 ms, bus bandwidth 500 MB/s"),
         (0, "", None, "fail", "exit code 0: no output"),
-        (None, "[0]<stderr>:waiting\n", None, "fail", "no end in time: waiting"),
+        (None, "[0]<stderr>:waiting\n", None, "fail", "timed out: waiting"),
         (1, "[1]<stderr>:bash: x: command not found\nend", None, "fail", "x: command not found"),
         (17, "hvdtrain: error: sum is off\nend", None, "fail", "sums are wrong: hvdtrain: error"),
         (1, "Process 0 exit with status code 17.", None, "fail", "sums are wrong"),
@@ -412,7 +412,7 @@ CASES = [
 )
 def test_the_ring(code: Any, output: str, measured: Any, status: str, text: str) -> None:
     """Fails when a ring that went wrong passes, or wrong sums are told as anything else."""
-    (found,) = check_ring(Ring(3, "gloo", code, output, measured))
+    (found,) = check_ring(RingTrial(3, "gloo", code, output, measured))
     assert found.status == status
     assert text in found.text
     assert status == "ok" or found.fix
@@ -428,11 +428,11 @@ def test_telling() -> None:
     """Fails when hosts with the same finding are told apart, or a fix is lost."""
     same = [Finding("shm", "warn", host, "small", "enlarge") for host in ("alpha", "beta")]
     findings = [Finding("python", "ok", ALL_HOSTS, "Python 3.11.7"), *same]
-    assert tell_findings(findings).splitlines() == [
+    assert format_findings(findings).splitlines() == [
         "ok    python          Python 3.11.7",
         "warn  shm             alpha, beta: small",
         "                      fix: enlarge",
     ]
-    assert tell_verdict(findings, 1.0) == "doctor: ready to train (2 warn, 1 ok; 1.0 s)"
+    assert format_verdict(findings, 1.0) == "doctor: ready to train (2 warn, 1 ok; 1.0 s)"
     findings.append(Finding("ssh", "fail", "gamma", "refused"))
-    assert "something must be mended (1 fail, 2 warn, 1 ok" in tell_verdict(findings, 1.0)
+    assert "problems found (1 fail, 2 warn, 1 ok" in format_verdict(findings, 1.0)

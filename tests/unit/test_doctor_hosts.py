@@ -323,7 +323,7 @@ def test_the_command_fails_with_3(
     assert code == 3
     assert f"fail  ssh             {ADDRESS}: the host key is not known here" in output
     assert "fix: connect once by hand" in output
-    assert "doctor: something must be mended" in output
+    assert "doctor: problems found" in output
     written = json.loads(file.read_text())
     assert not written["ok"]
     assert list(written["hosts"]) == ["localhost"]

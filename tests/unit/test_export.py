@@ -71,7 +71,7 @@ def test_a_run_without_horovod_and_mpi(tmp_path: Path) -> None:
     again = run(tmp_path, "run", "out.safetensors")
     assert again.returncode == 2 and again.stdout == ""
     assert again.stderr == (
-        "hvdtrain: error: out.safetensors: is there already; --force replaces it\n"
+        "hvdtrain: error: out.safetensors: already exists; --force replaces it\n"
     )
 
 
@@ -160,7 +160,7 @@ def test_others_may_read_the_file_as_the_umask_says(source: Path, tmp_path: Path
         ("out.pth", "the name must end in .safetensors"),
         ("nowhere/out.safetensors", "there is no folder"),
         ("folder.safetensors", "is a folder"),
-        ("old.safetensors", "is there already; --force replaces it"),
+        ("old.safetensors", "already exists; --force replaces it"),
     ],
 )
 def test_unfit_places_are_refused(out: str, expected: str, source: Path, tmp_path: Path) -> None:

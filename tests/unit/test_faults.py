@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from hvdtrain.lab.verify.collectives import FAULTS, Delivered, Place, inject
+from hvdtrain.lab.verify.collectives import FAULTS, CaseContext, Delivered, inject
 
 SIZE = 3
 TERMS = [1000 * rank + torch.arange(7, dtype=torch.float64) / 3 for rank in range(SIZE)]
 
 
-def place(rank: int) -> Place:
-    return Place(rank, SIZE, lambda local, dropped: TERMS[dropped])
+def place(rank: int) -> CaseContext:
+    return CaseContext(rank, SIZE, lambda local, dropped: TERMS[dropped])
 
 
 def results(fault: str, op: str, **more: torch.Tensor) -> list[tuple[bool, torch.Tensor]]:
@@ -117,7 +117,7 @@ def test_half_precision() -> None:
 def test_where_a_fault_means_nothing(fault: str, delivered: Delivered) -> None:
     """Fails if a fault that changed nothing is reported as injected."""
     before = delivered.value.clone()
-    alone = Place(0, 1, lambda local, dropped: local)
+    alone = CaseContext(0, 1, lambda local, dropped: local)
     assert not inject(fault, delivered, alone, random.Random(0))
     assert torch.equal(delivered.value, before)
 
@@ -129,7 +129,7 @@ def test_dice_stay_in_step(fault: str) -> None:
     for rank, length in enumerate([5, 4, 0]):
         dice = random.Random(3)
         value = torch.ones(length)
-        own = Place(rank, SIZE, lambda local, dropped: local)
+        own = CaseContext(rank, SIZE, lambda local, dropped: local)
         inject(fault, Delivered(value, "sum", value.clone()), own, dice)
         after.append(dice.random())
     assert len(set(after)) == 1

@@ -138,7 +138,7 @@ def test_a_run_that_died_without_a_checkpoint_gives_its_folder_free(
     directory = RunDirectory(folder)
     assert {path.name for path in folder.iterdir()} == {".lock", "logs"}
     assert (folder / "logs" / "rank.0.log").read_text() == "old"
-    assert "ended without a checkpoint: it is started anew" in capsys.readouterr().out
+    assert "ended without a checkpoint: starting it again" in capsys.readouterr().out
     directory.write_config({"lr": 1.0})
     with pytest.raises(UsageError, match="already holds a run"):  # it is live now
         RunDirectory(folder)
@@ -334,7 +334,7 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     """Fails when a pipe in a file's place is waited for, or what a file holds is cut."""
     os.mkfifo(tmp_path / "pipe")
     for open_ in (open_kept, open_to_read):
-        with pytest.raises(OSError, match="pipe is no plain file"):
+        with pytest.raises(OSError, match="pipe is not a regular file"):
             open_(tmp_path / "pipe")
     (tmp_path / "kept").write_text("before, ")
     with open_kept(tmp_path / "kept") as stream:

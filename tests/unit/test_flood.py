@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launcher.protocol import connect
-from hvdtrain.listener import Door
+from hvdtrain.listener import GuardedListener
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 from tests.rings import TOKEN
 
@@ -157,7 +157,7 @@ def test_those_who_answer_are_never_turned_away() -> None:
     turned_away: list[str] = []
     with socket.create_server((LOCALHOST, 0)) as listener:
         listener.setblocking(False)
-        door: Door[str] = Door(listener, turned_away.append, patience_s=0.2)
+        door: GuardedListener[str] = GuardedListener(listener, turned_away.append, patience_s=0.2)
         assert door.accept(2) is None and not door.rest_s  # nobody knocks
         for name in ("first", "second"):
             door.enter(name)

@@ -119,16 +119,16 @@ def test_a_text_as_editors_leave_it(tmp_path: Path, content: bytes, expected: ob
         ("alpha slots=2 slots=2", "given twice"),
         ("alpha slots=4 max_slots=2", "slots=4 is above max_slots=2"),
         ("alpha:4 max-slots=2", "slots=4 is above max_slots=2"),
-        ("alpha slots 2", "'slots', '2': not understood; after a host's name may stand slots=N"),
+        ("alpha slots 2", "'slots', '2': not understood; a host's name may be followed by slots=N"),
         ("alpha beta", "'beta': not understood"),
         ("alpha sockets=2", "'sockets=2': not understood"),
-        ("slots=2", "'slots=2': the name of a host must stand before it"),
-        ("= 2", "the name of a host must stand before it"),
-        ("-oProxyCommand=x", "name of a host must stand before it"),
+        ("slots=2", "'slots=2': the name of a host must come before it"),
+        ("= 2", "the name of a host must come before it"),
+        ("-oProxyCommand=x", "name of a host must come before it"),
         ("-l", "'-l': a host's name does not begin with '-'"),
         ("root@-l", "'-l': a host's name does not begin with '-'"),
-        ("-l@alpha", "'-l': a user's name is made of"),
-        ("a$(id)", "'$' '(' ')' cannot stand in a host's name"),
+        ("-l@alpha", "'-l': a user's name consists of"),
+        ("a$(id)", "'$' '(' ')' not allowed in a host's name"),
         ("a;b", "';' cannot stand"),
         ("^alpha", "'^' cannot stand"),
         ("+n0", "'+' cannot stand"),
@@ -138,25 +138,25 @@ def test_a_text_as_editors_leave_it(tmp_path: Path, content: bytes, expected: ob
         (".", "between the dots"),
         ("a" * 64, "1 to 63 characters"),
         ("a." * 127, "at most 253 characters, not 254"),
-        ("7", "a number is no host's name"),
+        ("7", "a number is not a host's name"),
         ("1.2.3.256", "not an IPv4 address"),
         ("010.0.0.1", "not an IPv4 address"),
-        ("0.0.0.0", "not that of one host"),
-        ("[::]", "not that of one host"),
-        ("ff02::1", "not that of one host"),
+        ("0.0.0.0", "not the address of a single host"),
+        ("[::]", "not the address of a single host"),
+        ("ff02::1", "not the address of a single host"),
         ("fe80::g", "not an IPv6 address (with slots, it is written in brackets"),
         ("1:2:3:4:5:6:7:8:2", "not an IPv6 address"),
         ("[fe80::1", "brackets hold an IPv6 address"),
         ("[fe80::1]2", "brackets hold an IPv6 address"),
         ("[alpha]:2", "brackets hold an IPv6 address"),
-        ("fe80::1%$x", "after % stands the name of a network interface"),
+        ("fe80::1%$x", "% must be followed by the name of a network interface"),
         ("@alpha", "the user's name before @ is missing"),
         ("ann@", "the name of a host is missing"),
         ("ann@bob@alpha", "'ann@bob': a user's name"),
         ("u" * 65 + "@alpha", "at most 64 characters"),
         ("ann@alpha username=bob", "the user is 'ann' already"),
         ("alpha username=$x", "'$x': a user's name"),
-        ("hvdtrain-host-1", "the launcher's own"),
+        ("hvdtrain-host-1", "reserved for the launcher"),
         (" " * LONGEST_LINE + "a", "hosts:1: longer than 4,096 characters"),
         (b"alpha\nbe\0ta", "hosts:2: holds a zero byte"),
         (b"\x7fELF\x02\x01\x01\0\0", "hosts:1: holds a zero byte"),
@@ -205,7 +205,7 @@ def test_a_host_twice(tmp_path: Path, first: str, second: str, other: str) -> No
     """Fails when a host is taken twice, or when the message does not name both lines."""
     (problem,) = problems_of(tmp_path, f"{first}\nbeta\n{second}\n")
     assert problem.startswith("hosts:3: ")
-    assert f"stands already at hosts:1{other}; keep one" in problem
+    assert f"is already listed at hosts:1{other}; keep one" in problem
 
 
 def test_sources_name_the_line(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, expected in [
         (tmp_path / "absent", "there is no such hostfile"),
         (tmp_path, "is a folder"),
-        (tmp_path / "a\0b", "not a name that a hostfile can have"),
+        (tmp_path / "a\0b", "not a valid path of a hostfile"),
         (tmp_path / ("a" * 300), "cannot be read (File name too long)"),
         (loop, "cannot be read ("),
     ]:
@@ -265,12 +265,12 @@ def test_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(reading)
     monkeypatch.setattr("hvdtrain.launcher.hosts.SILENCE_S", 0.1)
     reading, writing = os.pipe()
-    with pytest.raises(UsageError, match="nothing came from this pipe"):
+    with pytest.raises(UsageError, match="no data from this pipe"):
         read_hostfile(Path(f"/dev/fd/{reading}"))
     os.close(reading)
     os.close(writing)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UsageError, match=r"no hosts in it|nothing came"):
+    with pytest.raises(UsageError, match=r"no hosts in it|no data"):
         read_hostfile(tmp_path / "fifo")
 
 
@@ -308,7 +308,7 @@ def test_a_host_list() -> None:
         ("", ["-H: entry 1: is empty"]),
         ("a:2,", ["-H: entry 2: is empty"]),
         ("a:0,,b c:2,a", ["entry 1: 'a:0'", "entry 2: is empty", "entry 3: 'b c': ' ' cannot"]),
-        ("a,root@a", ["-H: root@a stands already before (as a)"]),
+        ("a,root@a", ["-H: root@a is already listed (as a)"]),
         ("a:2:3", ["-H: entry 1: 'a:2:3': not an IPv6 address"]),
         ("a slots=2", ["-H: entry 1: 'a slots=2': ' ' '=' cannot stand"]),
         ("a" * (MOST_BYTES + 1), ["-H: longer than"]),

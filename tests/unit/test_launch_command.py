@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.launcher.command import (
-    Engine,
+    EngineOptions,
     agent_argv,
     engine_environment,
     find_mpirun,
@@ -30,36 +30,36 @@ END = [sys.executable, "-m", "hvdtrain.launcher.agent", "4711-abc"]
     ("engine", "expected"),
     [
         (
-            Engine(4, "gloo", [("localhost", 4)], None, 600),
+            EngineOptions(4, "gloo", [("localhost", 4)], None, 600),
             "4 --gloo -H localhost:4 --disable-cache --start-timeout 600",
         ),
         (
-            Engine(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], None, 30),
+            EngineOptions(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], None, 30),
             "4 --mpi -H alpha:1,10.0.0.2:2,c:1 --disable-cache --start-timeout 30",
         ),
         (
-            Engine(2, "gloo", [("a", 1), ("hvdtrain-host-2", 1)], "eth1", 600, verbose=True),
+            EngineOptions(2, "gloo", [("a", 1), ("hvdtrain-host-2", 1)], "eth1", 600, verbose=True),
             "2 --gloo -H a:1,hvdtrain-host-2:1 --disable-cache --start-timeout 600 "
             "--network-interface eth1 --verbose",
         ),
         (
-            Engine(1, "mpi", [("a", 1)], "ib0", 600, mpi_prefix="/opt/env"),
+            EngineOptions(1, "mpi", [("a", 1)], "ib0", 600, mpi_prefix="/opt/env"),
             "1 --mpi -H a:1 --disable-cache --start-timeout 600 --network-interface ib0 "
             "'--mpi-args=--prefix /opt/env'",
         ),
         (
-            Engine(1, "mpi", [("a", 1)], None, 600, mpi_prefix="/my env/x"),
+            EngineOptions(1, "mpi", [("a", 1)], None, 600, mpi_prefix="/my env/x"),
             "1 --mpi -H a:1 --disable-cache --start-timeout 600 "
             "\"--mpi-args=--prefix '/my env/x'\"",
         ),
         (
-            Engine(1, "gloo", [("a", 1)], None, 600, mpi_prefix="/opt/env"),
+            EngineOptions(1, "gloo", [("a", 1)], None, 600, mpi_prefix="/opt/env"),
             "1 --gloo -H a:1 --disable-cache --start-timeout 600",
         ),
     ],
     ids=["local", "hosts", "interface", "prefix", "quoted", "no-prefix"],
 )
-def test_horovodruns_command(engine: Engine, expected: str) -> None:
+def test_horovodruns_command(engine: EngineOptions, expected: str) -> None:
     """Fails when a word of the command changes: hosts out of order, a cache that goes stale, an
     interface that is not passed on, an Open MPI that other hosts do not find.
     """
@@ -69,7 +69,7 @@ def test_horovodruns_command(engine: Engine, expected: str) -> None:
 def test_horovodrun_is_the_environments_own(monkeypatch) -> None:
     """Fails when another horovodrun, or another Python, that comes first on PATH is started."""
     monkeypatch.setenv("PATH", "/somewhere/else")
-    argv = horovodrun_argv(Engine(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
+    argv = horovodrun_argv(EngineOptions(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
     assert argv[0] == f"{BIN}/horovodrun" and argv[-4] == sys.executable
 
 
@@ -203,7 +203,7 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> No
     argv, told = dry_run(
         *(monkeypatch, capsys, "-np", "2", "--controller", "gloo", "--", "train", "--model=mlp")
     )
-    expected = Engine(2, "gloo", [("localhost", 2)], None, 600)
+    expected = EngineOptions(2, "gloo", [("localhost", 2)], None, 600)
     assert argv == horovodrun_argv(expected, agent_argv("JOB"))
     assert "HOROVOD_FUSION_THRESHOLD=0: each tensor by itself" in told
     assert f"each worker runs: {sys.executable} -m hvdtrain.cli train --model=mlp\n" in told

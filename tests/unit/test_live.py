@@ -127,7 +127,7 @@ def test_hosts_are_text() -> None:
 @pytest.mark.parametrize(
     ("steps", "figures", "expected"),
     [
-        ([0, 0], {}, "starting: 2 of 2 workers are there"),
+        ([0, 0], {}, "starting: 2 of 2 workers connected"),
         ([3, 4], {}, "step 4"),
         ([0, 0], {"total_steps": 10}, "step 0/10"),
         ([5, 5], {"epoch": 1, "loss": 0.0}, "epoch 1  step 5  loss 0.0000"),
@@ -148,7 +148,7 @@ def test_headlines(steps: list[int], figures: dict, expected: str) -> None:
 def test_before_all_are_there() -> None:
     """Fails when one cannot see how many workers a job still waits for."""
     ranks = [rank(0, step=0), Rank(1), Rank(2)]
-    assert headline(Watch(ranks)) == "starting: 1 of 3 workers are there"
+    assert headline(Watch(ranks)) == "starting: 1 of 3 workers connected"
     assert "waiting" in as_text(Watch(ranks))
     as_text(Watch([]))
 
@@ -195,13 +195,13 @@ def test_nobody_waits_for_the_terminal(terminal: bool, monkeypatch: pytest.Monke
     reading, writing = os.openpty() if terminal else os.pipe()
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
         view = make_view(12, stream, Path("LOGS"))
-        view.tell("2 workers")
+        view.notice("2 workers")
         width = 60 if terminal else 1000
         count = 3 * view.view.most_waiting // width
         for number in range(count):
             view.line(1, f"{number:6} {'ä' * width}")
             view.update(Watch([rank(0, step=number)], {}))
-        view.tell("the verdict")
+        view.notice("the verdict")
         assert view._waiting <= view.view.most_waiting + 2000
         shown: list[bytes] = []
         reader = threading.Thread(target=read_all, args=(reading, shown))
@@ -249,8 +249,8 @@ def test_a_job_outlives_its_terminal(both: bool) -> None:
     code = (
         "import sys; from hvdtrain.launcher.view import make_view\n"
         "from hvdtrain.launcher.supervise import Watch; from hvdtrain.log import complain\n"
-        "view = make_view(2, sys.stdout, 'LOGS'); view.tell('a'); sys.stdin.readline()\n"
-        "for n in range(3): view.line(0, 'b' * 9999); view.tell('c'); view.update(Watch([]))\n"
+        "view = make_view(2, sys.stdout, 'LOGS'); view.notice('a'); sys.stdin.readline()\n"
+        "for n in range(3): view.line(0, 'b' * 9999); view.notice('c'); view.update(Watch([]))\n"
         "view.close(); sys.stdout.write('d'); complain('e'); sys.exit(7)"
     )
     process = subprocess.Popen(

@@ -151,7 +151,7 @@ def test_a_network_of_the_user(folder: Path) -> None:
         (":build", "expected package.module:callable"),
         (".my_net:build", "expected package.module:callable"),
         ("my_net:NUMBER", "is of type int, and cannot be called"),
-        ("my_net:no_module", "gave a str, no torch.nn.Module"),
+        ("my_net:no_module", "returned str, expected torch.nn.Module"),
         ("my_net:frozen", "has no parameter to train"),
         ("my_net:empty", "has no parameter to train"),
     ],

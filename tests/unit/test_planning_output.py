@@ -25,10 +25,10 @@ GIVEN = ("--latency-us=50", "--bandwidth-gbit-s=10", "--workers-per-host=2")
 GOLDEN = """\
 plan: two $layers, 8 samples a worker, 2 gradients of 5.000 MB
   compute  31.00 ms a step (forward 10.00, backward 20.00, update 1.00); by hand
-  spread   30.00 to 33.00 ms over 3 steps: of N workers the slowest is waited for
+  spread   30.00 to 33.00 ms over 3 steps: a step waits for the slowest worker
   network  50.0 us, 1,250 MB/s; as given
-  hosts    of 2 workers; inside 5.0 us, 8,000 MB/s
-  servers  one a host, of the parameter server
+  hosts    2 workers each; inside 5.0 us, 8,000 MB/s
+  servers  one parameter server per host
   queue    a cycle of 1 ms, no fusion, ranks agree on a tree
 """
 

@@ -27,7 +27,7 @@ def test_a_head_of_other_classes_starts_afresh(tmp_path: Path) -> None:
     source, model = net(classes=10), net(classes=3, seed=1)
     head = copy.deepcopy(model.fc.state_dict())
     notes = load_pretrained(model, save(source.state_dict(), tmp_path))
-    assert "head fc: 10 classes in the file, 3 here: starts afresh" in notes
+    assert "head fc: 10 classes in the file, 3 here: reinitialised" in notes
     assert same(model.fc.state_dict(), head)
     rest = [name for name in source.state_dict() if not name.startswith("fc.")]
     assert all(torch.equal(model.state_dict()[n], source.state_dict()[n]) for n in rest)
@@ -50,7 +50,7 @@ def test_auxiliary_heads_are_left_out(tmp_path: Path) -> None:
     model = nn.Sequential(OrderedDict(fc=nn.Linear(3, 2)))
     extra = {f"aux1.{part}": torch.zeros(2) for part in "ab"}
     notes = load_pretrained(model, save({**model.state_dict(), **extra}, tmp_path))
-    assert "auxiliary heads: 2 tensors are left out" in notes
+    assert "auxiliary heads: 2 tensors are ignored" in notes
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_words_behind_the_greeting_are_kept() -> None:
     [
         ([b""], "closed"),
         ([b"220 smtp.example ESMTP\r\n"], "not a message"),
-        ([b'{"challenge": "a"}\n', b'{"proof": "b"}\n'], "does not know this job"),
-        ([b'{"challenge": "a"}\n', b'{"proof": "\xc3\xa4"}\n'], "does not know this job"),
-        ([b'{"challenge": "\\ud800"}\n', b'{"proof": null}\n'], "does not know this job"),
+        ([b'{"challenge": "a"}\n', b'{"proof": "b"}\n'], "does not hold this job's token"),
+        ([b'{"challenge": "a"}\n', b'{"proof": "\xc3\xa4"}\n'], "does not hold this job's token"),
+        ([b'{"challenge": "\\ud800"}\n', b'{"proof": null}\n'], "does not hold this job's token"),
         ([b'{"challenge": "a"}\n', b""], "closed"),
         ([b"x" * (1 << 15)], "does not end"),
     ],

@@ -162,9 +162,9 @@ def test_a_longer_watchdog_holds_for_preparing_too() -> None:
     [
         (ended(0, 1), "ended with exit code 1"),
         (ended(0, 143), "ended with exit code 143"),
-        (ended(0, -signal.SIGKILL), "was killed by SIGKILL (by someone, or by the kernel where"),
+        (ended(0, -signal.SIGKILL), "was killed by SIGKILL (sent by a user, or by the kernel when"),
         (ended(0, -signal.SIGSEGV), "was killed by SIGSEGV (a fault in native code)"),
-        (ended(0, -signal.SIGABRT), "was killed by SIGABRT (native code gave up)"),
+        (ended(0, -signal.SIGABRT), "was killed by SIGABRT (an abort in native code)"),
         (ended(0, -signal.SIGBUS), "was killed by SIGBUS (often a full /dev/shm)"),
         (ended(0, -signal.SIGTERM), "was killed by SIGTERM"),
         (ended(0, -40), "was killed by signal 40"),

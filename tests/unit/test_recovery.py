@@ -16,23 +16,23 @@ from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.launcher import job as recovery
 from hvdtrain.launcher import stopping
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.job import FRUITLESS, Job, JobPlan, Work, channel_address
+from hvdtrain.launcher.job import FRUITLESS, JobPlan, LaunchJob, WorkerCommands, channel_address
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.ranks import Limits, Outcome
+from hvdtrain.launcher.ranks import JobOutcome, Limits
 from hvdtrain.launcher.ssh import SshOptions
 from hvdtrain.launcher.stopping import StopRequests, spared_by_slurm
 
-FINE, AWAY = Outcome(0), PreflightError("away")
+FINE, AWAY = JobOutcome(0), PreflightError("away")
 
 
-def failed(steps: int) -> Outcome:
-    return Outcome(9, f"failed at {steps}", may_retry=True, steps=steps)
+def failed(steps: int) -> JobOutcome:
+    return JobOutcome(9, f"failed at {steps}", may_retry=True, steps=steps)
 
 
-class Scripted(Job):
+class Scripted(LaunchJob):
     """Its starts end as they are told to; nothing is run."""
 
-    def __init__(self, restarts: int, ends: list[Outcome | Exception], folder: Path) -> None:
+    def __init__(self, restarts: int, ends: list[JobOutcome | Exception], folder: Path) -> None:
         plan = JobPlan(
             workers=1,
             min_workers=1,
@@ -49,12 +49,12 @@ class Scripted(Job):
         logs = Logs(folder / "logs", lambda rank, line: None)
         logs.close()
         stop = StopRequests.__new__(StopRequests)
-        work = Work(["true"], ["true"])
+        work = WorkerCommands(["true"], ["true"])
         super().__init__(plan, work, logs, stop, self.lines.append, lambda watch: None)
         self._ends = ends
         self.started: list[int] = []
 
-    def _start(self, start: int) -> Outcome:
+    def _start(self, start: int) -> JobOutcome:
         self.started.append(start)
         end = self._ends.pop(0)
         if isinstance(end, Exception):
@@ -83,7 +83,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         # Ones that do not are tried less and less, and given up.
         (9, [failed(5)] * 9, 9, [0, 1, 2, 3], [1.0, 2.0, 4.0]),
         (9, [failed(0)] * 9, 9, [0, 1, 2], [2.0, 4.0]),
-        (9, [Outcome(2, "usage")], 2, [0], []),
+        (9, [JobOutcome(2, "usage")], 2, [0], []),
         # A host that comes back in time is waited for, within one restart.
         (1, [failed(1), AWAY, AWAY, FINE], 0, [0, 1, 1, 1], [1.0, 1.0, 2.0]),
     ],
@@ -92,7 +92,7 @@ def test_restarts(
     tmp_path: Path,
     pauses: list[float],
     restarts: int,
-    ends: list[Outcome | Exception],
+    ends: list[JobOutcome | Exception],
     code: int,
     started: list[int],
     waited: list[float],
@@ -101,7 +101,7 @@ def test_restarts(
     job = Scripted(restarts, ends, tmp_path)
     outcome = job.run()
     assert (outcome.exit_code, job.started, pauses) == (code, started, waited)
-    given_up = f"{FRUITLESS} starts in a row came no further" in outcome.text
+    given_up = f"{FRUITLESS} starts in a row made no progress" in outcome.text
     assert given_up == (code == 9 and restarts == 9)
 
 

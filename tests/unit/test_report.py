@@ -150,7 +150,7 @@ def test_a_run_shorter_than_its_log_interval_says_so(tmp_path: Path, monkeypatch
     write_lines(run / "metrics.jsonl", [epoch_record(10), epoch_record(20)])
     assert report(monkeypatch, run) == 0
     text = " ".join(Elements((run / "report" / "index.html").read_text()).text.split())
-    assert "no step was logged, as the run came to step 20, and --log-interval was 50." in text
+    assert "no step was logged, as the run reached step 20, and --log-interval was 50." in text
 
 
 def test_the_summary_of_an_earlier_end_is_not_taken_for_the_runs(tmp_path: Path) -> None:

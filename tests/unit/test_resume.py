@@ -105,7 +105,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(folder: Path) -> None:
     assert stopped["status"] == "stopped" and 20 <= stopped["steps"] < 60
     saved = load_checkpoint(run / "checkpoints" / (run / "checkpoints/last").read_text().strip())[1]
     code, out, err = finish(start(folder, "cut"))
-    assert (code, err) == (0, "") and "going on from" in out
+    assert (code, err) == (0, "") and "continuing from" in out
     resumed, undisturbed = read_summary(run), read_summary(whole)
     assert resumed.pop("resumed_from") == saved["step"] > 0
     undisturbed.pop("resumed_from")
@@ -192,7 +192,7 @@ def test_the_newest_checkpoint_is_found(unfinished: Path, capsys) -> None:
     found = find(unfinished, global_batch_size=None)
     assert found.resumed.state is not None and found.resumed.finished is None
     assert (found.resumed.state["step"], found.resumed.global_batch_size) == (60, 64)
-    assert "going on from" in capsys.readouterr().out
+    assert "continuing from" in capsys.readouterr().out
     assert max(steps(unfinished)) == 60
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, name: str, capsys
     found = find(unfinished)
     assert found.resumed.state is not None and found.resumed.state["step"] == 50
     out = capsys.readouterr().out
-    assert "passing over a damaged checkpoint" in out and str(place) in out
+    assert "skipping a damaged checkpoint" in out and str(place) in out
     assert max(steps(unfinished)) == 50
 
 
@@ -238,7 +238,7 @@ def test_a_state_that_is_not_finite_is_passed_over(unfinished: Path, place: str,
     found = find(unfinished)
     assert found.resumed.state is not None and found.resumed.state["step"] == 50
     out = capsys.readouterr().out
-    assert f"passing over a damaged checkpoint: {newest}" in out and reason in out
+    assert f"skipping a damaged checkpoint: {newest}" in out and reason in out
     assert (unfinished / "checkpoints" / "last").read_text() == f"{before.name}\n"
 
 
@@ -295,7 +295,7 @@ def test_without_a_good_checkpoint_it_starts_afresh(unfinished: Path, capsys) ->
         place.write_text("{}")
     found = find(unfinished)
     assert found.resumed.state is None and found.resumed.finished is None
-    assert "starting afresh" in capsys.readouterr().out and steps(unfinished) == []
+    assert "starting from the beginning" in capsys.readouterr().out and steps(unfinished) == []
 
 
 def test_a_finished_run_needs_nothing_more(unfinished: Path, folder: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: P
     """
     newest = unfinished / "checkpoints" / "step-00000060"
     told = refused(unfinished, resume=str(unfinished))
-    assert told.startswith(f"--resume={unfinished}: is no checkpoint. Give auto")
+    assert told.startswith(f"--resume={unfinished}: is not a checkpoint. Give auto")
     assert told.endswith(f"such as {newest}")
     for path in (unfinished, newest):
         with pytest.raises(UsageError) as caught:
@@ -334,7 +334,7 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: P
         assert f"there is no run in {unfinished.with_name('none')}, which" in str(caught.value)
         config = unfinished / "config.yaml"
         assert str(caught.value).endswith(f"{unfinished}: --config {config} --resume auto")
-    with pytest.raises(UsageError, match="Give those of the run to go on with"):
+    with pytest.raises(UsageError, match="Give those of the run to resume"):
         find(unfinished, resume="somewhere", experiment="none")
 
 

@@ -112,7 +112,7 @@ def test_sbatch_requeues_when_stopped(tmp_path: Path, signals: int) -> None:
 @pytest.mark.parametrize(
     ("variables", "code", "asked", "said"),
     [
-        ({"SLURM_RESTART_COUNT": "100"}, 143, True, "not requeued, for this was done 100 times"),
+        ({"SLURM_RESTART_COUNT": "100"}, 143, True, "not requeued, as this was done 100 times"),
         ({"ON_TERM": "0"}, 0, False, ""),
         ({"ON_TERM": "1"}, 1, False, ""),
         ({"ON_TERM": "17"}, 17, False, ""),

@@ -150,13 +150,13 @@ def test_a_torch_data_set_is_read_by_other_processes() -> None:
     [
         ({"raises": 2}, "OSError: sample 2 is lost"),
         ({"image": torch.zeros(2, 4, 5)}, r"shape \[2, 4, 5\], where others have \[2, 4, 4\]"),
-        ({"image": torch.zeros(2, 4, 4).long()}, "floating-point tensor was expected, not torch."),
-        ({"image": "picture"}, "floating-point tensor was expected, not <class 'str'>"),
+        ({"image": torch.zeros(2, 4, 4).long()}, "expected a floating-point tensor, not torch."),
+        ({"image": "picture"}, "expected a floating-point tensor, not <class 'str'>"),
         ({"image": torch.full((2, 4, 4), torch.nan)}, "pixels are not all finite"),
-        ({"label": 3}, "class 3, where there are 3"),
-        ({"label": -1}, "class -1, where there are 3"),
-        ({"label": "cat"}, "class 'cat', where a whole number is needed"),
-        ({"label": 1.5}, "class 1.5, where a whole number is needed"),
+        ({"label": 3}, "class 3: out of range for 3 classes"),
+        ({"label": -1}, "class -1: out of range for 3 classes"),
+        ({"label": "cat"}, "class 'cat': expected a whole number"),
+        ({"label": 1.5}, "class 1.5: expected a whole number"),
     ],
 )
 def test_bad_samples_of_torch_data_sets_are_named(spoilt, expected: str, monkeypatch) -> None:
@@ -176,13 +176,13 @@ def no_names() -> Squares:
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        ((Squares(0), Squares(3)), "without samples"),
-        ((Squares(3), Squares(0)), "without samples"),
+        ((Squares(0), Squares(3)), "has no samples"),
+        ((Squares(3), Squares(0)), "has no samples"),
         ((Squares(3), itertools.count()), "map-style"),
         ((Squares(3, raises=0), Squares(3)), "OSError: sample 0 is lost"),
         ((no_names(), Squares(3)), "no `classes`"),
         (([(torch.zeros(3), 1)], Squares(3)), "no `classes`"),
-        ((Squares(3), Squares(3), Squares(3)), "gave a tuple"),
+        ((Squares(3), Squares(3), Squares(3)), "returned tuple"),
     ],
 )
 def test_wrong_torch_data_sets_are_refused(made, expected: str, monkeypatch) -> None:

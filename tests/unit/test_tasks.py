@@ -142,14 +142,14 @@ class Counting(Task):
 
 LOSS = torch.ones((), requires_grad=True)
 WRONG = {
-    "gave a Tensor, not hvdtrain.Sums": LOSS,
+    "returned Tensor, expected hvdtrain.Sums": LOSS,
     "the loss must be a scalar, the sum over samples, and is [3]": Sums(
         torch.ones(3, requires_grad=True), 3, {"right": LOSS}
     ),
     "the loss does not depend on any parameter": Sums(torch.ones(()), 3, {"right": LOSS}),
     "a batch of 3 samples was counted as 2": Sums(LOSS, 2, {"right": LOSS}),
-    "metrics [], where ['right'] were promised": Sums(LOSS, 3),
-    "metrics ['left', 'right'], where ['right']": Sums(LOSS, 3, {"right": LOSS, "left": LOSS}),
+    "metrics [], expected ['right']": Sums(LOSS, 3),
+    "metrics ['left', 'right'], expected ['right']": Sums(LOSS, 3, {"right": LOSS, "left": LOSS}),
 }
 
 

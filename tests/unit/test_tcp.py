@@ -255,7 +255,7 @@ def test_a_wrong_token_is_named() -> None:
     started = time.monotonic()
     outcomes = connect(2, [TOKEN, bytes(32)], 3, lambda address: None)
     assert all(isinstance(outcome, TransportError) for outcome in outcomes)
-    assert any("does not know this run's token" in str(outcome) for outcome in outcomes)
+    assert any("does not have this run's token" in str(outcome) for outcome in outcomes)
     assert time.monotonic() - started < 15
 
 

@@ -133,7 +133,7 @@ def test_evaluate_leaves_out_what_cannot_be_read(folder: Path, partly_broken: Pa
     given = ("evaluate", folder / "runs" / "cats", "--trust-code")
     given += ("--data", f"imagefolder:{partly_broken}")
     strict = hvdtrain(*given)
-    assert strict.returncode == 1 and "give --skip-bad-samples to leave out" in strict.stderr
+    assert strict.returncode == 1 and "give --skip-bad-samples to skip" in strict.stderr
     lenient = hvdtrain(*given, "--skip-bad-samples")
     assert lenient.returncode == 0 and lenient.stderr.startswith("skipped: ")
     assert ", 9 samples; 1 more could not be read, and were left out" in lenient.stdout
@@ -180,9 +180,12 @@ def test_predict_on_data_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     ("takeaway", "expected"),
     [
         ({"data": "plug:make"}, "`image_format = hvdtrain.ImageFormat(1, 28, 28)`"),
-        ({"data": "plug:make"}, "--data=plug:make, which does not tell how an image file becomes"),
+        (
+            {"data": "plug:make"},
+            "--data=plug:make, which does not define how an image file becomes",
+        ),
         ({"data": "synthetic:1x28x28"}, "an input; or take its weights into a script"),
-        ({"task": None}, "was trained by a --task, not to tell classes; take its weights"),
+        ({"task": None}, "was trained by a --task, not as a classifier; take its weights"),
     ],
 )
 def test_the_true_reason_why_predict_cannot(takeaway: dict, expected: str) -> None:

@@ -30,7 +30,7 @@ CASES = [
     (evidence(rank(0, 0), rank(1, 0)), 0, False, ""),
     (evidence(rank(0, 0), rank(1, 0), requested=[15]), 0, False, ""),
     # A stop is no failure, whatever the workers made of it.
-    (evidence(rank(0, 143), rank(1, 143), requested=[15]), 143, False, "every worker was told"),
+    (evidence(rank(0, 143), rank(1, 143), requested=[15]), 143, False, "every worker was notified"),
     (evidence(rank(0, 143), rank(1, -9), requested=[2, 2]), 130, False, "rank 1 had not ended"),
     # The first that failed of itself gives the code.
     (evidence(rank(0, 1, 2.0, peer=True), rank(1, 7, 3.0)), 7, True, "rank 1 on host1 ended with"),
@@ -57,12 +57,12 @@ CASES = [
     (evidence(rank(0, 143, 1.0, speaks=True)), 143, False, "SIGTERM to a worker"),
     (evidence(rank(0, -15, 1.0, speaks=True)), 143, True, "was killed by SIGTERM"),
     # Nobody came.
-    (evidence(Rank(0), Rank(1), cause="start"), 3, True, "nothing was heard of ranks 0, 1"),
+    (evidence(Rank(0), Rank(1), cause="start"), 3, True, "no contact from ranks 0, 1"),
     (
         evidence(Rank(0), Rank(1), engine_lines=["ssh: no"]),
         3,
         True,
-        "ended before the workers had started. It said:\n  | ssh: no",
+        "ended before the workers had started. Output of horovodrun:\n  | ssh: no",
     ),
     # horovodrun's end under workers that were well.
     (
@@ -74,7 +74,7 @@ CASES = [
         ),
         1,
         True,
-        "the ssh connection that rank 1 on host1 was started by broke off",
+        "the ssh connection that started rank 1 on host1 was lost",
     ),
 ]
 
@@ -105,4 +105,4 @@ def test_a_standstill_is_told_as_it_was() -> None:
     assert "rank 2 on host2 ended with exit code 0\n" in text
     assert "rank 0 on host0, Python stacks:\n  | Current thread" in text
     assert "File b" in text and "File a" not in text and "Extension" not in text
-    assert "rank 1 on host1 gives no Python stacks" in text
+    assert "rank 1 on host1 returned no Python stacks" in text

@@ -203,12 +203,12 @@ def truncated(path: Path) -> None:
     ("name", "write", "expected"),
     [
         ("x.pth", lambda path: None, "no such file or folder"),
-        ("x.pth", write_bytes(b""), "damaged, or no file of torch.save"),
-        ("x.bin", write_bytes(b"no weights at all"), "damaged, or no file of torch.save"),
-        ("x.pt", truncated, "damaged, or no file of torch.save"),
-        ("x.safetensors", write_bytes(b""), "damaged, or no safetensors file"),
-        ("x.safetensors", write_bytes(b"\xff" * 64), "damaged, or no safetensors file"),
-        ("x.safetensors", truncated, "damaged, or no safetensors file"),
+        ("x.pth", write_bytes(b""), "damaged, or not a file of torch.save"),
+        ("x.bin", write_bytes(b"no weights at all"), "damaged, or not a file of torch.save"),
+        ("x.pt", truncated, "damaged, or not a file of torch.save"),
+        ("x.safetensors", write_bytes(b""), "damaged, or not a safetensors file"),
+        ("x.safetensors", write_bytes(b"\xff" * 64), "damaged, or not a safetensors file"),
+        ("x.safetensors", truncated, "damaged, or not a safetensors file"),
         ("x.safetensors", lambda path: save_file({}, path), "no tensors by name in it; holds noth"),
         ("x.pt", lambda path: torch.save({"lr": 1}, path), "no tensors by name in it; holds lr"),
         ("x.pt", lambda path: torch.save(torch.ones(2), path), "no tensors by name in it"),
@@ -300,7 +300,7 @@ def test_runs_and_checkpoints(run_folder: Path) -> None:
     (folder / "step-00000002" / "manifest.json").unlink()  # copied without it
     assert read_weights(folder / "step-00000002")["w"].tolist() == [2, 2]
     (folder / "last").write_text("step-00000009\n")
-    with pytest.raises(UsageError, match="last: names no checkpoint that is there"):
+    with pytest.raises(UsageError, match="last: names a checkpoint that does not exist"):
         read_weights(run_folder)
 
 

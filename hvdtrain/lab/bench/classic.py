@@ -1,7 +1,7 @@
-"""`hvdtrain bench classic`: the table of textbooks on several GPUs, run here, beside theirs.
+"""`hvdtrain bench classic`: the multi-GPU table of textbooks, measured here and compared.
 
 Three runs: one worker, two with the same global batch, and two with twice the batch and twice the
-learning rate. Epoch times are those of the training steps, as there.
+learning rate. Epoch times cover the training steps, as in the published table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FASHION_MNIST, DIGITS = "fashion-mnist", "digits"
 
 @dataclass(frozen=True)
 class Setting:
-    """One row."""
+    """A row of the table."""
 
     workers: int
     global_batch_size: int
@@ -34,15 +34,15 @@ SETTINGS = (Setting(1, 256, 0.1), Setting(2, 256, 0.1), Setting(2, 512, 0.2))
 
 @dataclass(frozen=True)
 class Published:
-    """What others have found, in seconds an epoch, in the order of SETTINGS."""
+    """Published times, in seconds per epoch, in the order of SETTINGS."""
 
     name: str
     epoch_s: tuple[float, float, float]
 
 
-# On Fashion-MNIST with one and two GPUs. These figures are quoted, and were not found again in a
-# source to cite. The nearest that was: d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla
-# V100), with 13.2 s for the first setting and 7.3 s for the last one in Gluon.
+# On Fashion-MNIST with one and two GPUs. These figures are quoted without a citable source. The
+# nearest source found is d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla V100), with
+# 13.2 s for the first setting and 7.3 s for the last one in Gluon.
 PUBLISHED = (
     Published("Gluon, ResNet-18", (14.2, 10.2, 8.1)),
     Published("d2l, LeNet", (2.6, 2.6, 2.4)),
@@ -51,7 +51,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class ClassicPlan:
-    """What `hvdtrain bench classic` was told."""
+    """Configuration of `hvdtrain bench classic`."""
 
     model: str
     data: str
@@ -63,29 +63,29 @@ class ClassicPlan:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One run."""
+class ClassicResult:
+    """The result of one run."""
 
     epoch_s: list[float]  # of each epoch
     accuracy: float  # on the validation data, at the end, from 0 to 1
 
 
-Results = dict[Setting, list[Result]]
+Results = dict[Setting, list[ClassicResult]]
 
 
 def data_that_is_there(data_dir: Path) -> str:
-    """Fashion-MNIST where all of its files are, else digits."""
-    there = all((data_dir / FASHION_FOLDER / name).is_file() for name in FILES)
-    return FASHION_MNIST if there else DIGITS
+    """Return Fashion-MNIST where all of its files are present, else digits."""
+    complete = all((data_dir / FASHION_FOLDER / name).is_file() for name in FILES)
+    return FASHION_MNIST if complete else DIGITS
 
 
 def measure(
     plan: ClassicPlan,
-    run: Callable[[ClassicPlan, Setting, Path], Result],
+    run: Callable[[ClassicPlan, Setting, Path], ClassicResult],
     folder: Path,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Results:
-    """All runs in turns, by setting and round. Raises ChildFailure."""
+    """Run all settings in turns; return results by setting and round. Raises ChildFailure."""
     results: Results = {setting: [] for setting in SETTINGS}
     for number in range(plan.rounds):
         order = list(enumerate(SETTINGS))
@@ -94,15 +94,15 @@ def measure(
             own.mkdir(mode=0o700)
             result = run(plan, setting, own)
             results[setting].append(result)
-            tell(
+            report(
                 f"round {number + 1}: {setting.workers} x {setting.global_batch_size}: "
                 f"{epoch_time([result]):.3f} s an epoch, accuracy {result.accuracy:.4f}"
             )
     return results
 
 
-def train(plan: ClassicPlan, setting: Setting, folder: Path) -> Result:
-    """One run, under `hvdtrain launch`. Raises ChildFailure."""
+def train(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
+    """Run one setting under `hvdtrain launch`. Raises ChildFailure."""
     flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
     flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
     flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
@@ -110,21 +110,21 @@ def train(plan: ClassicPlan, setting: Setting, folder: Path) -> Result:
     argv += ["--", *train_argv(folder, flags)[len(HVDTRAIN) :]]
     run_command(argv, os.environ, folder, plan.time_limit_s)
     epochs = records(folder, "epoch")
-    return Result(
+    return ClassicResult(
         [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],
         epochs[-1]["valid_accuracy"],
     )
 
 
-def epoch_time(results: list[Result]) -> float:
-    """The median over all rounds, in seconds, without each first epoch where there are others."""
+def epoch_time(results: list[ClassicResult]) -> float:
+    """Return the median epoch in seconds, without the first of each run with several."""
     return statistics.median(
         seconds for result in results for seconds in result.epoch_s[1:] or result.epoch_s
     )
 
 
 def table(plan: ClassicPlan, results: Results) -> str:
-    """A row a setting: ours, and what was published."""
+    """Return the table, one row per setting: our results and the published ones."""
     lines = [
         f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
         f"{counted(plan.rounds, 'round')}, SGD "
@@ -151,7 +151,7 @@ def table(plan: ClassicPlan, results: Results) -> str:
 
 
 def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
-    """Everything."""
+    """Return all results, and the published ones."""
     alone_s = epoch_time(results[SETTINGS[0]])
     rows = [
         asdict(setting)

@@ -1,4 +1,4 @@
-"""What `hvdtrain bench NAME` does: measure, and print a table; write JSON and plots."""
+"""`hvdtrain bench NAME`: measurement, printed table, and files of JSON and plots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BENCHES = {
 
 
 def run_within_a_job(arguments: dict[str, Any], topology: Topology) -> int:
-    """Collective: measure, and print medians and ratios. Returns the exit code."""
+    """Collective: measure, print medians and ratios, and return the exit code."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as train does
     options = Options(
@@ -60,7 +60,7 @@ def run_within_a_job(arguments: dict[str, Any], topology: Topology) -> int:
             content["megabytes"] = measured.megabytes
         write_json(arguments["json"], content)
     exchange.close()
-    return 0
+    return EXIT_OK
 
 
 def _table(bench: str, options: Options, measured: Measured, exchange: Exchange) -> str:
@@ -83,8 +83,8 @@ def _table(bench: str, options: Options, measured: Measured, exchange: Exchange)
 
 
 def run_scaling(arguments: dict[str, Any]) -> int:
-    """Measure all runs, in turns. Returns the exit code: 1 where some have failed."""
-    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
+    """Measure all cases, in turns; return the exit code, 1 where some have failed."""
+    StopRequests()  # a signal raises Stopped, on which running processes are ended
     plan = scaling.ScalingPlan(**_fields(scaling.ScalingPlan, arguments))
     scaling.examine(plan)
     with guarded(), tempfile.TemporaryDirectory(prefix=SCRATCH) as folder:
@@ -98,12 +98,12 @@ def run_scaling(arguments: dict[str, Any]) -> int:
 
 
 def run_start(arguments: dict[str, Any]) -> int:
-    """Measure all starts, one after the other. Returns the exit code. Raises TrainingError."""
+    """Measure all starts, one after the other; return the exit code. Raises TrainingError."""
     StopRequests()
     plan = start.StartPlan(**_fields(start.StartPlan, arguments))
     with guarded(), tempfile.TemporaryDirectory(prefix=SCRATCH) as folder:
         try:
-            starts = start.measure(plan, start.Runner(plan), Path(folder), say)
+            starts = start.measure(plan, start.StartRunner(plan), Path(folder), say)
         except ChildFailure as failure:
             raise TrainingError(f"bench start: {failure}") from failure
     say(start.table(plan, starts))
@@ -115,7 +115,7 @@ def run_start(arguments: dict[str, Any]) -> int:
 
 
 def run_classic(arguments: dict[str, Any]) -> int:
-    """Run all settings, one after the other. Returns the exit code. Raises TrainingError."""
+    """Run all settings, one after the other; return the exit code. Raises TrainingError."""
     StopRequests()
     data = arguments["data"] or classic.data_that_is_there(Path(arguments["data_dir"]))
     plan = classic.ClassicPlan(**_fields(classic.ClassicPlan, arguments | {"data": data}))
@@ -137,7 +137,7 @@ RUNS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 
 def _fields(kind: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are fields of a dataclass."""
+    """Return the arguments that are fields of the dataclass `kind`."""
     return {name: arguments[name] for name in kind.__dataclass_fields__}
 
 

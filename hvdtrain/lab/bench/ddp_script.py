@@ -1,9 +1,9 @@
-"""A small training script as one writes it for torchrun: what `bench start` holds ours against.
+"""A small training script as one writes it for torchrun, the peer of `bench start`.
 
     torchrun --nproc-per-node 2 ddp_script.py TIMES.json
     python ddp_script.py TIMES.json
 
-It uses nothing of hvdtrain. Rank 0 leaves the monotonic times (in seconds) of its beginning and of
+It does not import hvdtrain. Rank 0 writes the monotonic times (in seconds) of its start and of
 the ends of imports, joining, preparation and first step.
 """
 
@@ -13,7 +13,7 @@ import time
 
 TIMES = [time.monotonic()]
 
-import json  # noqa: E402  # what comes first is what is measured
+import json  # noqa: E402  # imports are timed
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -26,7 +26,7 @@ BATCH_SIZE, SAMPLES = 128, 1280
 
 
 def lenet() -> nn.Module:
-    """With the layers and sizes of `--model lenet`."""
+    """Return a network with the layers and sizes of `--model lenet`."""
     return nn.Sequential(
         *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()),
@@ -35,7 +35,7 @@ def lenet() -> nn.Module:
 
 
 def main() -> None:
-    """Collective: one step."""
+    """Collective: train for one step."""
     TIMES.append(time.monotonic())
     torch.set_num_threads(1)
     together = "WORLD_SIZE" in os.environ

@@ -1,7 +1,7 @@
-"""The loops that `hvdtrain bench scaling` holds ours against, as one would write them by hand.
+"""The peers of `hvdtrain bench scaling`: training loops as one would write them by hand.
 
-They do less than our step does: no metrics, no sums over ranks, no checks. As often as `train` logs
-a step they tell the time.
+They do less than our step: no metrics, no sums over ranks, no checks. They log the time of a step
+as often as `train` does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOG_INTERVAL = RunConfig.log_interval  # steps
 
 
 def step_log(folder: Path, number: int) -> Path:
-    """Where a process tells the times of its steps: number and seconds, a line each."""
+    """Return the file to which a process logs its steps: a line of number and seconds each."""
     return folder / f"steps-{number}.txt"
 
 
 class BareLoop(Strategy):
-    """Forward, backward, step, on this process's share of each global batch."""
+    """A loop of forward, backward and step on this process's share of each global batch."""
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
@@ -41,7 +41,7 @@ class BareLoop(Strategy):
         self._optimizer = work.optimizer(trained(work.model))
         self._shares = Shares(place.workers)
         self._steps = 0
-        self._told = step_log(Path(place.spec.folder), place.number).open("w", encoding="utf-8")
+        self._log = step_log(Path(place.spec.folder), place.number).open("w", encoding="utf-8")
 
     def step(self, batch: GlobalBatch) -> None:
         own = self._shares.of(batch.indices, self.place.number)
@@ -51,21 +51,21 @@ class BareLoop(Strategy):
         self._optimizer.step()
         self._steps += 1
         if self._steps % LOG_INTERVAL == 0:
-            self._told.write(f"{self._steps} {time.time()}\n")
-            self._told.flush()
+            self._log.write(f"{self._steps} {time.time()}\n")
+            self._log.flush()
 
     def parameters(self) -> Parameters:
-        """Nobody asks for them."""
+        """Return nothing, as they are not compared."""
         return {}
 
 
 class PlainDdp(BareLoop):
-    """With torch's DistributedDataParallel over Gloo, in its own settings."""
+    """A loop with torch's DistributedDataParallel over Gloo, with default settings."""
 
     what = "torch DistributedDataParallel, over Gloo"
 
     def __init__(self, work: Work, place: Place) -> None:
-        """Collective: joins the others."""
+        """Collective: join the group."""
         super().__init__(work, place)
         join_group(place)
         self.model = DistributedDataParallel(work.model)
@@ -75,14 +75,15 @@ class PlainDdp(BareLoop):
 
 
 class Independent(BareLoop):
-    """Alone, at the same time as the others: all that this machine can do, and so with the memory
-    and the optimizer's step that `train` has found to be the fastest.
+    """Independent loops at the same time: the limit of this machine.
+
+    They use the memory settings and the optimizer's step of `train`, which are the fastest known.
     """
 
     what = "independent processes at the same time, without exchange"
 
     def __init__(self, work: Work, place: Place) -> None:
-        """Collective: all begin at the same time, and never meet again."""
+        """Collective: start at the same time on all ranks, without further exchange."""
         keep_freed_memory()
         super().__init__(work, place)
         self._optimizer = work.tuned_optimizer()
@@ -90,14 +91,14 @@ class Independent(BareLoop):
         leave_group()
 
 
-NAME = "hvdtrain.lab.bench.peers:images"  # as --data takes it
+NAME = "hvdtrain.lab.bench.peers:images"  # value of --data
 SHAPE, CLASSES = (1, 28, 28), 10
-SAMPLES = 1 << 22  # of which none takes memory of its own
+SAMPLES = 1 << 22  # computed from a small pool, so that they need no memory each
 VALID_SAMPLES = 64
 
 
 def images() -> Dataset:
-    """Float32, 10 classes."""
+    """Return the data set: SAMPLES float32 images in 10 classes."""
     made = make_synthetic(f"synthetic:1x28x28,samples={SAMPLES}", 0, torch.float32)
     inputs, labels = made.valid.batch(np.arange(VALID_SAMPLES))
     return replace(made, valid=TensorSplit(inputs, labels))

@@ -1,8 +1,8 @@
-"""`hvdtrain bench ring`: our ring in Python, beside the reductions that libraries have in C++.
+"""`hvdtrain bench ring`: our ring in Python, compared with the all-reduce of C++ libraries.
 
-Under mpi the peer is MPI's own all-reduce, called through mpi4py, and our ring runs over MPI too;
-under gloo the peer is that of torch.distributed over Gloo. All of these work in place. Horovod's is
-there for interest (it copies its input, and waits for its next cycle).
+Under mpi the peer is MPI's own all-reduce, called through mpi4py, and our ring also runs over MPI;
+under gloo the peer is that of torch.distributed over Gloo. All of these work in place. Horovod's
+is included for information (it copies its input, and waits for its next cycle).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MPI, GLOO, HOROVOD = "mpi4py Allreduce", "torch.distributed", "Horovod"
 DTYPE = np.float32
 PEER_TIMEOUT = timedelta(seconds=60)
 
-Sum = Callable[[Array], Array]  # this rank's values to the sum over ranks; it may work in place
+Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
 
 def bench_ring(options: Options, exchange: Exchange) -> Measured:
-    """Collective: seconds for the sum of `options.megabytes` of float32, and our speed relative
-    to the others'. Raises UsageError for a single process.
+    """Collective: measure the seconds for a sum of `options.megabytes` of float32, and our speed
+    relative to the others'. Raises UsageError for a single process.
     """
     if exchange.size < 2:
         raise UsageError("bench ring: a ring has 2 ranks or more (horovodrun -np 2 ...)")
@@ -68,7 +68,7 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
 
 
 def _join_torch_distributed(exchange: Exchange) -> Sum:
-    """Collective: the sum by a Gloo group of torch's own, over the interface that Horovod uses."""
+    """Collective: return the sum by torch's own Gloo group, over Horovod's interface."""
     interface = os.environ["HOROVOD_GLOO_IFACE"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
@@ -94,9 +94,7 @@ def _join_torch_distributed(exchange: Exchange) -> Sum:
 
 
 def _check(name: str, sum_over_ranks: Sum, length: int, exchange: Exchange) -> None:
-    """Collective: raises TrainingError when a contestant does not sum; its speed would mean
-    nothing.
-    """
+    """Collective: raise TrainingError unless the contestant sums correctly."""
     pattern = np.arange(length, dtype=np.int64) % 251  # such sums are exact in float32
     total = sum_over_ranks(((exchange.rank + 1) * pattern).astype(DTYPE))
     if not np.array_equal(total, pattern * sum(range(1, exchange.size + 1))):
@@ -104,9 +102,9 @@ def _check(name: str, sum_over_ranks: Sum, length: int, exchange: Exchange) -> N
 
 
 def _repeated(sum_over_ranks: Sum, length: int) -> Callable[[], None]:
-    """Sums of zeros, which stay what they are when summed in place again and again."""
+    """Return a step that sums zeros, which repeated sums in place leave unchanged."""
     values = np.empty(length, DTYPE)
-    values.fill(0)  # unlike np.zeros this touches the memory
+    values.fill(0)  # unlike np.zeros, this commits the memory
 
     def step() -> None:
         sum_over_ranks(values)

@@ -1,4 +1,4 @@
-"""Running contestants in turns, and what to make of their times."""
+"""Turns of contestants within one job, and ratios of their times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True)
 class Ratio:
-    """Times of one contestant as multiples of another's in the same round."""
+    """The spread of a ratio between two contestants over all rounds."""
 
     median: float
     lowest: float
@@ -25,7 +25,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Options:
-    """What a bench is asked for; each uses those that concern it."""
+    """Options of the benchmarks within one job; each uses those that apply to it."""
 
     rounds: int
     steps: int  # per round
@@ -36,21 +36,21 @@ class Options:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a bench has found."""
+    """The results of a benchmark within one job."""
 
-    what: str  # one step, in words
-    seconds: dict[str, list[float]]  # a step, by contestant and round
+    what: str  # description of one step
+    seconds: dict[str, list[float]]  # per step, by contestant and round
     ratios: dict[str, Ratio]
-    megabytes: float | None = None  # a step, where its speed is one of moving bytes
+    megabytes: float | None = None  # per step, where the speed is given in MB/s
 
 
 def run_rounds(
     contestants: Mapping[str, Callable[[], None]], rounds: int, steps: int, exchange: Exchange
 ) -> dict[str, list[float]]:
-    """Collective: seconds a step of each contestant in each round, as the slowest rank saw it.
+    """Collective: return the seconds per step on the slowest rank, by contestant and round.
 
-    In a round each contestant makes `steps` steps; every other round goes in reverse order, so
-    that none is always the one after a certain other.
+    In a round each contestant makes `steps` steps; every other round is in reverse order, so that
+    none always follows the same other.
     """
     for step in contestants.values():
         for _ in range(WARM_UP_STEPS):
@@ -69,12 +69,12 @@ def run_rounds(
 
 
 def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> Ratio:
-    """How many times as long `name` took as `to`."""
+    """Return the time of `name` over that of `to` within rounds."""
     return spread([a / b for a, b in zip(seconds[name], seconds[to], strict=True)])
 
 
 def spread(ratios: Sequence[float]) -> Ratio:
-    """Of the ratios of all rounds, of which there is at least one."""
+    """Return the spread of the ratios of one or more rounds."""
     lower, _, upper = (
         statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
     )

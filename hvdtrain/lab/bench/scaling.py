@@ -1,7 +1,7 @@
-"""`hvdtrain bench scaling`: samples/s on N = 1..P workers, ours beside DDP and the machine's limit.
+"""`hvdtrain bench scaling`: samples/s on N workers, compared with DDP and the machine's limit.
 
-For each model and N the three live at the same time and compute in short turns (see
-hvdtrain/lab/bench/turns.py), and what is compared are the ratios within a round of turns.
+For each model and N the three run concurrently and compute in short turns (see
+hvdtrain/lab/bench/turns.py); the ratios within a round of turns are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench import peers
 from hvdtrain.lab.bench.turns import (
-    Job,
+    TurnJob,
     Turns,
     log_of,
     logged_steps,
@@ -41,15 +41,15 @@ from hvdtrain.models import build_model
 OURS, DDP, LIMIT = "hvdtrain", "DDP", "limit"
 CONTESTANTS = (OURS, DDP, LIMIT)
 WEAK, STRONG = "weak", "strong"
-LEAST_SHARE = 2  # samples, of which batch norm can make statistics
-LEAST_STEPS = 1000  # within the epoch that all turns lie in
+LEAST_SHARE = 2  # samples per worker, the fewest for batch norm statistics
+LEAST_STEPS = 1000  # in the epoch that contains all turns
 LR, MOMENTUM = 0.01, 0.9
 FINISH_S = 60.0
 
 
 @dataclass(frozen=True)
-class Case:
-    """What the contestants do: the same for all of them."""
+class ScalingCase:
+    """A model, number of workers and batch size, the same for all contestants."""
 
     model: str
     workers: int
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """More than are ever made; all lie within one epoch, and before its last batch."""
+        """The limit of steps, never reached: one epoch without its last batch."""
         return peers.SAMPLES // self.global_batch_size - 1
 
     def __str__(self) -> str:
@@ -66,9 +66,9 @@ class Case:
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """What `hvdtrain bench scaling` was told."""
+    """Configuration of `hvdtrain bench scaling`."""
 
-    models: Mapping[str, int]  # and the samples a worker
+    models: Mapping[str, int]  # samples per worker, by model
     workers: tuple[int, ...]
     modes: tuple[str, ...]
     rounds: int
@@ -76,15 +76,15 @@ class ScalingPlan:
     controller: str  # gloo or mpi
     time_limit_s: float  # of each case
 
-    def case(self, mode: str, model: str, workers: int) -> Case:
-        """Weak scaling keeps the samples a worker; strong scaling the global batch, which is that
-        of the most workers, so that both meet there.
+    def case(self, mode: str, model: str, workers: int) -> ScalingCase:
+        """Return the case of a mode: weak scaling keeps the samples per worker, strong scaling the
+        global batch, which is that of the most workers, so that both modes coincide there.
         """
         shares = workers if mode == WEAK else max(self.workers)
-        return Case(model, workers, self.models[model] * shares)
+        return ScalingCase(model, workers, self.models[model] * shares)
 
-    def cases(self) -> list[Case]:
-        """Each once, in the order of running."""
+    def cases(self) -> list[ScalingCase]:
+        """Return all cases without duplicates, in the order of running."""
         found = (
             self.case(mode, model, workers)
             for model in self.models
@@ -95,7 +95,7 @@ class ScalingPlan:
 
 
 def examine(plan: ScalingPlan) -> None:
-    """Raises UsageError for models that cannot be built, and batches too large or too small."""
+    """Raise UsageError for models that cannot be built, and batches too large or too small."""
     problems: list[str] = []
     for model in plan.models:
         try:
@@ -112,50 +112,50 @@ def examine(plan: ScalingPlan) -> None:
 
 
 class Contestant(Protocol):
-    """One that takes turns."""
+    """A participant that takes turns."""
 
     def take(self, turn_s: float) -> None:
-        """One turn. Raises ChildFailure."""
+        """Run one turn. Raises ChildFailure."""
 
     def rates(self) -> list[float]:
-        """It ends. Samples/s of each turn. Raises ChildFailure."""
+        """End, and return the samples/s of each turn. Raises ChildFailure."""
 
     def close(self) -> None:
-        """Nothing is left of it."""
+        """End all processes; further calls have no effect."""
 
 
-Rates = dict[Case, dict[str, list[float]]]  # samples/s by contestant and round; NaN: it failed
-Start = Callable[[Case, str, Path], Contestant]
+Rates = dict[ScalingCase, dict[str, list[float]]]  # samples/s by contestant and round; NaN: failed
+Start = Callable[[ScalingCase, str, Path], Contestant]
 
 
 def measure(
-    plan: ScalingPlan, start: Start, folder: Path, tell: Callable[[str], None]
+    plan: ScalingPlan, start: Start, folder: Path, report: Callable[[str], None]
 ) -> tuple[Rates, list[str]]:
-    """All cases, one after the other; what went wrong is told at once, and returned too."""
+    """Measure one case after the other; problems are reported at once, and also returned."""
     rates: Rates = {}
     problems: list[str] = []
     for number, case in enumerate(plan.cases()):
         own = folder / str(number)
         own.mkdir(mode=0o700)
 
-        def note(name: str, failure: ChildFailure, case: Case = case) -> None:
+        def note(name: str, failure: ChildFailure, case: ScalingCase = case) -> None:
             problems.append(f"{name}, {case}: {failure}")
-            tell(problems[-1])
+            report(problems[-1])
 
         rates[case] = measure_case(plan, case, start, own, note)
-        told = (f"{name} {statistics.median(r):,.0f}" for name, r in rates[case].items())
-        tell(f"{case}: {', '.join(told)} samples/s")
+        speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates[case].items())
+        report(f"{case}: {', '.join(speeds)} samples/s")
     return rates, problems
 
 
 def measure_case(
     plan: ScalingPlan,
-    case: Case,
+    case: ScalingCase,
     start: Start,
     folder: Path,
     note: Callable[[str, ChildFailure], None],
 ) -> dict[str, list[float]]:
-    """All rounds of a case. A contestant that fails is left out of it."""
+    """Measure all rounds of a case; a contestant that fails is left out from then on."""
     running: dict[str, Contestant] = {}
     rates = {name: [math.nan] * plan.rounds for name in CONTESTANTS}
     try:
@@ -184,15 +184,15 @@ def measure_case(
 
 
 def in_turn(number: int) -> tuple[str, ...]:
-    """The order of a round. Every other one is reversed, so that none always follows the same."""
+    """Return the order of a round; every other one is reversed, to balance who follows whom."""
     return CONTESTANTS if number % 2 == 0 else CONTESTANTS[::-1]
 
 
 class InTurns:
-    """A job whose steps are counted in samples."""
+    """A contestant that is a job in turns."""
 
     def __init__(self, turns: Turns, samples: float) -> None:
-        """`samples`: of a step, of each process that tells of its steps."""
+        """`samples`: per step, of each process that logs steps."""
         self._turns, self._samples = turns, samples
         self.take, self.close = turns.take, turns.close
 
@@ -205,46 +205,46 @@ class InTurns:
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts contestants."""
+    """A starter of contestants."""
 
     controller: str
     time_limit_s: float
     context: ForkServerContext
 
-    def __call__(self, case: Case, name: str, folder: Path) -> InTurns:
-        """Raises ChildFailure."""
+    def __call__(self, case: ScalingCase, name: str, folder: Path) -> InTurns:
+        """Start a contestant. Raises ChildFailure."""
         deadline_s = time.monotonic() + self.time_limit_s
         if name == OURS:
             return InTurns(Turns(self._ours(case, folder), deadline_s), case.global_batch_size)
         job = self._peer(case, peers.PlainDdp if name == DDP else peers.Independent, folder)
         return InTurns(Turns(job, deadline_s), case.global_batch_size / case.workers)
 
-    def _ours(self, case: Case, folder: Path) -> Job:
-        """`hvdtrain train` in full."""
+    def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
+        """Return the job of `hvdtrain train`, with all that it does by default."""
         flags = ["--model", case.model, "--data", peers.NAME, "--device", "cpu"]
         flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
         flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
         argv, environment = on_workers(train_argv(folder, flags), case.workers, self.controller)
-        # A worker that waits for its turn is none that has failed.
+        # A worker that waits for its turn has not failed.
         waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
 
         def start(children: list[Child]) -> None:
             folder.mkdir(mode=0o700)
             children.append(Commanded(argv, folder / "process-0.log", waiting | environment))
 
-        return Job(folder, start, [log_of(folder)], stop_train, lambda: [logged_steps(folder)])
+        return TurnJob(folder, start, [log_of(folder)], stop_train, lambda: [logged_steps(folder)])
 
-    def _peer(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> Job:
+    def _peer(self, case: ScalingCase, strategy: type[peers.BareLoop], folder: Path) -> TurnJob:
         spec = self.spec(case, strategy, folder)
         logs = [peers.step_log(folder, number) for number in range(case.workers)]
 
         def start(children: list[Child]) -> None:
             start_system(spec, strategy, self.controller, self.context, children)
 
-        return Job(folder, start, logs, lambda children: None, lambda: [*map(read_steps, logs)])
+        return TurnJob(folder, start, logs, lambda children: None, lambda: [*map(read_steps, logs)])
 
-    def spec(self, case: Case, strategy: type[peers.BareLoop], folder: Path) -> Spec:
-        """What a peer's processes are told."""
+    def spec(self, case: ScalingCase, strategy: type[peers.BareLoop], folder: Path) -> Spec:
+        """Return the specification for the processes of a peer."""
         work = WorkSpec(
             model=case.model,
             data=peers.NAME,
@@ -271,8 +271,9 @@ class Starter:
 
 
 def stop_train(children: Sequence[Child]) -> None:
-    """As a user does: a worker that gets SIGTERM tells the others, and all save and leave. Killed,
-    Open MPI would leave files of its shared memory.
+    """Stop a run with SIGTERM to one worker, which notifies the others: all save and exit.
+
+    Killed, Open MPI would leave files of its shared memory.
     """
     (child,) = children
     workers = [pid for pid in child.processes() if _is_train(pid)]
@@ -284,7 +285,7 @@ def stop_train(children: Sequence[Child]) -> None:
 
 
 def _is_train(pid: int) -> bool:
-    """Whether it is the Python process of a worker; horovodrun's and mpirun's only name it."""
+    """Return whether this is a worker; horovodrun and mpirun only name one in their arguments."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""What `hvdtrain bench scaling` has found: medians, ratios and efficiencies, as a table."""
+"""Results of `hvdtrain bench scaling`: medians, ratios and efficiencies, as table and JSON."""
 
 from __future__ import annotations
 
@@ -9,26 +9,41 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.lab.bench.rounds import Ratio, spread
-from hvdtrain.lab.bench.scaling import CONTESTANTS, DDP, LIMIT, OURS, WEAK, Case, Rates, ScalingPlan
+from hvdtrain.lab.bench.scaling import (
+    CONTESTANTS,
+    DDP,
+    LIMIT,
+    OURS,
+    WEAK,
+    Rates,
+    ScalingCase,
+    ScalingPlan,
+)
 from hvdtrain.log import counted
 
 NOTHING = "-"
+HEADINGS = (
+    *("model", "N", "samples a step"),
+    *(f"{name}/s" for name in CONTESTANTS),
+    *(f"{OURS} / {name} (middle half)" for name in (DDP, LIMIT)),
+    *("efficiency", f"{DDP}'s", f"{LIMIT}'s"),
+)
 
 
 @dataclass(frozen=True)
-class Point:
-    """One mode, model and number of workers."""
+class ScalingPoint:
+    """The results for one mode, model and number of workers."""
 
     mode: str
-    case: Case
-    samples_per_s: dict[str, float | None]  # medians by contestant; None: it never ended well
-    over_ddp: Ratio | None  # ours, as multiples of theirs in the same round
+    case: ScalingCase
+    samples_per_s: dict[str, float | None]  # medians by contestant; None: all failed
+    over_ddp: Ratio | None  # our speed over theirs, within rounds
     over_limit: Ratio | None
-    efficiency: dict[str, float | None]  # speed over N times that of one worker; None: not known
+    efficiency: dict[str, float | None]  # speed over N times that of one worker; None: unknown
 
 
-def points_of(plan: ScalingPlan, rates: Rates) -> list[Point]:
-    """By mode, model and workers. A case that belongs to two modes stands in both."""
+def points_of(plan: ScalingPlan, rates: Rates) -> list[ScalingPoint]:
+    """Return the points by mode, model and workers; a case may belong to both modes."""
     return [
         _point(plan, rates, mode, model, workers)
         for mode in plan.modes
@@ -37,7 +52,7 @@ def points_of(plan: ScalingPlan, rates: Rates) -> list[Point]:
     ]
 
 
-def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> Point:
+def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> ScalingPoint:
     case = plan.case(mode, model, workers)
     found = rates[case]
     speed = {name: median(found[name]) for name in CONTESTANTS}
@@ -46,7 +61,7 @@ def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int)
         for name, alone in rates[plan.case(mode, model, 1)].items():
             own, base = speed[name], median(alone)
             efficiency[name] = own / (workers * base) if own and base else None
-    return Point(
+    return ScalingPoint(
         mode=mode,
         case=case,
         samples_per_s=speed,
@@ -57,28 +72,20 @@ def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int)
 
 
 def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
-    """Of the rounds in which both came to their end; None: there was no such round."""
+    """Return the ratio over rounds in which neither failed; None without such a round."""
     ratios = [a / b for a, b in zip(rates, to, strict=True)]
     ended = [ratio for ratio in ratios if not math.isnan(ratio)]
     return spread(ended) if ended else None
 
 
 def median(rates: Sequence[float]) -> float | None:
-    """Without those that failed; None: all did."""
+    """Return the median without failed rounds; None where all failed."""
     ended = [rate for rate in rates if not math.isnan(rate)]
     return statistics.median(ended) if ended else None
 
 
-HEADINGS = (
-    *("model", "N", "samples a step"),
-    *(f"{name}/s" for name in CONTESTANTS),
-    *(f"{OURS} / {name} (middle half)" for name in (DDP, LIMIT)),
-    *("efficiency", f"{DDP}'s", f"{LIMIT}'s"),
-)
-
-
-def table(plan: ScalingPlan, points: Sequence[Point]) -> str:
-    """One part for each mode."""
+def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
+    """Return the table, in one part for each mode."""
     rounds = counted(plan.rounds, "round")
     lines = [
         f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
@@ -98,20 +105,20 @@ def table(plan: ScalingPlan, points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def _cells(point: ScalingPoint) -> tuple[str, ...]:
     case = point.case
     return (
         case.model,
         str(case.workers),
         str(case.global_batch_size),
-        *(_told(point.samples_per_s[name], ",.0f") for name in CONTESTANTS),
+        *(_cell(point.samples_per_s[name], ",.0f") for name in CONTESTANTS),
         _with_spread(point.over_ddp),
         _with_spread(point.over_limit),
-        *(_told(point.efficiency[name], ".2f") for name in CONTESTANTS),
+        *(_cell(point.efficiency[name], ".2f") for name in CONTESTANTS),
     )
 
 
-def _told(value: float | None, form: str) -> str:
+def _cell(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
 
 
@@ -122,9 +129,9 @@ def _with_spread(ratio: Ratio | None) -> str:
 
 
 def as_json(
-    plan: ScalingPlan, rates: Rates, points: Sequence[Point], problems: Sequence[str]
+    plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint], problems: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything; null stands for a run that failed."""
+    """Return all results; null stands for a failed round."""
     return {
         **asdict(plan),
         "runs": [

@@ -1,7 +1,7 @@
-"""A worker's beginning: `python -m hvdtrain.lab.bench.stamp PIPE COMMAND...`, started in its place.
+"""A time stamp before a worker's start: `python -m hvdtrain.lab.bench.stamp PIPE COMMAND...`.
 
-On rank 0 it writes the time into a named pipe, and hands the pipe on as the one by which `train`
-tells an agent where it stands (hvdtrain/pulse.py). On all ranks it then becomes the command.
+On rank 0 it writes the time to a named pipe, and passes the pipe on as the one through which
+`train` reports its progress to an agent (hvdtrain/pulse.py). All ranks then execute the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STARTED = "@"  # before the monotonic time, in seconds
 
 
 def main() -> None:
-    """Does not return."""
+    """Write the time stamp and replace this process by the command."""
     pipe, *command = sys.argv[1:]
     if Topology.from_environment().rank == 0:
         started_s = time.monotonic()

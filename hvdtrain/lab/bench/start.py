@@ -1,8 +1,8 @@
-"""`hvdtrain bench start`: how long it takes from a command to the end of its first step.
+"""`hvdtrain bench start`: the time from a command to the end of its first step.
 
-Each command is timed from outside, to the time at which it tells of its first step; where it tells
-of more (a script of ours by itself, `train` by the pipe that an agent would read), the way there
-is taken apart. For that `train` is started through one more interpreter (hvdtrain.lab.bench.stamp),
+Each command is timed from outside, up to the time at which it reports its first step. Where it
+reports more (our script by itself, `train` through the pipe that an agent would read), the time is
+broken down. For that `train` is started through one more interpreter (hvdtrain.lab.bench.stamp),
 whose start of some hundredths of a second counts against it.
 """
 
@@ -20,13 +20,7 @@ from pathlib import Path
 
 from hvdtrain.lab.bench import ddp_script, stamp
 from hvdtrain.lab.bench.rounds import Ratio, spread
-from hvdtrain.lab.bench.turns import (
-    HVDTRAIN,
-    logged_steps,
-    on_workers,
-    run_command,
-    train_argv,
-)
+from hvdtrain.lab.bench.turns import HVDTRAIN, logged_steps, on_workers, run_command, train_argv
 from hvdtrain.log import counted
 
 LAUNCH, HOROVODRUN, TORCHRUN = "hvdtrain launch", "horovodrun hvdtrain train", "torchrun, DDP"
@@ -34,7 +28,7 @@ TRAIN, SCRIPT = "hvdtrain train, alone", "python script, alone"
 CONTESTANTS = (LAUNCH, HOROVODRUN, TORCHRUN, TRAIN, SCRIPT)
 PAIRS = ((LAUNCH, TORCHRUN), (HOROVODRUN, TORCHRUN), (TRAIN, SCRIPT))
 PARTS = ("start", "imports", "join", "prepare", "first step")
-END = "#"  # of what is read from a pipe; no worker writes it
+END = "#"  # terminates the reading of a pipe; no worker writes it
 TRAIN_FLAGS = (
     *("--model", "lenet", "--data", f"synthetic:1x28x28,samples={ddp_script.SAMPLES}"),
     *("--device", "cpu"),
@@ -44,7 +38,7 @@ TRAIN_FLAGS = (
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What `hvdtrain bench start` was told."""
+    """Configuration of `hvdtrain bench start`."""
 
     workers: int
     rounds: int
@@ -54,10 +48,10 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Started:
-    """One start."""
+    """The times of one start."""
 
     total_s: float  # from the command to the end of the first step
-    parts_s: Mapping[str, float]  # which add up to that; empty where they are not known
+    parts_s: Mapping[str, float]  # they add up to the total; empty where unknown
 
 
 Starts = dict[str, list[Started]]
@@ -67,21 +61,21 @@ def measure(
     plan: StartPlan,
     run: Callable[[str, Path], Started],
     folder: Path,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Starts:
-    """All commands in turns, by name and round. Raises ChildFailure."""
+    """Run all commands in turns; return their starts by name and round. Raises ChildFailure."""
     starts: Starts = {name: [] for name in CONTESTANTS}
     for number in range(plan.rounds):
         for name in CONTESTANTS if number % 2 == 0 else reversed(CONTESTANTS):
             own = folder / f"{number}-{CONTESTANTS.index(name)}"
             own.mkdir(mode=0o700)
             starts[name].append(run(name, own))
-            tell(f"round {number + 1}: {name}: {starts[name][-1].total_s:.2f} s")
+            report(f"round {number + 1}: {name}: {starts[name][-1].total_s:.2f} s")
     return starts
 
 
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
-    """Our times as multiples of the peers' in the same round."""
+    """Return our times as multiples of the peers' in the same round."""
     return {
         f"{ours} / {other}": spread(
             [a.total_s / b.total_s for a, b in zip(starts[ours], starts[other], strict=True)]
@@ -91,13 +85,13 @@ def ratios_of(starts: Starts) -> dict[str, Ratio]:
 
 
 @dataclass(frozen=True)
-class Runner:
-    """Runs one command once."""
+class StartRunner:
+    """A runner of single commands."""
 
     plan: StartPlan
 
     def __call__(self, name: str, folder: Path) -> Started:
-        """Raises ChildFailure."""
+        """Run the command of this name once. Raises ChildFailure."""
         if name in (TORCHRUN, SCRIPT):
             return self._script(name, folder)
         return self._launch(folder) if name == LAUNCH else self._train(name, folder)
@@ -114,7 +108,7 @@ class Runner:
         return started([began_s, *json.loads(times.read_text("utf-8"))])
 
     def _launch(self, folder: Path) -> Started:
-        """Its agents read the pipes of their workers, so that only the whole is known."""
+        """Run `hvdtrain launch`, whose agents read the workers' pipes: only the total is known."""
         argv = [*HVDTRAIN, "launch", "-np", str(self.plan.workers)]
         argv += ["--controller", self.plan.controller, "--"]
         argv += train_argv(folder, TRAIN_FLAGS)[len(HVDTRAIN) :]
@@ -125,13 +119,8 @@ class Runner:
     def _train(self, name: str, folder: Path) -> Started:
         workers = self.plan.workers if name == HOROVODRUN else 1
         pipe = folder / "pulse"
-        command = [
-            sys.executable,
-            "-m",
-            stamp.__name__,
-            str(pipe),
-            *train_argv(folder, TRAIN_FLAGS),
-        ]
+        command = [sys.executable, "-m", stamp.__name__, str(pipe)]
+        command += train_argv(folder, TRAIN_FLAGS)
         argv, environment = on_workers(command, workers, self.plan.controller)
         clock_offset_s = time.time() - time.monotonic()
         with PulseReader(pipe) as reader:
@@ -142,7 +131,7 @@ class Runner:
 
 
 def started(times_s: Sequence[float]) -> Started:
-    """From the times of the command and of the ends of all parts."""
+    """Return a start, from the times of the command and of the ends of all parts."""
     parts = {
         name: end - begin for name, begin, end in zip(PARTS, times_s[:-1], times_s[1:], strict=True)
     }
@@ -150,13 +139,13 @@ def started(times_s: Sequence[float]) -> Started:
 
 
 def marks_of(lines: Sequence[tuple[float, str]]) -> list[float]:
-    """When rank 0 began, had imported, had joined, and began its first step (monotonic seconds).
+    """Return when rank 0 started, had imported, had joined, and began its first step.
 
-    `lines`: what came through the pipe, and when.
+    `lines`: time of arrival and text of each line from the pipe. All times in monotonic seconds.
     """
     begun = next(float(line[1:]) for _, line in lines if line.startswith(stamp.STARTED))
     joined = next(_beat_s(line) for _, line in lines if line.startswith("+prepare "))
-    # This line bears no time: it may have been read a little after it was written.
+    # This line has no time stamp: it may have been read slightly after it was written.
     imported = min(joined, next(at_s for at_s, line in lines if line.startswith("?")))
     prepared = next(_beat_s(line) for _, line in lines if line.startswith("+data 1 "))
     return [begun, imported, joined, prepared]
@@ -167,12 +156,12 @@ def _beat_s(line: str) -> float:
 
 
 class PulseReader:
-    """Reads a named pipe in a thread, and notes when each line came."""
+    """A thread that reads a named pipe, with the time of arrival of each line."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path, 0o600)
-        # For reading and writing: so it can be opened before the worker is there, and stays open
-        # when the worker has gone.
+        # For reading and writing, so that it can be opened before the worker does, and stays open
+        # after the worker has ended.
         self._fd = os.open(path, os.O_RDWR)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self.lines: list[tuple[float, str]] = []
@@ -198,7 +187,7 @@ class PulseReader:
 
 
 def table(plan: StartPlan, starts: Starts) -> str:
-    """Medians, in seconds, and ratios."""
+    """Return the table of medians, in seconds, and ratios."""
     rounds = counted(plan.rounds, "round")
     lines = [
         f"start: seconds from the command to the end of the first step, LeNet, {plan.workers} "
@@ -221,7 +210,7 @@ def table(plan: StartPlan, starts: Starts) -> str:
 
 
 def medians_of_parts(found: Sequence[Started]) -> dict[str, float]:
-    """Seconds of each part; empty where they are not known."""
+    """Return the median seconds of each part; empty where parts are unknown."""
     if not all(start.parts_s for start in found):
         return {}
     return {part: statistics.median(start.parts_s[part] for start in found) for part in PARTS}

@@ -1,4 +1,4 @@
-"""Jobs to measure: made-up data of a built-in model's size, one batch after the other."""
+"""Benchmarks within one job, on synthetic data: the step, audits and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,15 +32,22 @@ from hvdtrain.train.update import Update
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
 NO_AUDITS = NoAudit()
+PARTS = 100
+RARELY = 100  # steps between whole audits
+WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
+OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
+IN_STEP = "bare single-device loop, in step"
+NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
+KEEP = 2
 
 
 def describe(options: Options) -> str:
-    """One step of such a job, in words."""
+    """Return a description of one step."""
     return f"{options.model}, {options.batch_size} samples a worker"
 
 
 def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
-    """A job of `batch_size` samples a worker and step, its optimizer not distributed yet."""
+    """Return a job of `batch_size` samples per worker and step, not distributed yet."""
     dataset = load_dataset(DATA, Path(), 0, torch.float32)
     torch.manual_seed(0)
     model = build_model(model_name, dataset.shape, dataset.classes, torch.float32)
@@ -65,20 +72,21 @@ def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
 
 
 def endless_batches(sampler: GlobalBatchSampler) -> Iterator[Indices]:
-    """Global batches of one epoch after the other."""
+    """Yield the global batches of one epoch after the other."""
     for epoch in itertools.count():
         yield from sampler.global_batches(epoch * sampler.samples)
 
 
 def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
-    """The data of one step after the other."""
+    """Yield the data of one step after the other."""
     for epoch in itertools.count():
         yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
 
 
 def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
-    """The loop that one would write by hand, with the job's optimizer as it is; its step is
-    collective where that is distributed.
+    """Return the step of a handwritten loop with the job's optimizer.
+
+    It is collective where the optimizer is distributed.
     """
     batches = endless_batches(job.sampler)
 
@@ -94,7 +102,7 @@ def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
 
 
 def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable[[], None]:
-    """The product's step, a collective: weighted loss, sums over ranks, schedule, clock."""
+    """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock."""
     steps = endless_steps(job, exchange.rank)
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)
     numbers = itertools.count(1)
@@ -111,14 +119,9 @@ def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable
     return step
 
 
-PARTS = 100
-RARELY = 100  # steps from one whole audit to the next
-WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
-
-
 def bench_audit(options: Options, exchange: Exchange) -> Measured:
-    """Collective: seconds a step without audits, with a part and with all at every step, and the
-    ratios. Raises UsageError for a single process, which has nothing to audit.
+    """Collective: measure the seconds per step without audits, with 1/PARTS and with all of the
+    model audited at every step. Raises UsageError for a single process, which exchanges nothing.
     """
     if exchange.size < 2:
         raise UsageError("bench audit: one worker exchanges nothing (horovodrun -np 2 ...)")
@@ -141,20 +144,15 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
 
 
 def _spread_out(every_step: Ratio) -> Ratio:
-    """The ratio if only one step in RARELY bears the cost: better known so than measured."""
+    """Return the ratio if one step in RARELY bears the cost; more precise than a measurement."""
     return Ratio(*(1 + (value - 1) / RARELY for value in astuple(every_step)))
 
 
-OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
-IN_STEP = "bare single-device loop, in step"
-
-
 def bench_step(options: Options, exchange: Exchange) -> Measured:
-    """Collective: seconds a step by loop and round, and our ratios to the other loops.
+    """Collective: measure the seconds per step by loop and round, and our ratios to other loops.
 
-    The single-device loop runs on every worker at the same time, without exchange: what this
-    machine can do at best. "In step": the same, and after each step all wait for the slowest, which
-    any exchange makes them do.
+    The single-device loop runs on all workers at the same time, without exchange: the limit of
+    this machine. "In step": after each step all wait for the slowest, as any exchange requires.
     """
     contestants = {}
     if exchange.size > 1:
@@ -165,7 +163,7 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     contestants[ALONE] = alone
     if exchange.size > 1:
         contestants[IN_STEP] = _in_step(alone, exchange)
-    # Ours last: the exchange watches the parameters of the optimizer that it distributed last.
+    # Ours last: the exchange monitors the parameters of the optimizer that it distributed last.
     ours = make_job(options.model, options.batch_size, exchange).distributed(exchange)
     contestants[OURS] = our_step(ours, exchange)
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
@@ -183,12 +181,8 @@ def _in_step(step: Callable[[], None], exchange: Exchange) -> Callable[[], None]
     return step_and_wait
 
 
-NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
-KEEP = 2
-
-
 def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
-    """Collective: seconds a step with one checkpoint in every round of steps, and the ratios."""
+    """Collective: measure the seconds per step without and with a checkpoint in every round."""
     steps = options.steps
     job = make_job(options.model, options.batch_size, exchange).distributed(exchange)
     step = our_step(job, exchange)

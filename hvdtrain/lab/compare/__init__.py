@@ -1,8 +1,8 @@
 """`hvdtrain compare`: the systems of `hvdtrain.lab.systems` on the same work, one after the other.
 
-comparing   what is compared, and the rows that come of it
-running     the processes of one system: started, watched, ended
-rows        one system's results, held against those of `single`
+command     the subcommand: run, print, write
+comparing   the plan, and the processes of each system: start, watch, end
+rows        the results of one system, compared with those of `single`
 table       the rows as text
-plots, page the rows as pictures, and on one self-contained page
+page        the rows as plots, and on one self-contained page
 """

@@ -1,4 +1,4 @@
-"""`hvdtrain compare -np N`: a table, JSON, plots and a page of ways to train on N devices."""
+"""The `compare` subcommand: a table, JSON, plots and a page of ways to train on N devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hvdtrain.log import say
 
 
 def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
-    """Run all systems, one after the other. Returns the exit code."""
-    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
+    """Run all systems, one after the other; return the exit code."""
+    StopRequests()  # a signal raises Stopped, and child processes are ended on the way out
     context = fork_server()
     setting = examine(make_plan(arguments, systems))
     names = [ORACLE, *systems]
@@ -43,7 +43,7 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
 
 
 def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> ComparisonPlan:
-    """From flags that were checked."""
+    """Build the plan from checked flags."""
     names = WorkSpec.__dataclass_fields__
     return ComparisonPlan(
         systems=systems,
@@ -59,7 +59,7 @@ def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Comparison
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """A wrong result weighs more than one that is missing."""
+    """Return the exit code of the rows; a wrong result takes precedence over a failure."""
     found = {row.status for row in rows}
     if DISAGREES in found:
         return EXIT_MISMATCH
@@ -67,7 +67,7 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 
 def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything; null stands for a difference that is not finite."""
+    """Return setting and rows as JSON values; a difference that is not finite becomes null."""
     plan = asdict(setting.plan)
     return {
         **plan.pop("work"),

@@ -1,4 +1,4 @@
-"""What is compared, and the rows that come of it."""
+"""The comparison: its plan, the processes of each system, and the resulting rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from hvdtrain.lab.systems import ORACLE, find_strategy
 from hvdtrain.lab.systems.contract import Spec, Strategy
 from hvdtrain.lab.systems.process import run_forked
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.command import Engine, horovodrun_argv
+from hvdtrain.launcher.command import EngineOptions, horovodrun_argv
 
 JUDGED_DTYPE = "float64"
+START_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What `hvdtrain compare` was told."""
+    """The checked options of `hvdtrain compare`."""
 
     systems: tuple[str, ...]
     workers: int
@@ -40,18 +41,18 @@ class ComparisonPlan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all rows have in common, as the reader is told."""
+    """The plan, and the properties of the work that all rows share."""
 
     plan: ComparisonPlan
     shape: tuple[int, ...]
     parameters: int
     gradient_bytes: int
     may_judge: bool
-    why_not: str  # it may not be judged
+    why_not: str  # the reason for may_judge = False
 
 
 def examine(plan: ComparisonPlan) -> Comparison:
-    """Build the work once, and find every system. Raises UsageError, before anything starts."""
+    """Build the work once and import every system; raise UsageError before any process starts."""
     problems: list[str] = []
     for name in plan.systems:
         try:
@@ -61,16 +62,14 @@ def examine(plan: ComparisonPlan) -> Comparison:
     work = Work(plan.work)
     shape = work.dataset.shape
     if plan.towers_dim > len(shape):
-        problems.append(
-            f"--towers-dim={plan.towers_dim}: inputs have {1 + len(shape)} dimensions, from 0"
-        )
+        problems.append(f"--towers-dim={plan.towers_dim}: inputs have dimensions 0 to {len(shape)}")
     if problems:
         raise UsageError(*problems)
     why_not = ""
     if work.depends_on_shares:
-        why_not = "the model has batch norm or dropout, which depend on how samples are shared out"
+        why_not = "the model has batch norm or dropout, which depend on how samples are distributed"
     elif plan.work.dtype != JUDGED_DTYPE:
-        why_not = f"in {plan.work.dtype} differences of rounding grow; judged is --dtype float64"
+        why_not = f"rounding differences grow in {plan.work.dtype}; use --dtype {JUDGED_DTYPE}"
     return Comparison(
         plan=plan,
         shape=shape,
@@ -84,8 +83,9 @@ def examine(plan: ComparisonPlan) -> Comparison:
 def compare(
     setting: Comparison, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
 ) -> list[Row]:
-    """Run every system, `single` first, and all of them again in each round; a failure is a row
-    too. `show` is told of each row once it is whole, and of that of `single`.
+    """Run every system in each round, `single` first; return one row per system, failed ones too.
+
+    `show` receives each complete row, and the row of `single`.
     """
     plan = setting.plan
     found: dict[str, list[Row]] = {name: [] for name in (ORACLE, *plan.systems)}
@@ -105,7 +105,7 @@ def compare(
 
 
 def make_spec(plan: ComparisonPlan, system: str, folder: Path) -> Spec:
-    """What the processes of one system are told."""
+    """Return the specification that all processes of one system read."""
     return Spec(
         system=system,
         workers=plan.workers,
@@ -127,7 +127,7 @@ def _run(
     against = None if spec.system == ORACLE else oracle
     try:
         if oracle is None and spec.system != ORACLE:
-            raise ChildFailure(f"not run: {ORACLE}, which it is held against, has failed")
+            raise ChildFailure(f"not run: its reference, {ORACLE}, failed")
         results = run_system(spec, strategy, setting.plan.controller, context)
     except ChildFailure as failure:
         processes = strategy.processes(spec)
@@ -135,13 +135,10 @@ def _run(
     return make_row(spec, strategy, results, setting.gradient_bytes, against, setting.may_judge)
 
 
-START_TIMEOUT_S = 60
-
-
 def run_system(
     spec: Spec, strategy: type[Strategy], controller: str, context: ForkServerContext
 ) -> list[Result]:
-    """What each process of the system has measured. Raises ChildFailure."""
+    """Run the system and return the measurements of each process. Raises ChildFailure."""
     folder = Path(spec.folder)
     deadline = time.monotonic() + spec.time_limit_s
     children: list[Child] = []
@@ -162,8 +159,10 @@ def start_system(
     context: ForkServerContext,
     children: list[Child],
 ) -> None:
-    """Make the system's folder, and add each process to `children` as it is started: they are to
-    be ended also where a later one could not be. Raises ChildFailure.
+    """Make the system's folder and start its processes. Raises ChildFailure.
+
+    Each process is added to `children` as it starts, so that the caller can end those that run
+    when a later one fails to start.
     """
     folder = Path(spec.folder)
     folder.mkdir(mode=0o700)
@@ -171,20 +170,12 @@ def start_system(
     path.write_text(spec.as_text(), "utf-8")
     if strategy.under_horovodrun:
         command = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
-        argv = horovodrun_argv(_engine(spec, controller), command)
-        children.append(Commanded(argv, folder / "process-0.log"))
+        hosts = (("localhost", spec.workers),)
+        engine = EngineOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
+        children.append(Commanded(horovodrun_argv(engine, command), folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):
-        children.append(_fork(context, path, number))
-
-
-def _engine(spec: Spec, controller: str) -> Engine:
-    hosts = (("localhost", spec.workers),)
-    return Engine(spec.workers, controller, hosts, None, START_TIMEOUT_S)
-
-
-def _fork(context: ForkServerContext, spec_path: Path, number: int) -> Forked:
-    log = spec_path.parent / f"process-{number}.log"
-    process = context.Process(target=run_forked, args=(str(spec_path), number, str(log)))
-    process.start()
-    return Forked(process)
+        log = folder / f"process-{number}.log"
+        process = context.Process(target=run_forked, args=(str(path), number, str(log)))
+        process.start()
+        children.append(Forked(process))

@@ -1,4 +1,4 @@
-"""Plots as PNG files, and one page that holds them and the table, and needs nothing else."""
+"""Plots as PNG files, and one self-contained HTML page with the plots and the tables."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TEMPLATE = "compare.html.jinja"
 
 
 def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
-    """Write plots and page into the folder, the page last; returns the page's path."""
+    """Write plots and page into `folder`, the page last; return the path of the page."""
     pictures = take_pictures(draw_plots(rows))
     return save(render_page(rows, setting, pictures), pictures, folder)
 
 
 def render_page(rows: Sequence[Row], setting: Comparison, pictures: Sequence[Picture]) -> str:
-    """The page; whatever comes from files or flags is escaped."""
+    """Return the page as HTML; text from files or flags is escaped."""
     return (
         templates(Path(__file__).parent)
         .get_template(TEMPLATE)
@@ -51,10 +51,10 @@ def render_page(rows: Sequence[Row], setting: Comparison, pictures: Sequence[Pic
 
 
 def table_of_systems(rows: Sequence[Row]) -> Table:
-    """A row a system."""
+    """Return a table with one row per system."""
     single = next((row for row in rows if row.status == ORACLE), None)
     columns = ["result", "samples/s", "× single", *(f"{phase}, ms" for phase in PHASES)]
-    columns += ["sent, MB", "received, MB", "of", "known by", "memory, MB"]
+    columns += ["sent, MB", "received, MB", "rank", "source", "memory, MB"]
     return Table(columns, [(row.system, _cells(row, single)) for row in rows])
 
 
@@ -76,19 +76,19 @@ def _cells(row: Row, single: Row | None) -> list[str]:
 
 
 def table_of_ranks(rows: Sequence[Row]) -> Table:
-    """A row for each rank that sends or receives: what was found, and what theory says."""
-    columns = ["rank", "sent, MB", "received, MB", "messages", "known by"]
+    """Return a table with one row per rank that sends or receives: measured and by formula."""
+    columns = ["rank", "sent, MB", "received, MB", "messages", "source"]
     columns += ["sent by formula, MB", "received by formula, MB"]
     cells = []
     for row in rows:
         for rank, traffic in row.traffic.items():
             theory = (row.formula or {}).get(rank)
-            told = [f"{theory.sent / MB:.3f}", f"{theory.received / MB:.3f}"] if theory else []
+            expected = [NOTHING] * 2
+            if theory:
+                expected = [f"{theory.sent / MB:.3f}", f"{theory.received / MB:.3f}"]
             messages = f"{traffic.messages:g}" if row.traffic_source != "sockets" else NOTHING
             figures = [f"{traffic.sent / MB:.3f}", f"{traffic.received / MB:.3f}", messages]
-            cells.append(
-                (row.system, [rank, *figures, row.traffic_source, *(told or [NOTHING] * 2)])
-            )
+            cells.append((row.system, [rank, *figures, row.traffic_source, *expected]))
     return Table(columns, cells)
 
 
@@ -96,11 +96,11 @@ BLUE, RED, GREEN = PALETTE[:3]
 ROW_HEIGHT, MARGIN = 0.32, 1.1  # inches
 BAR = 0.66  # of a row
 SENT, RECEIVED = PALETTE[0], PALETTE[5]
-FAINTEST = 1e-17  # where a difference of zero is drawn, on a logarithmic axis
+FAINTEST = 1e-17  # stands for a difference of zero on the logarithmic axis
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
-    """Every plot, of the systems that came to their end."""
+    """Return every plot, over the systems that did not fail."""
     done = [row for row in rows if row.samples_per_s]
     if not done:
         return []
@@ -123,14 +123,14 @@ def _throughput(rows: Sequence[Row]) -> Plot:
         _label(axes, value, place, f"{value:,.0f}" + (f"  (x {factor})" if factor else ""))
     axes.set_xlim(0, max(values) * 1.28)
     caption = (
-        "Samples per second over all workers, and as a multiple of one device alone. Green: "
-        "judged, and the same result; blue: reported only; red: another result."
+        "Samples per second over all workers, and as a multiple of a single device. Green: judged, "
+        "same result; blue: reported only; red: different result."
     )
     return Plot("throughput", "Throughput", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
 def _phases(rows: Sequence[Row]) -> Plot:
-    axes = _axes(rows, "Time of a step by phase", "ms, mean over the ranks that compute")
+    axes = _axes(rows, "Time per step by phase", "ms, mean over the ranks that compute")
     left = np.zeros(len(rows))
     for phase, colour in PHASE_COLOURS.items():
         values = np.array([1000 * row.phases_s[phase] for row in rows])
@@ -138,14 +138,14 @@ def _phases(rows: Sequence[Row]) -> Plot:
         left += values
     _legend(axes, [Patch(color=colour) for colour in PHASE_COLOURS.values()], list(PHASE_COLOURS))
     caption = (
-        "Where a step's time goes. An exchange that a library makes during backward counts as "
-        "compute; of a stage or of a worker that waits for a server, waiting counts as exchange."
+        "Time per step by phase. An exchange that overlaps backward within a library counts as "
+        "compute; stages that wait for each other, and workers for servers, count it as exchange."
     )
-    return Plot("phases", "Time of a step", caption, axes.get_figure())  # type: ignore[arg-type]
+    return Plot("phases", "Time per step", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
 def _traffic(rows: Sequence[Row]) -> Plot:
-    axes = _axes(rows, "Bytes of a step, at the busiest rank", "MB")
+    axes = _axes(rows, "Bytes per step at the busiest rank", "MB")
     half = BAR / 2
     most = 0.0
     for place, row in enumerate(rows):
@@ -163,11 +163,11 @@ def _traffic(rows: Sequence[Row]) -> Plot:
     axes.set_xlim(0, most * 1.42 or 1)
     _legend(axes, [Patch(color=SENT), Patch(color=RECEIVED)], ["sent", "received"])
     caption = (
-        "Sent and received in a step by the rank that moves most: counted where we send ourselves, "
-        "read from the kernel's sockets where a library does (with its headers), else hatched: as "
-        "a formula has it."
+        "Bytes sent and received per step by the rank with the most traffic: counted where "
+        "hvdtrain sends, read from the kernel's sockets where a library does (with its headers), "
+        "else computed by formula (hatched)."
     )
-    return Plot("traffic", "Bytes of a step", caption, axes.get_figure())  # type: ignore[arg-type]
+    return Plot("traffic", "Bytes per step", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
 def _differences(rows: Sequence[Row]) -> Plot:
@@ -184,14 +184,14 @@ def _differences(rows: Sequence[Row]) -> Plot:
     axes.set_xlim(FAINTEST, max([TOLERANCE, *values]) * 1e4)
     _legend(axes, [Patch(color=GREEN), Patch(color=GREY)], ["judged", "reported only"])
     caption = (
-        f"The final parameters against those of single; dashed: the tolerance, {TOLERANCE:g}, to "
-        "which synchronous systems are held in float64."
+        f"Difference of the final parameters to those of single; dashed: the tolerance for "
+        f"synchronous systems in float64, {TOLERANCE:g}."
     )
     return Plot("difference", "Difference to single", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
 def _memory(rows: Sequence[Row]) -> Plot:
-    axes = _axes(rows, "Peak memory, process by process", "MB")
+    axes = _axes(rows, "Peak memory by process", "MB")
     longest = max(row.total_memory_bytes for row in rows) / MB
     for place, row in enumerate(rows):
         left = 0.0
@@ -201,15 +201,12 @@ def _memory(rows: Sequence[Row]) -> Plot:
             left += size / MB
         _label(axes, left, place, f"{left:,.0f}")
     axes.set_xlim(0, longest * 1.14)
-    caption = (
-        "The most memory that each process has held, one beside the other; libraries, which "
-        "processes share, are counted for each of them."
-    )
+    caption = "Peak memory of each process, side by side; shared libraries count for each of them."
     return Plot("memory", "Peak memory", caption, axes.get_figure())  # type: ignore[arg-type]
 
 
 def _axes(rows: Sequence[Row], title: str, x_label: str) -> Axes:
-    """A row a system, the first on top."""
+    """Return axes with one row per system, the first on top."""
     axes = new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(rows), 2)).add_subplot()
     set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
     axes.set_xlabel(x_label)
@@ -225,7 +222,6 @@ def _axes(rows: Sequence[Row], title: str, x_label: str) -> Axes:
 
 
 def _label(axes: Axes, value: float, place: int, text: str) -> None:
-    """Beside the end of a bar."""
     style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": GREY}
     at = (value, place)
     set_text(axes.annotate(text, at, xytext=(4, 0), textcoords="offset points", **style))
@@ -246,7 +242,7 @@ def _colour(row: Row) -> str:
 
 
 def _drawn(difference: float | None) -> float:
-    """On a logarithmic axis; what is not a number is as bad as can be."""
+    """Return the value to draw on the logarithmic axis; None, NaN and infinity become 1."""
     if difference is None or not math.isfinite(difference):
         return 1.0
     return max(difference, FAINTEST)

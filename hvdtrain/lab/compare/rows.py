@@ -1,4 +1,4 @@
-"""One system's results as a row: held against `single`, and put together from its processes."""
+"""The results of one system as a row: merged over its processes and compared with `single`."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from safetensors.numpy import load_file
 from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
 from hvdtrain.train.metering import PHASES
 
-# "Exact by construction": relative to each tensor's largest value, in float64. One exchange rounds
-# by some 1e-16; training may multiply that from step to step, and stays far below this, while a
-# wrong weight or a sample left out shows from the first digits on.
+# Relative to each tensor's largest value, in float64. One exchange rounds by about 1e-16; training
+# may amplify that from step to step and stays far below this tolerance, while a wrong weight or a
+# missing sample changes the leading digits.
 TOLERANCE = 1e-9
-SAME = 1.05  # ranks whose traffic differs by less are told as one
+SAME = 1.05  # ratio up to which the traffic of ranks counts as equal
 
-Weights = dict[str, list[NDArray[np.floating]]]  # by name, as each process holds them
-ORACLE, AGREES, DISAGREES, REPORTED, FAILED = (
-    "oracle",
-    "agrees",
-    "DISAGREES",
-    "not judged",
-    "failed",
-)
+Weights = dict[str, list[NDArray[np.floating]]]  # by name, one array per process that holds it
+
+# Values of `Row.status`.
+ORACLE = "oracle"
+AGREES = "agrees"
+DISAGREES = "DISAGREES"
+REPORTED = "not judged"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system."""
+    """The results of one system."""
 
     system: str
     what: str
     status: str
     processes: list[str]
-    problem: str = ""  # why it failed
+    problem: str = ""  # reason of the failure
     difference: float | None = None  # to `single`, relative to each tensor's largest value
     samples_per_s: float | None = None
-    rates: list[float] = field(default_factory=list)  # the same of each round
-    phases_s: dict[str, float] = field(default_factory=dict)  # a step, mean over ranks that compute
-    traffic: dict[str, Traffic] = field(default_factory=dict)  # a step, by rank
-    traffic_source: str = ""  # counted, sockets or formula
+    rates: list[float] = field(default_factory=list)  # samples_per_s of each round
+    phases_s: dict[str, float] = field(default_factory=dict)  # per step, mean of computing ranks
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # per step, by rank
+    traffic_source: str = ""  # "counted", "sockets" or "formula"
     formula: dict[str, Traffic] | None = None
-    memory_bytes: dict[str, int] = field(default_factory=dict)  # the peak, by process
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # peak, by process
     notes: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_memory_bytes(self) -> int:
-        """Of all processes; what they share is counted for each of them."""
+        """Sum of the peaks of all processes; shared memory is counted for each of them."""
         return sum(self.memory_bytes.values())
 
     @property
     def busiest(self) -> tuple[str, Traffic]:
-        """The rank that sends and receives most, and how much; `each` where all do as much.
+        """Name and traffic of the rank with the most traffic.
 
-        No name where nothing is sent.
+        The name is "each" where all ranks have the same traffic, and empty where nothing is sent.
         """
         totals = {name: t.sent + t.received for name, t in self.traffic.items()}
         if not any(totals.values()):
@@ -78,7 +78,10 @@ def make_row(
     oracle: Weights | None,
     may_judge: bool,
 ) -> Row:
-    """`size`: bytes of all gradients. `oracle`: the parameters of `single`; None for itself."""
+    """Return the row of one system from the results of its processes.
+
+    `size`: bytes of all gradients. `oracle`: the parameters of `single`, None for `single` itself.
+    """
     weights = read_weights(Path(spec.folder))
     difference = worst_difference(weights, oracle) if oracle else None
     formula = strategy.formula(spec, size)
@@ -101,7 +104,7 @@ def make_row(
 
 
 def over_rounds(rows: Sequence[Row]) -> Row:
-    """One system's rows as one: that of the median speed, with the worst result of any round."""
+    """Merge the rows of all rounds: the row of median speed, with the worst result of any round."""
     for status in (DISAGREES, FAILED):
         if bad := next((row for row in rows if row.status == status), None):
             return bad
@@ -112,7 +115,7 @@ def over_rounds(rows: Sequence[Row]) -> Row:
 
 
 def judge(difference: float | None, judged: bool) -> str:
-    """A difference that is not a number is none that agrees."""
+    """Return the status for a difference; NaN disagrees."""
     if difference is None:
         return ORACLE
     if not judged:
@@ -121,7 +124,7 @@ def judge(difference: float | None, judged: bool) -> str:
 
 
 def read_weights(folder: Path) -> Weights:
-    """What the processes of a system have saved."""
+    """Read the parameters that the processes of a system have saved."""
     found: Weights = {}
     for path in sorted(folder.glob("process-*.safetensors")):
         for name, value in load_file(path).items():
@@ -130,9 +133,9 @@ def read_weights(folder: Path) -> Weights:
 
 
 def worst_difference(weights: Weights, oracle: Weights) -> float:
-    """max |difference| / max |w| over all tensors and processes.
+    """Return max |difference| / max |w|, the largest over all tensors and processes.
 
-    Infinite where a tensor is missing or of another shape, NaN where one holds NaN.
+    It is infinite where a tensor is missing or of another shape, NaN where one contains NaN.
     """
     errors = [0.0]
     for name, (expected, *_) in oracle.items():
@@ -141,25 +144,25 @@ def worst_difference(weights: Weights, oracle: Weights) -> float:
             return math.inf
         scale = float(np.abs(expected).max(initial=0.0)) or 1.0
         errors += [float(np.abs(value - expected).max(initial=0.0)) / scale for value in values]
-    return float(np.max(errors))  # which hands on a NaN
+    return float(np.max(errors))  # np.max propagates NaN
 
 
 def _rate(results: Sequence[Mapping[str, object]]) -> float:
-    """From the first process's beginning of the measured steps to the last one's end."""
+    """Return samples/s from the earliest start of the measured steps to the latest end."""
     begun = min(_number(result, "begun_s") for result in results)
     ended = max(_number(result, "ended_s") for result in results)
     return _number(results[0], "samples") / (ended - begun)
 
 
 def _phases(results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Servers, which compute nothing, are left out."""
+    """Return the mean seconds of each phase over the processes that compute, not servers."""
     phases = [r["phases_s"] for r in results if isinstance(r["phases_s"], dict)]
     computing = [p for p in phases if p["compute"] > 0]
     return {name: statistics.fmean(p[name] for p in computing) for name in PHASES}
 
 
 def _traffic(results: Sequence[Mapping[str, object]]) -> dict[str, Traffic]:
-    """Of all ranks; empty where that of one is not known."""
+    """Return the traffic of all ranks; empty if that of any process is unknown."""
     found: dict[str, Traffic] = {}
     for result in results:
         own = result["traffic"]
@@ -170,7 +173,7 @@ def _traffic(results: Sequence[Mapping[str, object]]) -> dict[str, Traffic]:
 
 
 def _figures(results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """The largest of what is called ..._max, the mean of all else."""
+    """Merge figures over processes: maximum of names that end in _max, mean of the others."""
     figures = [r["figures"] for r in results if isinstance(r["figures"], dict)]
     names = dict.fromkeys(name for own in figures for name in own)
     return {

@@ -1,4 +1,4 @@
-"""The rows as text: a header, a line a system, and what is to be known beside them."""
+"""The rows as text: a heading, one line per system, notes and a verdict."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from hvdtrain.lab.systems import ORACLE as SINGLE
 from hvdtrain.log import counted
 from hvdtrain.train.metering import PHASES
 
-COLUMNS = (  # heading, width; the system's name comes before them
+COLUMNS = (  # heading and width; the name of the system precedes them
     ("result", 17),
     ("samples/s", 10),
     ("x single", 9),
     *((phase, 9) for phase in PHASES),
     ("sent", 9),
     ("received", 9),
-    ("  of, known by", 22),
+    ("  rank, source", 22),
     ("memory", 9),
 )
-ABOVE = "ms a step"
 MB = 1e6
 
 
 def describe(setting: Comparison) -> str:
-    """What all rows have in common."""
+    """Return one line on the work that all rows share."""
     plan, work = setting.plan, setting.plan.work
     shape = "x".join(map(str, setting.shape))
     rounds = f"median of {plan.rounds} rounds of " if plan.rounds > 1 else ""
@@ -45,7 +44,7 @@ def describe(setting: Comparison) -> str:
 
 
 def heading(names: Sequence[str]) -> str:
-    """Two lines."""
+    """Return the two lines above the rows."""
     width = _width(names)
     titles = f"{'system':{width}}" + "".join(_place(title, w) for title, w in COLUMNS)
     before = width + sum(w for _, w in COLUMNS[:3])
@@ -55,7 +54,7 @@ def heading(names: Sequence[str]) -> str:
 
 
 def line(row: Row, names: Sequence[str], single: Row | None) -> str:
-    """One system; `single`: the row that it is measured by."""
+    """Return the line of one system; `single`: the row that speed is relative to."""
     start = f"{row.system:{_width(names)}}"
     if row.status == FAILED:
         return f"{start}{result_of(row):>17}  {row.problem.splitlines()[0]}"
@@ -76,7 +75,7 @@ def line(row: Row, names: Sequence[str], single: Row | None) -> str:
 
 
 def result_of(row: Row) -> str:
-    """'agrees 5e-16', 'oracle', 'failed'."""
+    """Return status and difference, such as 'agrees 5e-16', 'oracle' or 'failed'."""
     if row.difference is None:
         return row.status
     figure = f"{row.difference:.0e}" if row.difference else "0"
@@ -84,36 +83,38 @@ def result_of(row: Row) -> str:
 
 
 def speedup(row: Row, single: Row | None) -> str:
-    """Over `single`."""
+    """Return the speed relative to `single`, empty where one of them is unknown."""
     if not (single and single.samples_per_s and row.samples_per_s):
         return ""
     return f"{row.samples_per_s / single.samples_per_s:.2f}"
 
 
 def notes_of(rows: Sequence[Row], setting: Comparison) -> list[str]:
-    """What each row ran as, and what a reader should know of it."""
+    """Return the lines below the rows: details of each system, and how to read the figures."""
     lines = [f"  {row.system}: {'; '.join(explain(row))}" for row in rows]
-    lines.append("  memory is the sum of the processes' peaks; what they share counts for each")
+    lines.append(
+        "  memory is the sum of the peaks of all processes; shared memory counts for each of them"
+    )
     if setting.why_not:
         lines.append(f"  results are reported, not judged: {setting.why_not}")
     return lines
 
 
 def explain(row: Row) -> list[str]:
-    """A row in words."""
-    said = [row.what, _runs_as(row.processes)]
+    """Return the details of a row: its processes, staleness, spread and notes."""
+    details = [row.what, _runs_as(row.processes)]
     if row.status == FAILED:
-        return [*said, row.problem]
+        return [*details, row.problem]
     if {"staleness_mean", "staleness_max"} <= row.figures.keys():
         mean, most = row.figures["staleness_mean"], row.figures["staleness_max"]
-        said.append(f"staleness {mean:.2f} updates in the mean, {most:.0f} at most")
+        details.append(f"staleness {mean:.2f} updates on average, {most:.0f} at most")
     if len(row.rates) > 1:
-        said.append(f"{min(row.rates):,.0f} to {max(row.rates):,.0f} samples/s over the rounds")
-    return [*said, *row.notes]
+        details.append(f"{min(row.rates):,.0f} to {max(row.rates):,.0f} samples/s over the rounds")
+    return [*details, *row.notes]
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One line."""
+    """Return one line that summarises all rows."""
     by_status = {
         status: [row.system for row in rows if row.status == status]
         for status in (AGREES, DISAGREES, REPORTED, FAILED)
@@ -131,7 +132,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def _runs_as(processes: Sequence[str]) -> str:
-    """'2 worker processes, 1 server process', 'one process of 2 threads'."""
+    """Count process names, as in '2 worker processes, 1 server process'."""
     kinds: dict[str, int] = {}
     for name in processes:
         kind = name.rpartition(" ")[0] if name[-1].isdigit() else name
@@ -149,5 +150,5 @@ def _width(names: Sequence[str]) -> int:
 
 
 def _place(text: str, width: int) -> str:
-    """Words from the left, where two spaces ask for it; all else to the right."""
+    """Align `text` to the left if it starts with two spaces, else to the right."""
     return f"{text:{width}}" if text.startswith("  ") else f"{text:>{width}}"

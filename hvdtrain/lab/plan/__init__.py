@@ -1,10 +1,13 @@
-"""`hvdtrain plan`: how fast would N workers be? From latency, bandwidth and compute, no fits.
+"""`hvdtrain plan`: predicted speed of N workers from latency, bandwidth and compute.
 
-costs       one exchange of so many bytes, by each method (pure functions)
-overlap     a step: gradients become ready during the backward pass, and queue for the exchange
-profiles    what a step computes: its phases, and when each gradient is ready
-measuring   such a profile, measured here; counting: one from counted operations and a step's time
-network     latency and bandwidth, measured by `probe` under horovodrun
-predicting  step time and efficiency by N, and the largest useful N
-table, plots  the same as text and picture
+No parameter is fitted to results of training.
+
+command     the subcommand: measure, predict, print, write
+costs       seconds of one exchange by method and size (pure functions)
+profiles    phases of a step and ready times of its gradients; files; from counted operations
+measuring   a profile measured on this machine
+network     latency and bandwidth, fitted to timed all-reduces
+probe       the program that times all-reduces, under horovodrun
+predicting  overlap of backward pass and exchange; step time and efficiency by N; largest useful N
+table       predictions as text and plot
 """

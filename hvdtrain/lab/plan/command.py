@@ -1,4 +1,4 @@
-"""`hvdtrain plan`: a table, JSON and a plot of what N workers would do."""
+"""The `plan` subcommand: a table, JSON and a plot of predictions for N workers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ BITS, GIGA, MICRO, MILLI = 8, 1e9, 1e-6, 1e-3
 
 
 def run(arguments: dict[str, Any]) -> int:
-    """Measure what is not given, predict, and tell. Returns the exit code."""
-    StopRequests()  # a signal raises Stopped, and what runs is ended on the way out
+    """Measure what is not given, predict, print and write; return the exit code."""
+    StopRequests()  # a signal raises Stopped, and child processes are ended on the way out
     torch.set_num_threads(1)
     network = read_network(arguments["network"]) if arguments["network"] else None
     profile = find_profile(arguments)
@@ -56,7 +56,7 @@ def run(arguments: dict[str, Any]) -> int:
 
 
 def find_profile(arguments: dict[str, Any]) -> Profile:
-    """From a file, a given time, or a measurement. Raises UsageError."""
+    """Return the profile from a file, a given step time, or a measurement. Raises UsageError."""
     if arguments["profile"]:
         return read_profile(arguments["profile"])
     model, data = arguments["model"] or MODEL, arguments["data"] or DATA
@@ -80,7 +80,7 @@ def find_profile(arguments: dict[str, Any]) -> Profile:
 
 
 def make_setting(arguments: dict[str, Any], profile: Profile, network: Network | None) -> Scenario:
-    """From flags that were checked; `network` where latency and bandwidth are not among them."""
+    """Build the scenario from checked flags; `network` is used if they give no latency."""
     between = network.link if network else _link(arguments, "")
     inside = between
     if arguments["intra_latency_us"] is not None:
@@ -105,7 +105,7 @@ def as_json(
     predictions: list[Prediction],
     useful: dict[str, Useful],
 ) -> dict[str, Any]:
-    """Everything."""
+    """Return scenario, network and predictions as JSON values."""
     return {
         **asdict(setting),
         "network": network.as_json() if network else None,

@@ -1,14 +1,14 @@
-"""What one exchange of S bytes over N workers takes, by method. Pure functions.
+"""Seconds of one exchange of S bytes over N workers, by method. Pure functions.
 
-The model is the usual one: a message of m bytes takes latency + m / bandwidth, a process (and a
-host's network card) sends one message and receives one at a time, both at once. (R. Thakur,
+The model is the usual one: a message of m bytes takes latency + m / bandwidth; a process (and the
+network card of a host) sends one message and receives one at a time, full duplex. (R. Thakur,
 R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005;
-their third term, the time to add, is within the bandwidth that is measured.)
+their third term, the time to add, is part of the measured bandwidth.)
 
     ring                all ranks in one ring, in the order of hosts: 2 (N - 1) messages of S / N
     hierarchical_ring   reduce-scatter in each host, a ring between hosts for each local rank's
                         part, all-gather in each host
-    naive               all to one rank, which adds up, and back: 2 (N - 1) messages of S
+    naive               gather to one rank, which sums, and broadcast: 2 (N - 1) messages of S
     parameter_server    every worker pushes to and pulls from each of K servers: S / K each
 """
 
@@ -23,37 +23,37 @@ from dataclasses import dataclass
 class Link:
     """A connection between two workers."""
 
-    latency_s: float  # of a message without bytes
+    latency_s: float  # of an empty message
     bandwidth_bytes_per_s: float  # in each direction
 
     def seconds(self, size_bytes: float) -> float:
-        """Of one message."""
+        """Return the seconds for one message."""
         return self.latency_s + self.occupied_s(size_bytes)
 
     def occupied_s(self, size_bytes: float) -> float:
-        """For how long one message keeps the next one waiting."""
+        """Return the seconds for which one message delays the next."""
         return size_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of as many workers each, filled one after the other."""
+    """Hosts with `workers_per_host` workers each, filled one after the other."""
 
-    between: Link  # of a host with another: all its workers share it
-    inside: Link  # of two workers on one host: each pair has its own
+    between: Link  # between two hosts: shared by all workers of a host
+    inside: Link  # between two workers on one host: one per pair
     workers_per_host: int = 1
-    servers: int | None = None  # of the parameter server; None: as many as hosts
+    servers: int | None = None  # parameter servers; None: as many as hosts
 
     def hosts(self, workers: int) -> int:
-        """How many hosts so many workers take."""
+        """Return the number of hosts that `workers` occupy."""
         return -(-workers // self.workers_per_host)
 
     def local(self, workers: int) -> int:
-        """Workers on the fullest host."""
+        """Return the number of workers on the fullest host."""
         return min(workers, self.workers_per_host)
 
     def bottleneck(self, workers: int) -> Link:
-        """What a message between far workers travels over."""
+        """Return the link between the most distant workers."""
         return self.between if self.hosts(workers) > 1 else self.inside
 
 
@@ -61,14 +61,14 @@ Cost = Callable[[Cluster, int, float], float]
 
 
 def ring(cluster: Cluster, workers: int, size_bytes: float) -> float:
-    """Seconds for one ring all-reduce: P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce
-    Algorithms for Clusters of Workstations" (2009).
+    """Return the seconds for one ring all-reduce.
 
-    Of the N hops around the ring, one a host leads to another host. A segment is passed on as soon
-    as it is there, so the pace of a step is the mean hop, as one segment meets them all in turn,
-    or what keeps the slowest link busy, whichever is longer (the largest mean over cycles of the
-    dependencies: F. Baccelli et al., "Synchronization and Linearity", 1992, chapter 3). With
-    equal links it is the textbook's latency + S / (N bandwidth).
+    Source: P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations" (2009). Of the N hops of the ring, one per host leads to another host. A segment
+    is forwarded as soon as it arrives, so a step takes the mean over all hops, which each segment
+    passes in turn, or the busy time of the slowest link, whichever is longer (the maximum cycle
+    mean of the dependencies: F. Baccelli et al., "Synchronization and Linearity", 1992,
+    chapter 3). With equal links this is the textbook's latency + S / (N bandwidth).
     """
     if workers == 1:
         return 0.0
@@ -84,11 +84,11 @@ def ring(cluster: Cluster, workers: int, size_bytes: float) -> float:
 
 
 def hierarchical_ring(cluster: Cluster, workers: int, size_bytes: float) -> float:
-    """Seconds for one all-reduce on two levels, as Horovod's HOROVOD_HIERARCHICAL_ALLREDUCE does:
-    H. Mikami et al., "Massively Distributed SGD" (2018).
+    """Return the seconds for one all-reduce on two levels, as HOROVOD_HIERARCHICAL_ALLREDUCE does.
 
-    The rings between hosts, one for each local rank, share the host's link: together they move
-    what one ring over H hosts moves. Where the last host is not full, the full ones decide.
+    Source: H. Mikami et al., "Massively Distributed SGD" (2018). The rings between hosts, one for
+    each local rank, share the link of the host: together they move as many bytes as one ring over
+    H hosts. If the last host is not full, the full hosts determine the time.
     """
     local, hosts = cluster.local(workers), cluster.hosts(workers)
     inside_s = 2 * (local - 1) * cluster.inside.seconds(size_bytes / local)
@@ -96,19 +96,18 @@ def hierarchical_ring(cluster: Cluster, workers: int, size_bytes: float) -> floa
 
 
 def naive(cluster: Cluster, workers: int, size_bytes: float) -> float:
-    """Seconds to gather all at rank 0, message after message, and to send the sum back alike."""
+    """Return the seconds to gather on rank 0 and to broadcast the sum, one message at a time."""
     local = cluster.local(workers)
     near_s = (local - 1) * cluster.inside.seconds(size_bytes)
     return 2 * (near_s + (workers - local) * cluster.between.seconds(size_bytes))
 
 
 def parameter_server(cluster: Cluster, workers: int, size_bytes: float) -> float:
-    """Seconds to push gradients to K servers, each of which holds one part, and to pull what they
-    make of it: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server"
-    (2014).
+    """Return the seconds to push gradients to K servers, one part each, and to pull parameters.
 
-    Servers have links of their own (inside the host where there is one host only). A server takes
-    N messages of S / K each way; a worker K, through a link that its host's workers share.
+    Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014).
+    Servers have links of their own (inside the host if there is only one). A server handles N
+    messages of S / K each way; a worker handles K, over a link shared by the workers of its host.
     """
     if workers == 1:
         return 0.0
@@ -129,10 +128,10 @@ METHODS: Mapping[str, Cost] = {
 
 
 def negotiation_messages(kind: str, workers: int) -> int:
-    """Messages, one after the other, by which the ranks agree on what to exchange next.
+    """Return the number of successive messages in which the ranks agree on the next exchange.
 
-    tree: a gather and a broadcast on binomial trees, as MPI libraries do (Thakur et
-    al.); linear: one by one with rank 0, as Horovod did until June 2018 (its pull request 276).
+    tree: gather and broadcast on binomial trees, as in MPI libraries (Thakur et al.); linear: each
+    rank in turn with rank 0, as in Horovod until June 2018 (its pull request 276).
     """
     if kind == "linear":
         return 2 * (workers - 1)

@@ -1,4 +1,4 @@
-"""A profile measured here: steps of one worker alone, on the CPU, with a clock at each gradient."""
+"""Measurement of a profile: steps of a single worker on the CPU, timed at each gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP_STEPS = 3
 
 @dataclass
 class StepTimes:
-    """When what happened in one step; seconds by `time.perf_counter`."""
+    """The moments of one step, in seconds of `time.perf_counter`."""
 
     begun: float = 0.0
     backward: float = 0.0
@@ -29,10 +29,10 @@ class StepTimes:
 
 
 def measure_profile(spec: WorkSpec) -> Profile:
-    """Medians over `spec.steps` steps, after a few that do not count.
+    """Measure `spec.steps` steps and return the medians of those after WARM_UP_STEPS.
 
-    A step is what training does: load, forward, loss, backward, update. Raises UsageError for a
-    model or data that cannot be.
+    A step is that of training: load, forward, loss, backward, update. Raises UsageError for an
+    invalid model or invalid data.
     """
     keep_freed_memory()
     work = Work(spec)
@@ -40,12 +40,12 @@ def measure_profile(spec: WorkSpec) -> Profile:
     if samples < spec.global_batch_size:
         raise UsageError(
             f"--batch-size={spec.global_batch_size}: {spec.data} has {samples} samples to train "
-            "on; take fewer, or other data"
+            "on; use a smaller batch or other data"
         )
     names = [name for name, p in work.model.named_parameters() if p.requires_grad]
     steps = [times for times in _run(work) if set(times.ready) == set(names)]
     if not steps:
-        raise UsageError(f"--model={spec.model}: no step has given every parameter a gradient")
+        raise UsageError(f"--model={spec.model}: no step computed a gradient for every parameter")
     parameters = dict(work.model.named_parameters())
     gradients = [
         Gradient(
@@ -68,22 +68,22 @@ def measure_profile(spec: WorkSpec) -> Profile:
 
 
 def _run(work: Work) -> Iterator[StepTimes]:
-    """The times of each step that counts."""
+    """Yield the times of each full step after the warm-up."""
     optimizer = work.tuned_optimizer()
     work.model.train()
     times = StepTimes()
 
-    def note(name: str) -> None:
+    def record(name: str) -> None:
         times.ready[name] = time.perf_counter()
 
     for name, parameter in work.model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: record(name))
     for number, batch in enumerate(work.batches()):
         times = StepTimes()
         _step(work, optimizer, batch, times)
         if number >= WARM_UP_STEPS and len(batch.indices) == work.spec.global_batch_size:
-            yield times  # the last batch of an epoch may be short, and faster
+            yield times  # full batches only: the last one of an epoch may be smaller
 
 
 def _step(

@@ -1,13 +1,13 @@
-"""Latency and bandwidth from timed all-reduces: how they are fitted, and how they are come by.
+"""Latency and bandwidth of a network: timed all-reduces and the fit to them.
 
-K tensors of b bytes that are submitted together to Horovod, each reduced by itself in a ring of N
+K tensors of b bytes that are submitted together to Horovod, each reduced separately in a ring of N
 workers, take
 
     c + K * 2 (N - 1) * (latency + b / (N bandwidth))
 
-where c, the agreement of the ranks and half a cycle, which a submission waits for in the mean, does
-not depend on K and b. The three unknowns are found by least squares over several K and b, each
-error relative to the fitted time, as times differ by orders of magnitude: gamma regression, by
+where c does not depend on K and b: it is the agreement of the ranks, plus half a cycle, the mean
+wait after a submission. The three unknowns are found by least squares over several K and b, with
+errors relative to the fitted time, as times differ by orders of magnitude: gamma regression, by
 iterated weights (P. McCullagh, J. Nelder, "Generalized Linear Models", 1989, chapter 8).
 """
 
@@ -29,12 +29,12 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.lab.children import ChildFailure, Commanded
 from hvdtrain.lab.plan.costs import Link, negotiation_messages
 from hvdtrain.lab.plan.profiles import is_count, is_seconds, read_json_object
-from hvdtrain.launcher.command import Engine, horovodrun_argv
+from hvdtrain.launcher.command import EngineOptions, horovodrun_argv
 
-LEAST_POINTS = 4  # one more than there are unknowns
+LEAST_POINTS = 4  # one more than unknowns
 POLL_S = 0.05
 START_TIMEOUT_S = 60
-ITERATIONS = 25  # of the weights, which settle in far fewer
+ITERATIONS = 25  # of the weights, which converge in far fewer
 LINES_SHOWN = 12
 EXAMPLE = '{"tensors": 1, "size_bytes": 4096, "seconds": 0.002}'
 
@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """So many tensors of so many bytes each, all-reduced."""
+    """The time of one all-reduce of `tensors` tensors of `size_bytes` bytes each."""
 
     tensors: int
     size_bytes: int
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured, and what the three unknowns are."""
+    """The measured points, and the three fitted unknowns."""
 
     workers: int
     controller: str
@@ -60,7 +60,7 @@ class Network:
     points: tuple[Point, ...]
     link: Link
     negotiation_message_s: float
-    residuals: tuple[float, ...]  # of each point: measured over fitted time, less 1
+    residuals: tuple[float, ...]  # of each point: measured / fitted time - 1
 
     @property
     def worst_residual(self) -> float:
@@ -68,16 +68,16 @@ class Network:
 
     @property
     def typical_residual(self) -> float:
-        """Root of the mean square."""
+        """Root mean square of the residuals."""
         return math.sqrt(math.fsum(r * r for r in self.residuals) / len(self.residuals))
 
     def as_json(self) -> dict[str, Any]:
-        """As `--network` takes it, and what was fitted."""
+        """Return the fields that `--network` reads, and the fit."""
         return asdict(self)
 
 
 def fit(workers: int, controller: str, cycle_s: float, points: Sequence[Point]) -> Network:
-    """Raises TrainingError where times do not grow with bytes."""
+    """Fit the unknowns to `points`. Raises TrainingError if times do not grow with bytes."""
     steps = 2 * (workers - 1)
     times = np.array([point.seconds for point in points])
     terms = np.array(
@@ -106,8 +106,8 @@ def fit(workers: int, controller: str, cycle_s: float, points: Sequence[Point]) 
 
 
 def _positive_least_squares(terms: Floats, wanted: Floats) -> Floats:
-    """The x >= 0 for which terms @ x is nearest: the best of all choices of the three unknowns
-    that are 0.
+    """Return the x >= 0 that minimises |terms @ x - wanted|, by trying each subset of unknowns
+    with the others set to 0.
     """
     count = terms.shape[1]
     best, least = np.zeros(count), math.inf
@@ -122,7 +122,7 @@ def _positive_least_squares(terms: Floats, wanted: Floats) -> Floats:
 
 
 def read_network(path: Path, flag: str = "--network") -> Network:
-    """What `probe` has written. Raises UsageError with every problem of the file."""
+    """Read and fit a file that `probe` writes. Raises UsageError with every problem of the file."""
     content = read_json_object(path, flag)
     problems = [f"{flag}={path}: {text}" for text in _problems(content)]
     if problems:
@@ -139,7 +139,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     if not is_count(workers) or workers == 1:
         yield f"workers={workers}: a whole number of at least 2 was expected"
     if not isinstance(content.get("controller"), str):
-        yield "controller: a text was expected"
+        yield "controller: a string was expected"
     if not is_seconds(content.get("cycle_s")):
         yield f"cycle_s={content.get('cycle_s')}: seconds of at least 0 were expected"
     points = content.get("points")
@@ -155,35 +155,37 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
             and is_seconds(point["seconds"])
             and point["seconds"] > 0
         ):
-            yield f"points[{number}]: whole numbers from 1, and seconds above 0, were expected"
+            yield f"points[{number}]: whole numbers of at least 1 and seconds above 0 were expected"
 
 
 def measure_network(controller: str, limit_s: float) -> Network:
-    """Two workers on this machine, started by horovodrun; nothing of them is left.
+    """Measure with two workers on this machine, started by horovodrun and ended on return.
 
-    Raises TrainingError when they do not come to their end in time.
+    Raises TrainingError if they fail or exceed `limit_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as name:
         folder = Path(name)
         file, log = folder / "network.json", folder / "log"
         worker = [sys.executable, "-m", "hvdtrain.lab.plan.probe", str(file)]
-        engine = Engine(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
+        engine = EngineOptions(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
         try:
             code = _run(horovodrun_argv(engine, worker), log, limit_s)
         except ChildFailure as failure:
             raise TrainingError(f"network: {failure}") from failure
         if code != 0 or not file.exists():
             lines = log.read_text("utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
-            ended = f"no end after {limit_s:g} s (--time-limit-s)" if code is None else f"{code=}"
+            reason = f"exit code {code}"
+            if code is None:
+                reason = f"not finished after {limit_s:g} s (--time-limit-s)"
             raise TrainingError(
-                "\n".join([f"network: the workers that were to measure it: {ended}", *lines])
-                + "\nGive --latency-us and --bandwidth-gbit-s, and nothing is measured"
+                "\n".join([f"network: the measurement failed: {reason}", *lines])
+                + "\nGive --latency-us and --bandwidth-gbit-s to skip the measurement"
             )
         return read_network(file, "probe")
 
 
 def _run(argv: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """The exit code; None: time was up."""
+    """Run the command and return its exit code, None if it exceeds `limit_s`."""
     deadline = time.monotonic() + limit_s
     child = Commanded(argv, log)
     try:

@@ -1,4 +1,4 @@
-"""Step time and efficiency on N workers, and the largest N that is of use."""
+"""Predictions: overlap of backward pass and exchange, step time, efficiency, largest useful N."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvdtrain.lab.plan.profiles import Gradient, Profile
 
 @dataclass(frozen=True)
 class Scenario:
-    """All that a prediction is made from."""
+    """All inputs of a prediction."""
 
     profile: Profile
     cluster: Cluster
     queue: Queue
-    negotiation: str = "tree"  # or linear
+    negotiation: str = "tree"  # or "linear"
     negotiation_message_s: float | None = None  # None: the latency of the link
     cores_per_host: int | None = None  # None: every worker computes undisturbed
     compute_speed: float = 1.0  # relative to the profile's
@@ -25,34 +25,34 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One method on N workers."""
+    """The prediction for one method on N workers."""
 
     method: str
     workers: int
     step_s: float
     compute_s: float  # of the slowest worker, without exchange
-    busy_s: float  # of the exchange, hidden or not
-    exposed_s: float  # of it, after the backward pass
+    busy_s: float  # of the exchange, overlapped or not
+    exposed_s: float  # of the exchange, after the backward pass
     exchanges: int
     samples_per_s: float
     efficiency: float  # throughput / (N x throughput of 1)
-    efficiency_without_overlap: float  # the same if no exchange were hidden by the backward pass
+    efficiency_without_overlap: float  # if no exchange overlapped the backward pass
 
 
 @dataclass(frozen=True)
 class Useful:
-    """The largest N whose efficiency, and that of every N of the table below it, is enough."""
+    """The largest N that, like every smaller N of the table, is efficient enough."""
 
     workers: int
     efficiency: float
-    is_limit: bool  # it is the largest N that was asked for
+    is_limit: bool  # whether it is the largest N requested
 
 
 def compute_factor(setting: Scenario, workers: int) -> float:
-    """How many times as long computing takes as in the profile.
+    """Return the factor by which computation takes longer than in the profile.
 
-    Slower for the slowest of N, by the spread that was measured; and where a host has more workers
-    than cores, which take turns on them.
+    It includes the measured spread, as the slowest of N workers counts, and the sharing of cores
+    on a host with more workers than cores.
     """
     cores = setting.cores_per_host
     shared = max(setting.cluster.local(workers) / cores, 1.0) if cores else 1.0
@@ -60,7 +60,7 @@ def compute_factor(setting: Scenario, workers: int) -> float:
 
 
 def predict(setting: Scenario, method: str, workers: int) -> Prediction:
-    """The batch of each worker stays as it is (weak scaling)."""
+    """Predict one method on N workers, each with the batch of the profile (weak scaling)."""
     profile, cluster = setting.profile, setting.cluster
     factor = compute_factor(setting, workers)
     backward_s, end_s, busy_s, exchanges = factor * profile.backward_s, 0.0, 0.0, 0
@@ -98,13 +98,13 @@ def _negotiation_s(setting: Scenario, workers: int) -> float:
 
 
 def worker_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... up to `most`, and `most` itself."""
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: float) -> Useful:
-    """Searched among the table's N first, then by bisection between the last that is good and the
-    first that is not.
+    """Return the largest useful N: search the N of the table, then bisect between the last
+    efficient one and the first inefficient one.
     """
     counts = worker_counts(most)
     first_bad = next((n for n in counts if not _is_good(setting, method, n, least_efficiency)), 0)
@@ -125,24 +125,24 @@ def _is_good(setting: Scenario, method: str, workers: int, least_efficiency: flo
 
 
 def predict_all(setting: Scenario, counts: Sequence[int]) -> list[Prediction]:
-    """Every method at every N."""
+    """Predict every method at every N."""
     return [predict(setting, method, workers) for workers in counts for method in METHODS]
 
 
 @dataclass(frozen=True)
 class Queue:
-    """How gradients are taken together."""
+    """Parameters of the queue that collects gradients for an exchange."""
 
     cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
-    fusion_bytes: int = 0  # 0: each tensor by itself, as hvdtrain trains
+    fusion_bytes: int = 0  # 0: each tensor separately, as hvdtrain trains
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What became of a step's gradients."""
+    """The times of all exchanges of a step."""
 
     end_s: float  # from the beginning of the backward pass
-    busy_s: float  # spent on exchanges and agreements
+    busy_s: float  # in exchanges and negotiations
     exchanges: int
 
 
@@ -152,7 +152,10 @@ def exchange(
     queue: Queue,
     negotiation_s: float,
 ) -> Exchanged:
-    """`gradients`: in the order in which they become ready. `cost`: bytes to seconds."""
+    """Simulate the exchange of the gradients of one step.
+
+    `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
+    """
     now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
     while done < len(gradients):
         now = _next_wake_up(now, gradients[done].ready_s, queue.cycle_s)
@@ -166,17 +169,17 @@ def exchange(
 
 
 def _next_wake_up(now: float, ready_s: float, cycle_s: float) -> float:
-    """The first of now, now + cycle, now + 2 cycles, ... at which something is ready."""
+    """Return the first of now, now + cycle, now + 2 cycles, ... that is not before `ready_s`."""
     if ready_s <= now:
         return now
     if cycle_s == 0:
         return ready_s
     wake_up = now + math.ceil((ready_s - now) / cycle_s) * cycle_s
-    return max(wake_up, ready_s)  # rounding must not leave it asleep
+    return max(wake_up, ready_s)  # rounding must not put it before ready_s
 
 
 def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
-    """Sizes of the buffers: neighbours share one up to the limit; what is larger goes alone."""
+    """Yield buffer sizes: neighbours share one up to the limit; a larger tensor has its own."""
     filled = 0.0
     for size in sizes:
         if filled and filled + size > limit_bytes:
@@ -188,12 +191,12 @@ def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
 
 
 def expected_maximum(values: Sequence[float], draws: int) -> float:
-    """The expected maximum of so many independent draws from the measured values themselves.
+    """Return the expected maximum of `draws` independent draws from the measured values.
 
-    With m values in order, the i-th is the maximum with probability (i/m)^N - ((i-1)/m)^N (the
+    Of m sorted values the i-th is the maximum with probability (i/m)^N - ((i-1)/m)^N (the
     empirical distribution: H. A. David, H. N. Nagaraja, "Order Statistics", 2003, chapter 2).
-    Nothing is assumed of a distribution's tail, so it never exceeds the largest value: with N well
-    above m it is a lower bound.
+    No tail is assumed, so the result never exceeds the largest value: with N well above m it is a
+    lower bound.
     """
     count = len(values)
     return math.fsum(
@@ -203,7 +206,7 @@ def expected_maximum(values: Sequence[float], draws: int) -> float:
 
 
 def slowdown(step_times_s: Sequence[float], workers: int) -> float:
-    """By what factor N workers are slower than the mean of one; 1 where nothing was measured."""
+    """Return expected slowest of N workers / mean of one; 1 without measured times."""
     if not step_times_s:
         return 1.0
     mean = math.fsum(step_times_s) / len(step_times_s)

@@ -1,8 +1,8 @@
-"""Times all-reduces of several sizes, for `hvdtrain plan`, which starts it on this machine.
+"""The program that times all-reduces of several sizes; `hvdtrain plan` starts it on this machine.
 
     horovodrun -np 2 -H alpha:1,beta:1 python -m hvdtrain.lab.plan.probe network.json
 
-does so between two hosts, and writes what `hvdtrain plan --network network.json` reads.
+measures between two hosts and writes the file for `hvdtrain plan --network network.json`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.lab.plan.network import Point
 
-# Tensors submitted together, and bytes of each: from all latency to all bandwidth.
+# Tensors submitted together, and bytes of each: from latency-bound to bandwidth-bound.
 SHAPES = (
     *((tensors, size) for size in (4, 4 << 10, 64 << 10) for tensors in (1, 8, 32)),
     *((tensors, 1 << 20) for tensors in (1, 8)),
     *((1, size) for size in (4 << 20, 16 << 20)),
 )
-REPEATS = 15  # after one that does not count
-DEFAULT_CYCLE_MS = 1.0  # Horovod's own
+REPEATS = 15  # after one warm-up
+DEFAULT_CYCLE_MS = 1.0  # Horovod's default
 
 
 def probe(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
-    """Collective: the time of each shape, of which the median."""
+    """Collective: return the median time of each shape."""
     dice = random.Random(0)  # the same on every rank
     return [
         Point(tensors, size, _time(exchange, tensors, size, cycle_s, dice))
@@ -43,10 +43,10 @@ def probe(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
 def _time(
     exchange: HorovodExchange, tensors: int, size_bytes: int, cycle_s: float, dice: random.Random
 ) -> float:
-    """Collective: median seconds from the last rank's submission on.
+    """Collective: return the median seconds from the submission of the last rank.
 
-    Ranks pause for a random part of two cycles before they submit, so that in the mean half a
-    cycle is waited for, as the fit has it.
+    Ranks sleep for a random part of two cycles before they submit, so that the mean wait is half
+    a cycle, as the fit assumes.
     """
     values = [torch.zeros(size_bytes // 4) for _ in range(tensors)]
     own = []
@@ -61,7 +61,7 @@ def _time(
 
 
 def main() -> int:
-    """Collective: rank 0 writes the file that `sys.argv` names."""
+    """Collective: measure; rank 0 writes the file named by `sys.argv[1]`. Return the exit code."""
     torch.set_num_threads(1)
     cycle_s = float(os.environ.get("HOROVOD_CYCLE_TIME", DEFAULT_CYCLE_MS)) / 1000
     exchange = HorovodExchange()

@@ -1,4 +1,7 @@
-"""What one worker's step computes: its phases, and when each gradient is ready."""
+"""Profile of a step of one worker: its phases, and when each gradient is ready.
+
+Profiles are read from files, or derived from the counted operations of a model and a step time.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ from hvdtrain.models import build_model, fit_dataset, lenet
 LEAST_S, MOST_S = 1e-9, 1e9
 MOST_COUNT = 1 << 60
 EXAMPLE = '{"name": "weight", "size_bytes": 4096, "ready_s": 0.01}'
+FORWARD_SHARE = 1 / 3  # of the operations of a step; the backward pass takes twice as many
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one parameter tensor."""
+    """The gradient of one parameter tensor."""
 
     name: str
     size_bytes: int
@@ -37,20 +41,20 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step of one worker alone."""
+    """The times of a step of a single worker, without exchange."""
 
     name: str
-    batch_size: int  # samples of a step
-    forward_s: float  # all that comes before the backward pass
+    batch_size: int  # samples per step
+    forward_s: float  # everything before the backward pass
     backward_s: float
-    update_s: float  # all that comes after the exchange
+    update_s: float  # everything after the exchange
     gradients: tuple[Gradient, ...]  # in the order in which they become ready
-    step_times_s: tuple[float, ...] = ()  # of measured steps; none: no spread is known
+    step_times_s: tuple[float, ...] = ()  # of measured steps; empty: spread unknown
     source: str = "as given"
 
     @property
     def step_s(self) -> float:
-        """Without any exchange."""
+        """Seconds of a step without any exchange."""
         return self.forward_s + self.backward_s + self.update_s
 
     @property
@@ -58,12 +62,12 @@ class Profile:
         return sum(gradient.size_bytes for gradient in self.gradients)
 
     def as_json(self) -> dict[str, Any]:
-        """As `read_profile` takes it."""
+        """Return the fields that `read_profile` reads."""
         return asdict(self)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Raises UsageError where it cannot be written."""
+    """Write the profile as JSON. Raises UsageError if that fails."""
     try:
         path.write_text(json.dumps(profile.as_json(), indent=2) + "\n", "utf-8")
     except OSError as error:
@@ -71,8 +75,8 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile as `--save-profile` writes it, or written by hand. Raises UsageError with every
-    problem of the file.
+    """Read a profile, written by `--save-profile` or by hand. Raises UsageError with every problem
+    of the file.
     """
     content = read_json_object(path, "--profile")
     problems = [f"--profile={path}: {text}" for text in _problems(content)]
@@ -95,12 +99,12 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_json_object(path: Path, flag: str) -> dict[str, Any]:
-    """Raises UsageError, which names the flag, where the file holds none."""
+    """Read a JSON object. Raises UsageError, which names the flag, for any other content."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"{flag}={path}: {error.strerror or error}") from error
-    except ValueError as error:  # also where it is no text
+    except ValueError as error:  # also for bytes that are not UTF-8
         raise UsageError(f"{flag}={path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{flag}={path}: a JSON object was expected")
@@ -111,7 +115,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
     known = Profile.__dataclass_fields__
     yield from (f"{name}: no such field" for name in content if name not in known)
     if not isinstance(content.get("name"), str):
-        yield "name: a text was expected"
+        yield "name: a string was expected"
     if not is_count(content.get("batch_size")):
         yield f"batch_size={content.get('batch_size')}: a whole number of at least 1 was expected"
     for name in ("forward_s", "backward_s", "update_s"):
@@ -136,9 +140,10 @@ def _problems_of_gradients(gradients: Any, backward_s: Any) -> Iterator[str]:
             yield f"gradients[{number}]: an object such as {EXAMPLE} was expected"
             continue
         if not isinstance(one["name"], str):
-            yield f"gradients[{number}].name: a text was expected"
+            yield f"gradients[{number}].name: a string was expected"
         if not is_count(one["size_bytes"]):
-            yield f"gradients[{number}].size_bytes={one['size_bytes']}: must be at least 1, whole"
+            size = one["size_bytes"]
+            yield f"gradients[{number}].size_bytes={size}: must be a whole number of at least 1"
         ready = one["ready_s"]
         if not is_seconds(ready) or (is_seconds(backward_s) and ready > backward_s):
             yield f"gradients[{number}].ready_s={ready}: must be from 0 to backward_s"
@@ -153,22 +158,19 @@ def is_seconds(value: Any) -> TypeGuard[float]:
     return number and 0 <= value <= MOST_S
 
 
-FORWARD_SHARE = 1 / 3
-
-
 @dataclass(frozen=True)
 class Layer:
-    """A module with parameters of its own."""
+    """A module that holds parameters directly."""
 
     name: str
-    operations: int  # of its forward pass on one sample
+    operations: int  # of the forward pass on one sample
     sizes_bytes: Mapping[str, int]  # by parameter
 
 
 def build_layers(model_name: str, data: str, data_dir: str, dtype: str) -> list[Layer]:
-    """Of the model that `--model` and `--data` name. Raises UsageError."""
+    """Return the layers of the model that `--model` and `--data` name. Raises UsageError."""
     shape, classes = _shape_and_classes(model_name, data, data_dir, DTYPES[dtype])
-    # Without values, a large network is built in no time; whose code is not ours may need them.
+    # Without values a large network is built instantly; a plugin may need them.
     with nullcontext() if plugins.is_plugin(model_name) else torch.device("meta"):
         model = build_model(model_name, shape, classes, DTYPES[dtype])
     layers: list[Layer] = plugins.call("--model", model_name, count_layers, model, shape)
@@ -178,7 +180,7 @@ def build_layers(model_name: str, data: str, data_dir: str, dtype: str) -> list[
 def _shape_and_classes(
     model_name: str, data: str, data_dir: str, dtype: torch.dtype
 ) -> tuple[Shape, int]:
-    """Made-up data need not be made up for that."""
+    """Return sample shape and classes; synthetic data are not generated for that."""
     if data.startswith(PREFIX):
         shape, classes, _ = read_spec(data)
         size = lenet.IMAGE_SIZE if model_name == "lenet" else shape[1:]
@@ -188,9 +190,9 @@ def _shape_and_classes(
 
 
 def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    """In the order in which they are first run, for inputs of `shape` (without the batch).
+    """Return the layers in order of first execution, for inputs of `shape` (without the batch).
 
-    Nothing is computed: torch follows shapes alone (its meta device).
+    Nothing is computed: on the meta device torch propagates shapes only.
     """
     model = model.to("meta").eval()
     order: dict[str, None] = {}
@@ -216,7 +218,7 @@ def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 
 
 def _in_order(model: nn.Module, order: Mapping[str, None]) -> list[tuple[str, nn.Module]]:
-    """Modules as they were run. One that was not is used by the module around it, at its place."""
+    """Return modules in execution order; one that did not run takes the place of its parent."""
     places = {name: place for place, name in enumerate(order)}
 
     def place(name: str) -> int:
@@ -228,7 +230,7 @@ def _in_order(model: nn.Module, order: Mapping[str, None]) -> list[tuple[str, nn
 
 
 def _own_operations(name: str, module: nn.Module, counted: Mapping[str, int]) -> int:
-    """Without those of the modules in it, which are counted with it."""
+    """Return the operations of a module without those of its children."""
     prefix = f"{name}." if name else ""
     inner = sum(counted.get(prefix + child, 0) for child, _ in module.named_children())
     return max(counted.get(name, 0) - inner, 0)
@@ -243,7 +245,7 @@ def _own_sizes(name: str, module: nn.Module) -> dict[str, int]:
 
 
 def share_out(layers: list[Layer], name: str, batch_size: int, step_s: float) -> Profile:
-    """A profile in which a step takes `step_s`; of the update nothing is known, and it is 0."""
+    """Return a profile with a step of `step_s` seconds, distributed by operations; update is 0."""
     total = sum(layer.operations for layer in layers)
     backward_s = (1 - FORWARD_SHARE) * step_s
     gradients, done = [], 0
@@ -260,5 +262,5 @@ def share_out(layers: list[Layer], name: str, batch_size: int, step_s: float) ->
         backward_s=backward_s,
         update_s=0.0,
         gradients=tuple(gradients),
-        source="the step's time as given, shared out by counted operations",
+        source="given step time, distributed by counted operations",
     )

@@ -1,4 +1,4 @@
-"""What was predicted, as text."""
+"""The predictions as text and as a plot."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from hvdtrain.lab.charts import (
     shorten,
     to_png,
 )
-from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
+from hvdtrain.lab.plan.costs import METHODS, Link
 from hvdtrain.lab.plan.network import Network
 from hvdtrain.lab.plan.predicting import Prediction, Queue, Scenario, Useful
 from hvdtrain.lab.plan.profiles import Profile
 from hvdtrain.log import counted
 
-COLUMNS_WIDTH = 20  # of a method's two columns
+COLUMNS_WIDTH = 20  # of the two columns of a method
+MOST_TICKS = 12
 MB = 1e6
 
 
 def describe(setting: Scenario, network: Network | None) -> list[str]:
-    """What the predictions are made from."""
+    """Return lines on the inputs of the predictions."""
     return [
         *_describe_profile(setting.profile, setting.compute_speed),
         *_describe_cluster(setting, network),
@@ -58,11 +59,11 @@ def _describe_profile(profile: Profile, speed: float) -> list[str]:
         f"{profile.source}{at}",
     ]
     times = sorted(profile.step_times_s)
-    spread = "spread   not known: no waiting for the slowest worker is predicted"
+    spread = "spread   unknown: waiting for the slowest worker is not predicted"
     if times:
         spread = (
             f"spread   {1000 * times[0]:.2f} to {1000 * times[-1]:.2f} ms over "
-            f"{counted(len(times), 'step')}: of N workers the slowest is waited for"
+            f"{counted(len(times), 'step')}: a step waits for the slowest worker"
         )
     return [*lines, f"  {spread}"]
 
@@ -81,16 +82,13 @@ def _describe_cluster(setting: Scenario, network: Network | None) -> list[str]:
         cores = setting.cores_per_host
         shared = f", which share {counted(cores, 'core')}" if cores else ""
         lines.append(
-            f"  hosts    of {counted(cluster.workers_per_host, 'worker')}{shared}; inside "
+            f"  hosts    {counted(cluster.workers_per_host, 'worker')} each{shared}; inside "
             f"{_link(cluster.inside)}"
         )
-    return [*lines, f"  servers  {_servers(cluster)}"]
-
-
-def _servers(cluster: Cluster) -> str:
-    if cluster.servers is None:
-        return "one a host, of the parameter server"
-    return f"{cluster.servers:,} of the parameter server"
+    servers = "one parameter server per host"
+    if cluster.servers is not None:
+        servers = counted(cluster.servers, "parameter server")
+    return [*lines, f"  servers  {servers}"]
 
 
 def _link(link: Link) -> str:
@@ -106,7 +104,7 @@ def _describe_queue(queue: Queue, negotiation: str) -> str:
 
 
 def table(predictions: Sequence[Prediction]) -> list[str]:
-    """A line for each N: step time and efficiency by method."""
+    """Return the heading, and a line for each N with step time and efficiency by method."""
     above = " " * 7 + "".join(f"{method:>{COLUMNS_WIDTH}}" for method in METHODS)
     heads = f"{'N':>7}" + f"{'ms a step':>12}{'effic.':>8}" * len(METHODS)
     lines = [above, heads]
@@ -121,7 +119,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def describe_useful(useful: Mapping[str, Useful], least: float) -> list[str]:
-    """One line a method."""
+    """Return a heading, and the largest useful N of each method."""
     width = max(map(len, useful))
     return [
         f"largest useful N (efficiency of at least {least:g} up to there):",
@@ -133,9 +131,6 @@ def describe_useful(useful: Mapping[str, Useful], least: float) -> list[str]:
     ]
 
 
-MOST_TICKS = 12
-
-
 def write_plot(
     predictions: Sequence[Prediction],
     useful: Mapping[str, Useful],
@@ -143,7 +138,7 @@ def write_plot(
     profile: Profile,
     folder: Path,
 ) -> Path:
-    """Raises UsageError where it cannot be written."""
+    """Write the plot as PNG and return its path. Raises UsageError if that fails."""
     plot = draw_plot(predictions, useful, least, profile)
     path = folder / f"{plot.name}.png"
     try:
@@ -163,7 +158,7 @@ def draw_plot(
     least: float,
     profile: Profile,
 ) -> Plot:
-    """Efficiency above, throughput below; rings mark the largest useful N."""
+    """Draw efficiency above, throughput below; circles mark the largest useful N."""
     figure = new_figure(WIDTH, 1.75 * HEIGHT)
     upper, lower = figure.subplots(2, 1, sharex=True)
     dress(upper, f"Predicted: {shorten(profile.name)}", "efficiency", "")
@@ -182,7 +177,7 @@ def draw_plot(
     _name_methods(upper)
     caption = (
         "Efficiency (throughput on N over N times that on 1) and throughput, each worker with the "
-        f"same batch. Rings: the largest N with an efficiency of at least {least:g}; dotted: N "
+        f"same batch. Circles: the largest N with an efficiency of at least {least:g}; dotted: N "
         "times the throughput of one."
     )
     return Plot("scaling", "Predicted scaling", caption, figure)
@@ -202,7 +197,7 @@ def _mark(axes: Axes, useful: Useful, index: int) -> None:
 
 
 def _number_workers(axes: Axes, counts: Sequence[int]) -> None:
-    """Powers of two, as evenly spaced as they are; every other one where they are many."""
+    """Label the axis with powers of two, or every other one if there are many."""
     axes.set_xscale("log", base=2)
     shown = counts[:: 1 + len(counts) // (MOST_TICKS + 1)]
     axes.set_xticks(shown, [f"{n:,}" for n in shown])

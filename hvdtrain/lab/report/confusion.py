@@ -1,4 +1,4 @@
-"""Which class was taken for which, at a run's newest evaluation."""
+"""Confusion matrices of the newest evaluation of each run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hvdtrain.lab.charts import Plot, new_figure, set_text, shorten
+from hvdtrain.lab.charts import Plot, new_figure, set_text, set_title, shorten
 from hvdtrain.lab.report.runs import Run
 
-MOST_COUNTED = 20  # classes up to which every count is written
-MOST_NAMED = 40  # and up to which every class is named
-DARK = 0.55  # from this share on letters are white
+MOST_COUNTED = 20  # most classes for which every count is written
+MOST_NAMED = 40  # most classes for which every class is named
+DARK = 0.55  # share from which the count is white
 
 
 def draw_confusions(runs: Sequence[Run]) -> list[Plot]:
-    """A plot for each run that holds a matrix."""
+    """Return a plot for each run with a confusion matrix."""
     plots = []
     for i, run in enumerate(runs, start=1):
         counts = read_counts(run)
@@ -34,10 +34,10 @@ def draw_confusions(runs: Sequence[Run]) -> list[Plot]:
 
 
 def read_counts(run: Run) -> np.ndarray | None:
-    """The square matrix of a run's evaluation; None where there is none, or nothing in it."""
+    """Return the square matrix (true, predicted class); None if absent, empty or invalid."""
     try:
         counts = np.array(run.evaluation.get("confusion"), dtype=np.float64)
-    except (TypeError, ValueError):  # rows of different lengths, or words in them
+    except (TypeError, ValueError):  # rows of different lengths, or text in them
         return None
     if counts.ndim != 2 or counts.shape[0] != counts.shape[1]:
         return None
@@ -60,7 +60,7 @@ def _draw(counts: np.ndarray, classes: list[str], title: str) -> Figure:
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     bar = figure.colorbar(image, ax=axes, shrink=0.75, label="share of the true class")
     bar.outline.set_visible(False)
-    set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
+    set_title(axes, title)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     _name_classes(axes, classes)
@@ -70,7 +70,7 @@ def _draw(counts: np.ndarray, classes: list[str], title: str) -> Figure:
 
 
 def _name_classes(axes: Any, classes: list[str]) -> None:
-    """Every class by name, or, where there are too many, some by number."""
+    """Label every class by name; where they exceed MOST_NAMED, some by number."""
     if len(classes) > MOST_NAMED:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
@@ -85,7 +85,7 @@ def _name_classes(axes: Any, classes: list[str]) -> None:
 
 
 def _write_counts(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
-    """The counts; no noughts, so that the errors stand out."""
+    """Write the counts except zeros, so that errors stand out."""
     size = 9 if len(counts) <= 12 else 6.5
     for row, column in np.argwhere(counts > 0):
         colour = "white" if shares[row, column] > DARK else "black"

@@ -1,4 +1,4 @@
-"""Curves over steps: loss, metrics, throughput, learning rate, audits."""
+"""Plots over steps: loss, metrics, throughput, learning rate, audits and time per phase."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hvdtrain.lab.charts import (
     GREY,
     HEIGHT,
     LEGEND_ROW,
+    PALETTE,
     WIDTH,
     Plot,
     dress,
     is_wide,
+    legend_below,
     look_of,
     name_kinds,
     name_runs,
@@ -31,12 +33,27 @@ NOT_METRICS = ("loss", "samples", "class_accuracy")
 LINE_WIDTH = 1.6
 WIDEST = 6.0
 FAILURE = "#B00020"
-FEW = 40  # points up to here are marked each: a line of one point would be invisible
+FEW = 40  # most points that are marked: a line of a single point would be invisible
+PHASE_COLOURS = {  # bottom to top
+    "data": PALETTE[5],
+    "compute": PALETTE[0],
+    "exchange": PALETTE[1],
+    "update": PALETTE[4],
+}
+ROW_HEIGHT, LOW_ROW_HEIGHT = 2.0, 1.5  # inches per run, for up to MANY runs, and for more
+MANY = 4
+_ABOVE_RIGHT: dict[str, Any] = {
+    "xytext": (-2, 2),
+    "textcoords": "offset points",
+    "ha": "right",
+    "fontsize": 8,
+    "color": GREY,
+}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One sort of line that every run may have."""
+    """A kind of line that every run may have."""
 
     label: str
     source: str  # the field of Run that holds its records
@@ -46,7 +63,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Line:
-    """One run's figures of one kind; NaN, a gap, where a figure was not finite."""
+    """The values of one run and kind over steps; NaN, drawn as a gap, where not finite."""
 
     run: int
     kind: Kind
@@ -55,13 +72,13 @@ class Line:
 
 
 def draw_loss(runs: Sequence[Run]) -> Plot | None:
-    """Loss, in training and validation."""
+    """Plot training and validation loss."""
     caption = "Mean loss per sample: thin by logged step, round by epoch, diamonds in validation."
     return _draw(runs, "loss", "Loss", "loss (mean per sample)", _kinds("loss"), caption)
 
 
 def draw_metrics(runs: Sequence[Run]) -> list[Plot]:
-    """Accuracy; of runs that have none, each metric that they have."""
+    """Plot the accuracy; for runs without it, each of their metrics."""
     plots = []
     for metric in dict.fromkeys(name for run in runs for name in _metrics_of(run)):
         title = metric.replace("_", " ").capitalize()
@@ -73,7 +90,7 @@ def draw_metrics(runs: Sequence[Run]) -> list[Plot]:
 
 
 def draw_throughput(runs: Sequence[Run]) -> Plot | None:
-    """Samples per second, over all workers."""
+    """Plot samples per second over all workers."""
     kinds = [Kind("", "steps", "samples_per_s")]
     caption = "Samples per second over all workers, since the logged step before."
     plot = _draw(runs, "throughput", "Throughput", "samples per second", kinds, caption)
@@ -83,7 +100,7 @@ def draw_throughput(runs: Sequence[Run]) -> Plot | None:
 
 
 def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
-    """The learning rate."""
+    """Plot the learning rate."""
     kinds = [Kind("", "steps", "lr")]
     caption = "The learning rate that the optimizer used at each logged step."
     plot = _draw(runs, "learning-rate", "Learning rate", "learning rate", kinds, caption)
@@ -93,12 +110,12 @@ def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
         widest = min(LINE_WIDTH * len(axes.lines), WIDEST)
         widths = np.linspace(widest, LINE_WIDTH, len(axes.lines))
         for line, width in zip(axes.lines, widths, strict=True):
-            line.set_linewidth(width)  # runs often have the same rate: none hides another
+            line.set_linewidth(width)  # equal rates of several runs all stay visible
     return plot
 
 
 def draw_audits(runs: Sequence[Run]) -> Plot | None:
-    """Worst error over bound of each audit; above 1 rounding cannot explain it."""
+    """Plot the worst error over bound of each audit; rounding does not explain values above 1."""
     label = "worst error ÷ rounding bound"
     kind = Kind("", "audits", "worst_error_over_bound", {"marker": "o", "markersize": 3})
     caption = "Above 1, rounding cannot explain a difference between gradients and reference."
@@ -121,17 +138,8 @@ def draw_audits(runs: Sequence[Run]) -> Plot | None:
     return Plot("audit", "Audit", caption, figure)
 
 
-_ABOVE_RIGHT: dict[str, Any] = {
-    "xytext": (-2, 2),
-    "textcoords": "offset points",
-    "ha": "right",
-    "fontsize": 8,
-    "color": GREY,
-}
-
-
 def _mark_failures(axes: Any, audits: Sequence[Record]) -> None:
-    """A cross above all ratios for each failed audit, as its own may be infinite."""
+    """Mark each failed audit above all ratios, as its own may be infinite."""
     failed = [record["step"] for record in audits if record.get("ok") is False]
     if not failed:
         return
@@ -152,7 +160,7 @@ def _kinds(metric: str) -> list[Kind]:
 
 
 def _metrics_of(run: Run) -> list[str]:
-    """Accuracy where a run has it; else every metric of its records."""
+    """Return accuracy where the run has it, else all metrics of its records."""
     names = {
         name.partition("_")[2]: None
         for record in run.steps + run.epochs
@@ -166,7 +174,7 @@ def _metrics_of(run: Run) -> list[str]:
 def _draw(
     runs: Sequence[Run], name: str, title: str, label: str, kinds: Sequence[Kind], caption: str
 ) -> Plot | None:
-    """All runs' lines of all kinds in one plot; None where no run has a finite value."""
+    """Plot all kinds of lines of all runs; return None where no run has a finite value."""
     lines = [_line(i, run, kind) for kind in kinds for i, run in enumerate(runs)]
     lines = [line for line in lines if any(map(math.isfinite, line.values))]
     if not lines:
@@ -206,32 +214,22 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
         axes.set_yscale("log")
 
 
-PHASE_COLOURS = {  # bottom to top; colours by Okabe and Ito
-    "data": "#56B4E9",
-    "compute": "#0072B2",
-    "exchange": "#D55E00",
-    "update": "#E69F00",
-}
-ROW_HEIGHT, LOW_ROW_HEIGHT = 2.0, 1.5  # inches, of each run where there are several, or many
-MANY = 4
-
-
 @dataclass(frozen=True)
 class Times:
-    """One run's: `edges[i]` to `edges[i + 1]` are the steps of column i of `seconds`."""
+    """Mean time of a step by phase: column i of `seconds` from `edges[i]` to `edges[i + 1]`."""
 
     name: str
     edges: np.ndarray
     seconds: np.ndarray  # phase, logged step
 
     def share(self, phase: str) -> float:
-        """The part of all time that a phase took."""
+        """Return the share of the total time spent in a phase."""
         totals = self.seconds @ np.diff(self.edges)
         return float(totals[list(PHASE_COLOURS).index(phase)] / totals.sum())
 
 
 def draw_phases(runs: Sequence[Run]) -> Plot | None:
-    """A panel a run, with common axes; None where no run has measured its phases."""
+    """Plot one panel per run, with shared axes; None where no run has measured its phases."""
     measured = [times for run in runs if (times := _times_of(run))]
     if not measured:
         return None
@@ -249,9 +247,7 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
     panels[0].set_xlim(min(t.edges[0] for t in measured), max(t.edges[-1] for t in measured))
     panels[0].set_ylim(0, longest * factor * 1.05)
     handles = [Patch(color=colour) for colour in PHASE_COLOURS.values()]
-    figure.legend(
-        handles, list(PHASE_COLOURS), loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
+    legend_below(figure, handles, list(PHASE_COLOURS))
     shares = "; ".join(
         f"{times.share('exchange'):.0%}" + ("" if len(runs) == 1 else f" in {times.name}")
         for times in measured
@@ -261,7 +257,7 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
 
 
 def _times_of(run: Run) -> Times | None:
-    """None for a run that has measured none, or nothing but zeros."""
+    """Return the times of a run; None where it has measured none, or only zeros."""
     records = _in_order([record for record in run.steps if _is_measured(record)])
     if not records:
         return None
@@ -280,13 +276,13 @@ def _is_measured(record: Record) -> bool:
 
 
 def _in_order(records: list[Record]) -> list[Record]:
-    """By step, one record each: the newest."""
+    """Return the newest record of each step, by step."""
     by_step = {number(record, "step"): record for record in records}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _stack(axes: Any, times: Times, factor: float) -> None:
-    """A mean over an interval holds for all its steps: stairs, not slopes."""
+    """Stack the phases as stairs, as a mean over an interval holds for all its steps."""
     base = np.zeros(times.seconds.shape[1])
     for (phase, colour), seconds in zip(PHASE_COLOURS.items(), times.seconds, strict=True):
         top = base + seconds * factor

@@ -1,4 +1,4 @@
-"""The report of runs: PNG files, and one page that holds them all and needs nothing else."""
+"""The report of runs: PNG files, and one self-contained page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 import jinja2
 
 from hvdtrain import __version__
-from hvdtrain.errors import UsageError
-from hvdtrain.files import write_new
-from hvdtrain.lab.charts import Plot, look_of, to_png
+from hvdtrain.lab.charts import Plot, look_of, to_png, write_files
 from hvdtrain.lab.report.confusion import draw_confusions
 from hvdtrain.lab.report.curves import (
     draw_audits,
@@ -31,46 +29,40 @@ TEMPLATE = "page.html.jinja"
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as the page shows it."""
+    """A plot and its image."""
 
     plot: Plot
     png: bytes
 
     @property
     def address(self) -> str:
-        """The image itself, as a data: address."""
+        """Return the image as a data: URL."""
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
-    """Write plots and page into the folder, the page last; returns the page's path."""
+    """Write plots and page to the folder, the page last; return the path of the page."""
     plots, absent = draw_plots(runs)
     pictures = take_pictures(plots)
     return save(render_page(runs, pictures, absent), pictures, folder)
 
 
 def take_pictures(plots: Sequence[Plot]) -> list[Picture]:
-    """The plots as images."""
+    """Render the plots as images."""
     return [Picture(plot, to_png(plot.figure)) for plot in plots]
 
 
 def save(page: str, pictures: Sequence[Picture], folder: Path) -> Path:
-    """Write images and page into the folder, the page last; returns the page's path."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            write_new(folder / f"{picture.plot.name}.png", picture.png)
-        write_new(folder / PAGE, page)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(
-            f"--output={folder}: cannot be written: {reason}; choose another --output"
-        ) from error
-    return folder / PAGE
+    """Write images and page to the folder, the page last; return the path of the page.
+
+    Raises UsageError where they cannot be written.
+    """
+    images = [(f"{picture.plot.name}.png", picture.png) for picture in pictures]
+    return write_files([*images, (PAGE, page)], folder)[-1]
 
 
 def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
-    """Every plot for which a run has data, and what the others would have shown."""
+    """Return the plots for which a run has data, and the descriptions of the missing ones."""
     drawn: list[tuple[str, list[Plot | None]]] = [
         ("loss", [draw_loss(runs)]),
         ("accuracy or another metric", [*draw_metrics(runs)]),
@@ -85,7 +77,7 @@ def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
 
 
 def render_page(runs: Sequence[Run], pictures: Sequence[Picture], absent: Sequence[str]) -> str:
-    """The page; whatever comes from files is escaped."""
+    """Return the page as HTML; all text from files is escaped."""
     return (
         templates()
         .get_template(TEMPLATE)
@@ -104,7 +96,7 @@ def render_page(runs: Sequence[Run], pictures: Sequence[Picture], absent: Sequen
 
 
 def templates(*folders: Path) -> jinja2.Environment:
-    """Those of these folders and of the report itself; what they are given is escaped."""
+    """Return an environment of the templates in `folders` and here, which escapes all values."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,

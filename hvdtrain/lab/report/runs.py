@@ -1,4 +1,4 @@
-"""Reads what runs have left: whole ones, killed ones, and those that still go on."""
+"""Reading of run directories: finished, killed and still running."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ AUDITS = "audit.jsonl"
 EVALUATION = "evaluation.json"
 FILES = (CONFIG, SUMMARY, METRICS, AUDITS, EVALUATION)
 
-# Without these a run tells little; without audits, or before its first evaluation, it is whole.
+# A run is complete without audits and evaluation; each of these files is expected.
 _MISSED = {
-    CONFIG: "its options are not known",
+    CONFIG: "its options are unknown",
     SUMMARY: "the run was killed, or is still going on; its figures are those last logged",
     METRICS: "nothing was logged",
 }
@@ -33,32 +33,32 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds; empty where it holds nothing."""
+    """The content of a run directory; fields of missing files are empty."""
 
     path: Path
-    name: str  # no two runs of a report have the same
+    name: str  # unique within a report
     config: Record
     summary: Record
     steps: list[Record]  # a record per logged step
     epochs: list[Record]
     audits: list[Record]
     evaluation: Record
-    notes: list[str]  # what was missing, damaged or cut short
+    notes: list[str]  # files that were missing, damaged or truncated
 
     @property
     def last_step(self) -> int:
-        """The last one that was logged."""
+        """The last step that was logged."""
         return max((record["step"] for record in self.steps + self.epochs), default=0)
 
     @property
     def went_on(self) -> bool:
-        """Whether the summary is of an earlier end, after which the run was resumed."""
+        """Whether the run was resumed after the end that its summary describes."""
         ended_at = number(self.summary, "steps")
-        return ended_at < self.last_step  # no number: False
+        return ended_at < self.last_step  # False for NaN
 
 
 def number(record: Record, name: str) -> float:
-    """A figure of a record; NaN where there is none, as null stands for what was not finite."""
+    """Return a value as a float; NaN where it is missing, no number or not finite."""
     value = record.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return math.nan
@@ -66,7 +66,7 @@ def number(record: Record, name: str) -> float:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run; raises UsageError with what is wrong with any of them."""
+    """Read every run. Raises UsageError with the problems of all of them."""
     runs: list[Run] = []
     problems: list[str] = []
     places: set[Path] = set()
@@ -79,7 +79,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             runs.append(_read_run(path))
         except UsageError as error:
             problems += error.problems
-        except (OSError, RuntimeError) as error:  # links in a circle are a RuntimeError
+        except (OSError, RuntimeError) as error:  # circular links raise RuntimeError
             reason = getattr(error, "strerror", None) or error
             problems.append(f"RUN={path}: cannot be read: {reason}; check its permissions")
     if problems:
@@ -115,7 +115,7 @@ def _read_run(path: Path) -> Run:
 
 
 def _read_mapping(path: Path, notes: list[str]) -> Record:
-    """The object that a JSON or YAML file holds; empty, with a note, where it holds none."""
+    """Return the mapping in a JSON or YAML file; an empty one, with a note, where it holds none."""
     if not path.exists():
         return {}
     text = path.read_text("utf-8", errors="replace")
@@ -130,7 +130,7 @@ def _read_mapping(path: Path, notes: list[str]) -> Record:
 
 
 def _read_records(path: Path, notes: list[str]) -> list[Record]:
-    """The records of a `.jsonl` file; lines that are none are left out, with a note."""
+    """Return the records of a `.jsonl` file; invalid lines are left out, with a note."""
     if not path.exists():
         return []
     lines = path.read_text("utf-8", errors="replace").splitlines()
@@ -145,7 +145,7 @@ def _read_records(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _parse_record(line: str) -> Record | None:
-    """A line's object; None for one that is cut short, or that belongs to no step."""
+    """Return the object of a line; None where it is truncated or has no step."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ def _parse_record(line: str) -> Record | None:
 
 
 def _distinct_names(places: list[Path]) -> list[str]:
-    """Each folder's name, after as many of its parents' as it takes to tell them apart."""
+    """Return the name of each folder, with as many parents as make it unique."""
     longest = max(len(place.parts) for place in places)
     names = [place.name or str(place) for place in places]
     for depth in range(2, longest + 1):

@@ -1,4 +1,4 @@
-"""The runs side by side: how each ended, and the options in which they differ."""
+"""Tables of the runs: their results, and the options in which they differ."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HASH_LETTERS = 12
 
 @dataclass(frozen=True)
 class Table:
-    """A heading per column; a first cell and the others per row."""
+    """A table: headings, and for each row its first cell and the others."""
 
     columns: list[str]
     rows: list[tuple[str, list[str]]]
 
 
 def compare_runs(runs: Sequence[Run]) -> Table:
-    """A row a run."""
+    """Return the table of results, one row per run."""
     columns: dict[str, Callable[[Run], str]] = {
         "status": status_of,
         "world size": lambda run: _count(run.summary, "world_size"),
@@ -51,9 +51,9 @@ def compare_runs(runs: Sequence[Run]) -> Table:
 
 
 def compare_options(runs: Sequence[Run]) -> Table:
-    """A row an option: all of a run alone, of several those in which they differ.
+    """Return the table of options, one row each: all for one run, else those that differ.
 
-    Runs whose configuration is lost are left out, as they would differ in everything.
+    Runs without a configuration are left out, as they would differ in everything.
     """
     known = [run for run in runs if run.config]
     names = dict.fromkeys(name for run in known for name in run.config)
@@ -64,7 +64,7 @@ def compare_options(runs: Sequence[Run]) -> Table:
 
 
 def status_of(run: Run) -> str:
-    """How the run ended, as far as it is known."""
+    """Return how the run ended, as far as it is known."""
     if not run.summary:
         return "unknown: no summary"
     if run.went_on:
@@ -73,14 +73,14 @@ def status_of(run: Run) -> str:
 
 
 def notes_of(run: Run) -> list[str]:
-    """What a reader must know beside the figures."""
+    """Return remarks on the results: missing files, missing plots, errors."""
     notes = list(run.notes)
     if run.epochs and not run.steps:
         interval = _text(run.config, "log_interval")
         notes.append(
-            "no throughput, time per phase and learning rate: no step was logged, as the run came "
-            f"to step {_count(_reached(run), 'steps')}, and --log-interval was {interval}. Choose "
-            "a smaller one"
+            "no throughput, time per phase and learning rate: no step was logged, as the run "
+            f"reached step {_count(_reached(run), 'steps')}, and --log-interval was {interval}. "
+            "Choose a smaller one"
         )
     if run.went_on:
         notes.append(
@@ -93,7 +93,7 @@ def notes_of(run: Run) -> list[str]:
 
 
 def _reached(run: Run) -> Record:
-    """The summary; of a run that has none of its own end, the same figures as last logged."""
+    """Return the summary; where it is missing or outdated, the values last logged."""
     if final := _final(run):
         return final
     newest = max(run.steps + run.epochs, key=lambda record: number(record, "step"), default={})
@@ -106,7 +106,7 @@ def _final(run: Run) -> Record:
 
 
 def _evaluated(run: Run) -> Record:
-    """Every valid_* figure: of the summary, or else of the last epoch that was evaluated."""
+    """Return the valid_* values of the summary, or else of the last evaluated epoch."""
     evaluated = [record for record in run.epochs if "valid_loss" in record]
     source = (evaluated[-1] if evaluated else {}) | _final(run)
     return {
@@ -119,7 +119,7 @@ def _evaluated(run: Run) -> Record:
 
 
 def _best(summary: Record) -> str:
-    """'valid accuracy 0.96 at step 207'."""
+    """Return the best result as text, e.g. 'valid accuracy 0.96 at step 207'."""
     held = summary.get("best")
     best: Record = held if isinstance(held, dict) else {}
     names = [name for name in best if name.startswith("valid_")]
@@ -134,7 +134,7 @@ def _column_of(name: str) -> Callable[[Run], str]:
 
 
 def _audit(run: Run) -> Record:
-    """As the summary counts, or else as the records do; nothing where there were no audits."""
+    """Return the totals of audits, of the summary or else of the records; empty without audits."""
     audit = _final(run).get("audit")
     if not isinstance(audit, dict):
         ratios = [number(record, "worst_error_over_bound") for record in run.audits]
@@ -165,7 +165,7 @@ def _text(record: Record, name: str) -> str:
 
 
 def _option(run: Run, name: str) -> str:
-    """As it would stand in config.yaml; a dash where it does not stand there."""
+    """Return the value as written in config.yaml; a dash where it is missing."""
     if name not in run.config:
         return NOTHING
     value: Any = run.config[name]

@@ -1,8 +1,21 @@
-"""Ways to make the same update on N devices, each behind one small contract, one file a system.
+"""Systems that compute the same update on N devices, each a class derived from `Strategy`.
 
-`hvdtrain compare` runs them side by side. A system is one class derived from `Strategy`; what it
-computes on is a `Work`, which is the same for all of them, and where its process stands is a
-`Place`. Every process of a system runs `hvdtrain.lab.systems.process`.
+`hvdtrain compare` runs them one after the other. Every process of a system runs `process`, with the
+same `Work` and a `Place` of its own.
+
+contract          `Strategy`, `Spec`, `Place`; traffic and how it is counted
+work              model, data, global batches and optimizer, the same for all systems
+process           the main program of each process
+messages          point-to-point messages over Gloo
+single            one device, the reference
+towers            one process, one model replica per thread
+data_parallel     torch.nn.DataParallel
+ddp               torch's DistributedDataParallel
+gather_broadcast  gather to rank 0, sum, broadcast
+parameter_server  sharded parameter servers, synchronous and asynchronous
+ring              the ring all-reduce of `hvdtrain.ring`
+horovod           the training step of `hvdtrain train`
+model_parallel    layers split over processes
 """
 
 from __future__ import annotations
@@ -29,7 +42,7 @@ SYSTEMS = {  # in the order of the table
 
 
 def find_strategy(name: str) -> type[Strategy]:
-    """The class of a system, or of the user's own, package.module:Class. Raises UsageError."""
+    """Return the class of a system, or import package.module:Class. Raises UsageError."""
     if name in SYSTEMS:
         module, _, kind = SYSTEMS[name].partition(":")
         found = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
@@ -38,12 +51,10 @@ def find_strategy(name: str) -> type[Strategy]:
     else:
         raise UsageError(
             f"--systems={name}: unknown; choose from {', '.join(SYSTEMS)}, or "
-            "package.module:Class of your own"
+            "your own package.module:Class"
         )
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise UsageError(
-            f"--systems={name}: is no class derived from hvdtrain.lab.systems.Strategy"
-        )
+        raise UsageError(f"--systems={name}: not a subclass of hvdtrain.lab.systems.Strategy")
     return found
 
 

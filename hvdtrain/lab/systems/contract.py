@@ -1,4 +1,4 @@
-"""The contract of a system that is compared: its processes, and what each does in a step."""
+"""The interface of a compared system: its processes, the step of each, and its traffic."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ Parameters = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Spec:
-    """What the processes of one system are told: the same text for each of them."""
+    """The parameters of one run of a system, the same for all of its processes."""
 
     system: str
     workers: int  # N: devices that compute
-    servers: int  # of parameter servers
+    servers: int  # K: parameter servers
     work: WorkSpec
     towers_reduction: str
     towers_dim: int
-    folder: str  # for what processes tell one another when they meet, and for their results
-    token: str  # a secret, by which the ring's processes know one another
+    folder: str  # for the rendezvous file and the results
+    token: str  # secret by which the ring's processes authenticate each other
     time_limit_s: float
-    controller_pid: int  # of the command that started all: with it ends every process
+    controller_pid: int  # of the starting command; every process ends with it
 
     def as_text(self) -> str:
-        """For a file."""
+        """Serialise to JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Spec:
-        """Back from a file."""
+        """Parse the JSON that `as_text` returns."""
         values = json.loads(text)
         return cls(**values | {"work": WorkSpec(**values["work"])})
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among those of its system."""
+    """The position of a process among those of its system."""
 
     number: int
     processes: int
@@ -60,100 +60,100 @@ class Place:
 
     @property
     def meeting_point(self) -> Path:
-        """A file through which the processes find one another."""
+        """The rendezvous file of the processes."""
         return Path(self.spec.folder) / "store"
 
 
 class Strategy:
-    """One process's part in a system. Derive from it, and define `step` and `parameters`.
+    """One process of a system. A derived class defines `step` and `parameters`.
 
-    The update of a step is the one that `single` makes: with the gradient of the mean loss over
-    the global batch, however unevenly it is shared out. Phases are told to `work.clock`, whose
-    `leave` ends each step.
+    A step makes the same update as `single`: with the gradient of the mean loss over the global
+    batch, however unevenly the batch is distributed. It reports its phases to `work.clock`, and
+    ends with the clock's `leave`.
     """
 
     what: ClassVar[str] = ""
-    judged: ClassVar[bool] = True  # whether its parameters must be those of `single`
+    judged: ClassVar[bool] = True  # whether its parameters must equal those of `single`
     under_horovodrun: ClassVar[bool] = False
-    # How `traffic` is known: "counted" where we send and receive ourselves; "sockets" where a
-    # library does and the kernel counts for us.
+    # Source of `traffic`: "counted" where hvdtrain sends and receives, "sockets" where a library
+    # does and the kernel counts.
     measured: ClassVar[str] = "counted"
 
     def __init__(self, work: Work, place: Place) -> None:
-        """Collective: every process of the system makes one."""
+        """Collective: every process of the system constructs one."""
         self.work = work
         self.place = place
 
     @classmethod
     def processes(cls, spec: Spec) -> list[str]:
-        """What each process of the system is called."""
+        """Return the name of each process of the system."""
         return [f"worker {rank}" for rank in range(spec.workers)]
 
     @classmethod
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic] | None:
-        """What each rank sends and receives in a step, for gradients of `size` bytes, as theory
-        has it; None where it depends on more than that.
+        """Return the theoretical traffic of each rank per step, for gradients of `size` bytes; None
+        where it depends on more than that.
         """
         return None
 
     @property
     def name(self) -> str:
-        """This process's."""
+        """Name of this process."""
         return self.processes(self.place.spec)[self.place.number]
 
     def step(self, batch: GlobalBatch) -> None:
-        """Collective: one update from one global batch."""
+        """Collective: make one update from one global batch."""
         raise NotImplementedError(f"{type(self).__name__}.step is missing")
 
     def parameters(self) -> Parameters:
-        """Collective: the model's parameters, by name, as far as this process holds them."""
+        """Collective: return the parameters that this process holds, by name."""
         raise NotImplementedError(f"{type(self).__name__}.parameters is missing")
 
     def traffic(self) -> Mapping[str, Traffic] | None:
-        """What each rank in this process has sent and received so far; None: not known."""
+        """Return the total traffic so far of each rank in this process; None if unknown."""
         return {self.name: Traffic()}
 
     def notes(self) -> list[str]:
-        """What a reader should know of how it ran."""
+        """Return remarks on how the system ran, for the reader of the results."""
         return []
 
     def figures(self) -> dict[str, float]:
-        """Further measurements, such as staleness."""
+        """Return further measurements, such as staleness."""
         return {}
 
     def close(self) -> None:
-        """Collective: let go of what it holds."""
+        """Collective: release connections and threads."""
 
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (handed over, but still in
-# the kernel's buffer), and tcpi_bytes_sent (since Linux 4.19).
+# Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (written, but
+# still in the kernel's buffer), and tcpi_bytes_sent (since Linux 4.19).
 RECEIVED_AT, NOT_SENT_AT, SENT_AT, INFO_BYTES = 128, 144, 200, 256
 
 
 class Traffic(NamedTuple):
-    """Sums since the beginning, or over some steps."""
+    """Bytes sent and received, and messages sent: totals, or means per step."""
 
     sent: float = 0
     received: float = 0
-    messages: float = 0  # sent
+    messages: float = 0
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What came after `earlier`."""
+        """Return the difference to `earlier`."""
         return Traffic(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     def over(self, steps: int) -> Traffic:
-        """The mean of a step."""
+        """Return the mean per step."""
         return Traffic(*(total / steps for total in self))
 
 
 class Tally:
-    """Counts messages one by one; `total` is the sum so far."""
+    """A counter of messages; `total` is the sum so far."""
 
     def __init__(self) -> None:
         self.total = Traffic()
 
     def add(self, sent: int = 0, received: int = 0) -> None:
-        """One message, or a pair of them, of so many bytes."""
+        """Count one message, or one in each direction, of the given bytes."""
         before = self.total
         self.total = Traffic(
             before.sent + sent, before.received + received, before.messages + (sent > 0)
@@ -161,7 +161,7 @@ class Tally:
 
 
 class CountedTransport:
-    """A ring's transport that counts what passes through it."""
+    """A ring transport that counts its traffic."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -191,17 +191,17 @@ class CountedTransport:
 
 
 def socket_traffic() -> Traffic | None:
-    """What all TCP connections of this process have carried so far, as the kernel counts it.
+    """Return the kernel's byte counts over all open TCP connections of this process.
 
-    So what a library sends on its own is measured too: payload, its headers and its negotiation.
-    Connections that are closed count no more. None where the kernel does not tell.
+    They include what a library sends by itself: payload, headers and negotiation. Closed
+    connections are not counted. None where the kernel does not report these counts.
     """
     sent = received = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
             link = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
-            continue  # no socket, or gone meanwhile
+            continue  # not a socket, or closed since it was listed
         with link:
             if link.family not in (socket.AF_INET, socket.AF_INET6):
                 continue

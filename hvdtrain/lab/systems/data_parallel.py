@@ -2,7 +2,7 @@
 
 Source: PyTorch, `torch/nn/parallel/data_parallel.py`: at every step inputs are scattered, the
 module is replicated, the replicas run in threads, and outputs are gathered on the first device.
-Where no GPU is visible its list of devices stays empty, and it calls the module itself.
+Without a visible GPU its list of devices is empty, and it calls the module directly.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy
 from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 
 NO_GPU = (
-    "no GPU is visible: torch.nn.DataParallel then has no devices and calls the module itself, so "
+    "no GPU is visible: torch.nn.DataParallel has no devices and calls the module directly, so "
     "this is one replica in one thread, and nothing is sent"
 )
 
 
 class TorchDataParallel(Strategy):
-    """torch's own."""
+    """The system `data_parallel`."""
 
     what = "torch.nn.DataParallel"
 
@@ -49,4 +49,8 @@ class TorchDataParallel(Strategy):
 
     def notes(self) -> list[str]:
         devices = self._model.device_ids
-        return [f"on {len(devices)} GPUs, whose copies are not counted"] if devices else [NO_GPU]
+        return (
+            [f"on {len(devices)} GPUs; copies between them are not counted"]
+            if devices
+            else [NO_GPU]
+        )

@@ -1,7 +1,7 @@
-"""torch's DistributedDataParallel over Gloo: a process a worker, all-reduce during backward.
+"""torch's DistributedDataParallel over Gloo: one process per worker, all-reduce during backward.
 
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-(2020, arXiv:2006.15704). Gradients travel in buckets while the backward pass goes on.
+(2020, arXiv:2006.15704). Gradients are exchanged in buckets while the backward pass runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 
 
 class TorchDistributedDataParallel(Strategy):
-    """torch's own; it averages over ranks, so a share's sum of losses is divided by B / N."""
+    """The system `ddp`. torch averages over ranks, so each sum of losses is divided by B / N."""
 
     what = "torch DistributedDataParallel, over Gloo"
     measured = "sockets"
@@ -38,7 +38,7 @@ class TorchDistributedDataParallel(Strategy):
         own = Shares(self.place.workers).of(batch.indices, self.place.number)
         loaded = self.work.load(own, batch.epoch)
         self.work.clock.enter("compute")
-        # An empty share runs too: every rank must take part in each bucket's all-reduce.
+        # Also for an empty share: every rank must take part in the all-reduce of each bucket.
         divisor = len(batch.indices) / self.place.workers
         self.work.add_gradient(self._model, loaded, divisor)
         self.work.update(self._optimizer)
@@ -51,7 +51,7 @@ class TorchDistributedDataParallel(Strategy):
         return {self.name: measured} if measured else None
 
     def notes(self) -> list[str]:
-        return ["its exchange goes on during backward, and is timed as compute"]
+        return ["the exchange overlaps backward and is timed as compute"]
 
     def close(self) -> None:
         leave_group()

@@ -1,8 +1,8 @@
 """The naive all-reduce: every rank sends its gradients to rank 0, which sums and sends them back.
 
-Rank 0 receives (N - 1) S bytes and sends as many: with N it becomes the bottleneck that the ring
-has not. Source: A. Gibiansky, "Bringing HPC Techniques to Deep Learning" (2017), which begins with
-this and arrives at the ring.
+Rank 0 receives (N - 1) S bytes and sends as many, so it becomes the bottleneck as N grows; a ring
+has none. Source: A. Gibiansky, "Bringing HPC Techniques to Deep Learning" (2017), which introduces
+the ring from this scheme.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROOT = 0
 
 
 class GatherBroadcast(Strategy):
-    """A process a worker; rank 0 is also the one who adds up."""
+    """The system `gather_broadcast`: one process per worker, of which rank 0 also sums."""
 
-    what = "all gradients to rank 0, summed there, sent back; point to point"
+    what = "gradients gathered and summed on rank 0, then broadcast; point to point"
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
@@ -53,7 +53,7 @@ class GatherBroadcast(Strategy):
         self.work.update(self._optimizer)
 
     def _sum_over_ranks(self) -> None:
-        """Collective: `_gradients` become their sum on every rank."""
+        """Collective: replace `_gradients` by their sum, on every rank."""
         if self.place.number != ROOT:
             self._messages.send(self._gradients, ROOT)
             self._messages.receive(self._gradients, ROOT)

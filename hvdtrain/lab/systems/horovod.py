@@ -1,7 +1,7 @@
-"""The product's own path: `train_step` over Horovod's DistributedOptimizer, under horovodrun.
+"""The training step of `hvdtrain train` over Horovod's DistributedOptimizer, under horovodrun.
 
 Source: A. Sergeev and M. Del Balso, "Horovod: fast and easy distributed deep learning in
-TensorFlow" (2018, arXiv:1802.05799). What goes on in a step is in `hvdtrain.train.loop`.
+TensorFlow" (2018, arXiv:1802.05799). The step itself is in `hvdtrain.train.loop`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ NO_AUDIT = NoAudit()
 
 
 class Horovod(Strategy):
-    """With all that a step of `hvdtrain train` does: weights, sums over ranks, metrics, clock."""
+    """The system `horovod`: complete steps, with sample weights, sums over ranks, metrics."""
 
-    what = "hvdtrain's own path, on Horovod, under horovodrun"
+    what = "the training step of hvdtrain train, on Horovod, under horovodrun"
     under_horovodrun = True
     measured = "sockets"
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
-        from hvdtrain.exchange.horovod import (
-            HorovodExchange,  # where it is absent, only this row fails
-        )
+        # Imported here, so that only this row fails where Horovod is not installed.
+        from hvdtrain.exchange.horovod import HorovodExchange
 
         self._exchange = HorovodExchange()
         self._job = make_job(work, self._exchange)
@@ -66,7 +65,7 @@ class Horovod(Strategy):
         return parameters_of(self._job.model)
 
     def traffic(self) -> Mapping[str, Traffic] | None:
-        """Under mpi workers of one machine share memory, and no socket shows what they tell."""
+        """Return the socket traffic; None under MPI, whose local workers use shared memory."""
         measured = socket_traffic() if self._exchange.controller == "gloo" else None
         return {self.name: measured} if measured else None
 
@@ -74,10 +73,12 @@ class Horovod(Strategy):
         controller = self._exchange.controller
         notes = [
             f"controller {controller}",
-            "what of its exchange lies within backward is timed as compute",
+            "the part of the exchange that overlaps backward is timed as compute",
         ]
         if controller == "mpi":
-            notes.append("its bytes are by formula: MPI's workers on one machine share memory")
+            notes.append(
+                "bytes by formula: MPI workers on one machine exchange through shared memory"
+            )
         return notes
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class Horovod(Strategy):
 
 
 def make_job(work: Work, exchange: HorovodExchange) -> Job:
-    """Collective: the work as `hvdtrain train` would have it, its optimizer distributed."""
+    """Collective: return the work as a job of `hvdtrain train`, with a distributed optimizer."""
     shares, device = Shares(exchange.size), torch.device("cpu")
     job = Job(
         model=work.model,

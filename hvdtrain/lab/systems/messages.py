@@ -1,4 +1,4 @@
-"""Messages from process to process, by torch.distributed over Gloo, counted."""
+"""Counted point-to-point messages by torch.distributed over Gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wait = Callable[[], object]
 
 
 def join_group(place: Place) -> None:
-    """Collective: torch's process group of all processes of the system."""
+    """Collective: join the torch process group of all processes of the system."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     distributed.init_process_group(
         "gloo",
@@ -29,45 +29,45 @@ def join_group(place: Place) -> None:
 
 
 def leave_group() -> None:
-    """Collective: wait for one another, as the first to leave closes the others' connections."""
+    """Collective: wait for all, then leave: the first to leave closes connections of the others."""
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 class Messages:
-    """Point to point: a tensor from one process to another. Each names the other's number."""
+    """Counted messages, each a tensor to or from the process of a given number."""
 
     def __init__(self, place: Place) -> None:
-        """Collective: every process of the system makes one."""
+        """Collective: every process of the system constructs one."""
         join_group(place)
         self._tally = Tally()
 
     @property
     def traffic(self) -> Traffic:
-        """So far."""
+        """Total traffic so far."""
         return self._tally.total
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Returns once `tensor` may be changed."""
+        """Send `tensor`; return once it may be changed."""
         self.start_send(tensor, to)()
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill `tensor`."""
+        """Receive a message from `source` into `tensor`."""
         self.start_receive(tensor, source)()
 
     def receive_from_any(self, tensor: torch.Tensor) -> int:
-        """Fill `tensor` with the message that comes first; returns who sent it."""
+        """Receive the first message to arrive into `tensor`; return its sender."""
         sender = distributed.recv(tensor)
         self._tally.add(received=tensor.nbytes)
         return int(sender)
 
     def start_send(self, tensor: torch.Tensor, to: int) -> Wait:
-        """Begin; the call of the result waits. Until then `tensor` must stay as it is."""
+        """Start to send; return a function that waits, until which `tensor` must not change."""
         self._tally.add(sent=tensor.nbytes)
         return _waiting(distributed.isend(tensor, to))
 
     def start_receive(self, tensor: torch.Tensor, source: int) -> Wait:
-        """Begin; the call of the result waits. Until then `tensor` is not to be read."""
+        """Start to receive; return a function that waits, until which `tensor` must not be read."""
         self._tally.add(received=tensor.nbytes)
         return _waiting(distributed.irecv(tensor, source))
 
@@ -78,5 +78,5 @@ class Messages:
 
 def _waiting(request: distributed.Work | None) -> Wait:
     if request is None:
-        raise RuntimeError("this process is in no group")
+        raise RuntimeError("this process is not in the process group")
     return request.wait

@@ -1,7 +1,7 @@
-"""The network's layers split over processes: for contrast, as it does not share out the batch.
+"""Model parallelism, for contrast: the layers are split over processes, and the batch is not.
 
-Each process holds one stage. The whole batch goes through all of them forward, and its gradient
-backward; one computes while the others wait. It raises the limit on a network's size, not speed.
+Each process holds one stage. The whole batch passes through all stages forward, and its gradient
+backward; one stage computes while the others wait. This allows larger networks, not faster steps.
 
 Source: Y. Huang et al., "GPipe" (2019, arXiv:1811.06965), section 2, before micro-batches.
 """
@@ -21,7 +21,7 @@ from hvdtrain.lab.systems.work import DTYPES, GlobalBatch, Work, parameters_of, 
 
 
 class ModelParallel(Strategy):
-    """A process a stage."""
+    """The system `model_parallel`: one process per stage."""
 
     what = "the layers split over processes, the batch whole"
 
@@ -41,7 +41,7 @@ class ModelParallel(Strategy):
         return [f"stage {number}" for number in range(spec.workers)]
 
     def step(self, batch: GlobalBatch) -> None:
-        """Collective: forward through this stage, backward, and the update of its parameters."""
+        """Collective: run this stage forward and backward, and update its parameters."""
         stage, number, clock = self._stage, self.place.number, self.work.clock
         if stage is None:
             clock.leave()
@@ -69,7 +69,7 @@ class ModelParallel(Strategy):
         self.work.update(self._optimizer)
 
     def _receive(self, passage: int, samples: int, source: int) -> torch.Tensor:
-        """What passes between stages `passage` and `passage + 1`, forward or backward."""
+        """Receive what passes between stages `passage` and `passage + 1`, forward or backward."""
         self.work.clock.enter("exchange")
         dtype = DTYPES[self.work.spec.dtype]
         values = torch.empty((samples, *self._shapes[passage]), dtype=dtype)
@@ -77,7 +77,7 @@ class ModelParallel(Strategy):
         return values
 
     def parameters(self) -> Parameters:
-        """Of this stage."""
+        """Collective: return the parameters of this stage."""
         return parameters_of(self._stage) if self._stage else {}
 
     def traffic(self) -> Mapping[str, Traffic]:
@@ -96,12 +96,14 @@ class ModelParallel(Strategy):
 
 
 def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
-    """At most `stages` networks that, one after the other, are `model`; parameters are shared
-    with it and keep their names. Raises UsageError for a network that cannot be traced.
+    """Split `model` into at most `stages` sequential networks; raise UsageError if it cannot be
+    traced, or if two stages would share a parameter.
+
+    The stages share their parameters with `model`, under the same names.
     """
     try:
         graph = fx.Tracer().trace(model)
-    except Exception as error:  # whatever the network's own code makes of a traced tensor
+    except Exception as error:  # user code may raise anything on a traced tensor
         raise UsageError(f"--model: model_parallel cannot trace it: {error}") from error
     nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
     cuts = choose_cuts(_layers_before(model, nodes), _single_passages(graph, nodes), stages)
@@ -115,9 +117,10 @@ def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
 
 
 def choose_cuts(layers_before: Sequence[int], places: Sequence[int], stages: int) -> list[int]:
-    """Positions, rising, at which to cut; fewer than `stages - 1` where there are no more.
+    """Return the positions to cut at, ascending; fewer than `stages - 1` if there are no more.
 
-    `layers_before[position]`: layers with parameters before it; `places`: where it may be cut.
+    `layers_before[position]`: number of layers with parameters before that position.
+    `places`: positions at which a cut is possible.
     """
     total, cuts = layers_before[-1], list[int]()
     for number in range(1, stages):
@@ -134,7 +137,7 @@ def choose_cuts(layers_before: Sequence[int], places: Sequence[int], stages: int
 
 
 def _layers_before(model: nn.Module, nodes: Sequence[fx.Node]) -> list[int]:
-    """For each position in `nodes`, and for their end, how many have parameters before it."""
+    """Return, for each position in `nodes` and for their end, the layers with parameters before."""
     counts = [0]
     for node in nodes:
         has_parameters = node.op == "call_module" and any(
@@ -145,7 +148,7 @@ def _layers_before(model: nn.Module, nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _single_passages(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[int]:
-    """Positions before which exactly one result, the last one, is still to be used."""
+    """Return the positions across which only the result of the preceding node is still needed."""
     places = {node: position for position, node in enumerate(nodes)}
     last_use = [
         max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes
@@ -159,12 +162,12 @@ def _single_passages(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _build(model: nn.Module, before: fx.Node, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-    """The network of `nodes`, whose input is the result of `before`."""
+    """Build the network of `nodes`; its input is the result of `before`."""
     graph = fx.Graph()
     copies = {before: graph.placeholder("passed")}
 
     def find(node: fx.Node) -> fx.Node:
-        if node not in copies:  # a parameter that is used as it stands
+        if node not in copies:  # a get_attr node: a parameter that is used directly
             copies[node] = graph.node_copy(node, find)
         return copies[node]
 
@@ -184,7 +187,7 @@ def _refuse_shared(stages: Sequence[nn.Module]) -> None:
 
 
 def shapes_between(stages: Sequence[nn.Module], sample: torch.Tensor) -> list[torch.Size]:
-    """What passes from each stage to the next, of one sample; `sample`: a batch of one."""
+    """Return the shape, without the batch, between successive stages; `sample`: a batch of one."""
     shapes, value = [], sample
     with torch.no_grad():
         for stage in stages[:-1]:

@@ -1,15 +1,16 @@
-"""Parameter servers, synchronous: the parameters are sharded over processes of their own.
+"""Parameter servers: the parameters are sharded over server processes; synchronous, asynchronous.
 
-Each server holds one range of all parameters, and the optimizer's state for it. In a step every
-worker pushes its gradients, each range to its server; a server adds up those of all workers,
-updates its range, and sends it back to every worker:
+Each server holds one range of the parameters and its optimizer state. In a synchronous step every
+worker pushes its gradients, each range to its server; a server sums those of all workers, updates
+its range, and sends it back to every worker:
 
     worker 0 --- range 0 of its gradients --->  server 0   sum, update   --- range 0 ---> workers
              \\-- range 1 ------------------->  server 1   sum, update   --- range 1 ---> workers
     worker 1 ...
 
 Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014).
-All servers together receive N S bytes and send as many; a worker sends S and receives S.
+All servers together receive N S bytes and send as many; a worker sends S and receives S. An
+asynchronous server makes one update from each push, and replies to its sender at once.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from hvdtrain.ring import split_evenly
 
 
 class Server:
-    """What a server process holds: one range of the parameters, and how it is updated."""
+    """A server process: one range of the parameters, and its optimizer."""
 
     def __init__(self, work: Work, values: torch.Tensor, workers: int, messages: Messages) -> None:
-        """`values`: the range, as every process has drawn it."""
+        """`values`: the initial values of the range, equal in all processes."""
         self._work, self._workers, self._messages = work, workers, messages
         self._values = values.clone()
         self._values.grad = torch.zeros_like(values)
@@ -43,7 +44,7 @@ class Server:
         self._optimizer = work.optimizer([self._values])
 
     def step(self) -> None:
-        """Collective: take every worker's gradient, in order; update once; tell every worker."""
+        """Collective: sum the gradients of all workers, update once, send out the range."""
         clock = self._work.clock
         clock.enter("exchange")
         self._gradient.zero_()
@@ -58,17 +59,16 @@ class Server:
         clock.leave()
 
     def send_all(self) -> None:
-        """Collective: tell every worker how the range stands, at the end of a run."""
+        """Collective: send the final range to every worker."""
         for worker in range(self._workers):
             self._messages.send(self._values, worker)
 
     def figures(self) -> dict[str, float]:
-        """Nothing beyond the usual."""
         return {}
 
 
 class Client:
-    """What a worker process holds: the whole model, and who has which range of it."""
+    """A worker process: the whole model, and the server of each range."""
 
     def __init__(self, work: Work, place: Place, messages: Messages) -> None:
         self._work, self._place, self._messages = work, place, messages
@@ -77,7 +77,7 @@ class Client:
         self._ranges = dict(enumerate(ranges_of(self._values, place.spec), place.workers))
 
     def step(self, batch: GlobalBatch) -> None:
-        """Collective: compute on the own share, push, and pull what the servers make of it."""
+        """Collective: compute on the own share, push its gradients, pull the updated parameters."""
         clock, place = self._work.clock, self._place
         self._gradients.zero_()
         self._work.add_gradient_of_share(batch, place.number, place.workers)
@@ -102,12 +102,12 @@ class Client:
 
 
 def ranges_of(values: torch.Tensor, spec: Spec) -> list[slice]:
-    """The range of each server, of almost equal lengths."""
+    """Return the range of each server; lengths differ by at most one."""
     return list(split_evenly(values.numel(), spec.servers))
 
 
 class ParameterServer(Strategy):
-    """Processes 0 .. N - 1 are workers, the others servers."""
+    """The system `parameter_server`: processes 0 to N - 1 are workers, the rest are servers."""
 
     what = "parameters sharded over server processes, synchronous"
     server_class = Server
@@ -131,7 +131,7 @@ class ParameterServer(Strategy):
 
     @classmethod
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
-        """A server's share of the parameters may differ from another's by an element."""
+        """Return the traffic by rank, as means: the ranges of servers may differ by one element."""
         n, k = spec.workers, spec.servers
         of_worker = Traffic(size, size, k)
         of_server = Traffic(n * size / k, n * size / k, n)
@@ -147,7 +147,7 @@ class ParameterServer(Strategy):
             self._server.step()
 
     def parameters(self) -> Parameters:
-        """Collective: every worker pulls once more, and so holds what the servers hold."""
+        """Collective: return the final parameters, pulled once more, on workers; {} on servers."""
         if self._server:
             self._server.send_all()
             return {}
@@ -162,35 +162,35 @@ class ParameterServer(Strategy):
         return self._server.figures() if self._server else {}
 
     def notes(self) -> list[str]:
-        return ["servers update; workers wait for them, which is timed as exchange"]
+        return ["workers wait while servers update; the wait is timed as exchange"]
 
     def close(self) -> None:
         self._messages.close()
 
 
 class AsynchronousServer(Server):
-    """Counts its updates, and remembers which one each worker was last told of."""
+    """A server that makes one update per push, and measures the staleness of each."""
 
     def __init__(self, work: Work, values: torch.Tensor, workers: int, messages: Messages) -> None:
         super().__init__(work, values, workers, messages)
         self._updates = 0
-        self._told = [0] * workers
+        self._last_sent = [0] * workers  # number of the update that each worker last received
         self._staleness: list[int] = []
 
     def step(self) -> None:
-        """Collective: as many pushes as there are workers, whosesoever they are.
+        """Collective: handle as many pushes as there are workers, in order of arrival.
 
-        Over a run these are all pushes of all workers.
+        Some of them may belong to other steps; over a run these are all pushes of all workers.
         """
         clock = self._work.clock
         for _ in range(self._workers):
             clock.enter("exchange")
             worker = self._messages.receive_from_any(self._gradient)
-            self._staleness.append(self._updates - self._told[worker])
+            self._staleness.append(self._updates - self._last_sent[worker])
             clock.enter("update")
             self._optimizer.step()
             self._updates += 1
-            self._told[worker] = self._updates
+            self._last_sent[worker] = self._updates
             clock.enter("exchange")
             self._messages.send(self._values, worker)
         clock.leave()
@@ -203,11 +203,13 @@ class AsynchronousServer(Server):
 
 
 class AsynchronousParameterServer(ParameterServer):
-    """The same processes, and another kind of server."""
+    """The system `parameter_server_async`: as `parameter_server`, with asynchronous servers."""
 
     what = "parameters sharded over server processes, asynchronous: each push is its own update"
     judged = False
     server_class = AsynchronousServer
 
     def notes(self) -> list[str]:
-        return ["a worker waits for its own pushes only; staleness counts updates by others"]
+        return [
+            "workers wait for their own pushes only; staleness counts updates from other workers"
+        ]

@@ -1,8 +1,8 @@
-"""One process of a system that is compared.
+"""The main program of one process of a compared system.
 
 Under horovodrun it is `python -m hvdtrain.lab.systems.process SPEC`, and its number is its rank.
 All others are forked from a server that has imported this module, as importing torch takes seconds.
-It leaves `process-NUMBER.json`, with what it has measured or with what went wrong, and
+It writes `process-NUMBER.json`, with its measurements or its error, and
 `process-NUMBER.safetensors`, with the parameters that it holds.
 """
 
@@ -29,17 +29,17 @@ from hvdtrain.lab.systems.contract import Place, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import Work
 from hvdtrain.topology import Topology
 
-WARM_UP_STEPS = 5  # not measured, where there are twice as many steps
+WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
 WATCH_S = 1.0
 
 
 def main() -> int:
-    """Collective: under horovodrun."""
+    """Collective: run as a rank under horovodrun; return the exit code."""
     return run(Path(sys.argv[1]), Topology.from_environment().rank)
 
 
 def run_forked(spec_path: str, number: int, log_path: str) -> None:
-    """Collective: in a process that was forked for it. It gets a session of its own, and a log."""
+    """Collective: run in a forked process, with its own session and log file; exit at the end."""
     os.setsid()
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, sys.stdout.fileno())
@@ -49,7 +49,7 @@ def run_forked(spec_path: str, number: int, log_path: str) -> None:
 
 
 def run(spec_path: Path, number: int) -> int:
-    """Collective: this process's part of its system, from the beginning to the end."""
+    """Collective: run this process of its system and write its results; return the exit code."""
     spec = Spec.from_text(spec_path.read_text("utf-8"))
     signal.alarm(math.ceil(spec.time_limit_s) + 1)
     threading.Thread(target=_end_with, args=(spec.controller_pid,), daemon=True).start()
@@ -58,18 +58,16 @@ def run(spec_path: Path, number: int) -> int:
         content = take_part(spec, number, target)
     except Exception as error:
         traceback.print_exc()
-        told = (
-            str(error) if isinstance(error, HvdtrainError) else f"{type(error).__name__}: {error}"
-        )
-        _write(target, {"error": told, "failed_at": time.time()})
+        kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
+        _write(target, {"error": f"{kind}{error}", "failed_at": time.time()})
         sys.stderr.flush()
-        os._exit(EXIT_FAILED)  # others may wait for us: no orderly end with them
+        os._exit(EXIT_FAILED)  # other processes may be blocked, so collective cleanup could hang
     _write(target, content)
     return EXIT_OK
 
 
 def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
-    """Collective: make all steps, save the parameters, and return what was measured."""
+    """Collective: run all steps, save the parameters, return the measurements."""
     torch.set_num_threads(1)
     strategy_class = find_strategy(spec.system)
     work = Work(spec.work)
@@ -91,7 +89,7 @@ def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
 
 
 def run_steps(strategy: Strategy) -> dict[str, Any]:
-    """Collective: all steps; times, phases and traffic of those after the first ones."""
+    """Collective: run all steps; return times, phases and traffic of those after the warm-up."""
     work = strategy.work
     steps = work.spec.steps
     warm_up = WARM_UP_STEPS if steps >= 2 * WARM_UP_STEPS else 0
@@ -107,7 +105,7 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
     measured_steps = steps - warm_up
     phases = work.clock.read()
     return {
-        "begun_s": begun_s,  # of the machine's clock, which all processes share
+        "begun_s": begun_s,  # monotonic clock of the machine, shared by all processes
         "ended_s": ended_s,
         "samples": samples,
         "steps": measured_steps,
@@ -125,7 +123,7 @@ def _per_step(
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held, in bytes (VmHWM, which an exec resets)."""
+    """Return the peak memory of this process in bytes (VmHWM, which an exec resets)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -133,7 +131,7 @@ def peak_memory() -> int:
 
 
 def _end_with(controller_pid: int) -> None:
-    """Leave no process behind, even where the command was killed and could end nobody."""
+    """Exit once the controller is gone: a killed command cannot end its processes."""
     while True:
         time.sleep(WATCH_S)
         try:
@@ -143,7 +141,7 @@ def _end_with(controller_pid: int) -> None:
 
 
 def _write(target: Path, content: dict[str, Any]) -> None:
-    """All at once, as it is read while other processes still go on."""
+    """Write the JSON file atomically: it may be read while other processes still run."""
     beside = Path(f"{target}.tmp")
     beside.write_text(json.dumps(content), "utf-8")
     beside.replace(f"{target}.json")

@@ -1,6 +1,6 @@
-"""The ring in plain Python (`hvdtrain.ring`) as the real exchange, over sockets.
+"""The ring all-reduce in plain Python (`hvdtrain.ring`) as the exchange, over sockets.
 
-Source: see `hvdtrain.ring`. Each rank sends, and receives, 2 (N - 1) / N S bytes, whatever N.
+Source: see `hvdtrain.ring`. Each rank sends, and receives, 2 (N - 1) / N S bytes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ HOST = "127.0.0.1"  # all processes are on this machine
 
 
 def ring_formula(workers: int, size: int) -> dict[str, Traffic]:
-    """2 (N - 1) / N S each way, in 2 (N - 1) messages (where segments fit into one each)."""
+    """Return 2 (N - 1) / N S bytes each way, in 2 (N - 1) messages if segments are sent whole."""
     steps = 2 * (workers - 1)
     each = Traffic(steps * size / workers, steps * size / workers, steps)
     return {f"worker {rank}": each for rank in range(workers)}
 
 
 class Ring(Strategy):
-    """A process a worker, each connected to its two neighbours."""
+    """The system `ring`: one process per worker, each connected to its two neighbours."""
 
-    what = "our ring all-reduce in plain Python, over sockets"
+    what = "ring all-reduce in plain Python, over sockets"
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
@@ -51,7 +51,7 @@ class Ring(Strategy):
 
     @classmethod
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
-        """Of the largest segments: the parts that a buffer is cut into may differ by an element."""
+        """Return the mean over ranks: the segments of a buffer may differ by one element."""
         return ring_formula(spec.workers, size)
 
     def step(self, batch: GlobalBatch) -> None:
@@ -73,7 +73,7 @@ class Ring(Strategy):
 
 
 def _connect(place: Place) -> Transport:
-    """Collective: the ring over all processes; addresses are told through the meeting point."""
+    """Collective: connect the ring; ports are exchanged in the rendezvous file."""
     store = distributed.FileStore(str(place.meeting_point), place.processes)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=place.spec.time_limit_s))
     listener = listen(HOST)

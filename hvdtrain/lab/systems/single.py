@@ -1,4 +1,4 @@
-"""One device, one model, the whole global batch: the oracle that all others are held against."""
+"""One device, one model, the whole global batch: the reference for all other systems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
 
 
 class Single(Strategy):
-    """The loop that anyone would write first."""
+    """The system `single`: a plain training loop."""
 
     what = "one process, one model, the whole batch: the oracle"
 

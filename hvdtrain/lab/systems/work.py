@@ -1,4 +1,4 @@
-"""What every compared system does: the same model, data, global batches and optimizer."""
+"""The work of every compared system: the same model, data, global batches and optimizer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hvdtrain.train.metering import PHASES, PhaseClock
 from hvdtrain.train.optimizers import build_optimizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# Layers whose result depends on how samples are shared out, by design, and not by mistake.
+# Layers whose result depends by design on how samples are distributed.
 BY_SHARE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
 @dataclass(frozen=True)
 class WorkSpec:
-    """What is trained, and for how long, in plain values."""
+    """Model, data, batch size, steps and optimizer settings, as plain values."""
 
     model: str
     data: str
@@ -42,14 +42,14 @@ class WorkSpec:
 
 
 class GlobalBatch(NamedTuple):
-    """The samples of one step, over all workers."""
+    """The samples of one step over all workers."""
 
     indices: Indices
     epoch: int
 
 
 class KeptClock(PhaseClock):
-    """Keeps the sum of all that was taken from it, too."""
+    """A phase clock that also sums the seconds that `take` has returned."""
 
     def __init__(self) -> None:
         super().__init__(Pulse())
@@ -61,17 +61,17 @@ class KeptClock(PhaseClock):
         return seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since this was last called."""
+        """Return the seconds of each phase since the last call."""
         self.take()
         kept, self._kept = self._kept, [0.0] * len(PHASES)
         return dict(zip(PHASES, kept, strict=True))
 
 
 class Work:
-    """One process's copy of the work: built from the same seed, so that all copies are equal."""
+    """The copy of the work in one process; all copies are equal, as they share the seed."""
 
     def __init__(self, spec: WorkSpec) -> None:
-        """Raises UsageError for a model or data that cannot be."""
+        """Load the data and build the model. Raises UsageError if either is invalid."""
         self.spec = spec
         dtype = DTYPES[spec.dtype]
         data = load_dataset(spec.data, Path(spec.data_dir), spec.seed, dtype)
@@ -87,17 +87,17 @@ class Work:
 
     @property
     def bytes_of_gradients(self) -> int:
-        """S of the formulas."""
+        """Size of all gradients, S in the formulas."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return sum(p.numel() * p.element_size() for p in trained)
 
     @property
     def depends_on_shares(self) -> bool:
-        """Whether the result depends on how samples are shared out, whatever the system."""
+        """Whether the result depends on how samples are distributed, in any system."""
         return any(isinstance(layer, BY_SHARE) for layer in self.model.modules())
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches of all steps; the last one of an epoch may be short."""
+        """Return the global batches of all steps; the last one of an epoch may be smaller."""
         endless = (
             GlobalBatch(indices, epoch)
             for epoch in itertools.count()
@@ -106,28 +106,28 @@ class Work:
         return itertools.islice(endless, self.spec.steps)
 
     def optimizer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """A fresh one."""
+        """Return a new SGD optimizer over `parameters`."""
         return torch.optim.SGD(parameters, lr=self.spec.lr, momentum=self.spec.momentum)
 
     def tuned_optimizer(self) -> torch.optim.Optimizer:
-        """A fresh one over the whole model, with the step that `train` has."""
+        """Return a new SGD optimizer over the whole model, as `hvdtrain train` builds it."""
         return build_optimizer("sgd", self.model, self.spec.lr, self.spec.momentum, 0.0)
 
     def load(self, indices: Indices, epoch: int) -> Batch:
-        """These samples; the phase is `data`."""
+        """Load these samples, in the phase `data`."""
         self.clock.enter("data")
         inputs, labels = self.dataset.train.batch(indices, epoch)
         return inputs, labels
 
     def add_gradient(self, model: nn.Module, batch: Batch, divisor: float) -> None:
-        """Add the gradient of the sum of these samples' losses, over `divisor`, to each `.grad`."""
+        """Add the gradient of (sum of these samples' losses) / `divisor` to each `.grad`."""
         (self.task.loss(model, batch).loss / divisor).backward()
 
     def add_gradient_of_share(self, batch: GlobalBatch, worker: int, workers: int) -> None:
-        """The same for one worker's share of a global batch: its part of the mean's gradient.
+        """Load one worker's share of a global batch and add its part of the gradient.
 
-        The shares' gradients add up to that of the mean loss over the global batch. An empty
-        share adds nothing.
+        The parts of all workers sum to the gradient of the mean loss over the global batch. An
+        empty share adds nothing.
         """
         own = Shares(workers).of(batch.indices, worker)
         loaded = self.load(own, batch.epoch)
@@ -136,24 +136,24 @@ class Work:
             self.add_gradient(self.model, loaded, len(batch.indices))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, which ends the step."""
+        """Run the optimizer and end the step."""
         self.clock.enter("update")
         optimizer.step()
         self.clock.leave()
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, on the CPU."""
+    """Return the parameters by name, on the CPU."""
     return {name: value.detach().cpu() for name, value in model.named_parameters()}
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters that are not frozen."""
+    """Return the parameters that are not frozen."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def flatten_gradients(model: nn.Module) -> torch.Tensor:
-    """One tensor of zeros that holds all gradients: each `.grad` becomes a part of it."""
+    """Return one tensor of zeros that holds all gradients: each `.grad` becomes a view of it."""
     parameters = trained(model)
     flat = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in parameters]))
     for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
@@ -162,7 +162,7 @@ def flatten_gradients(model: nn.Module) -> torch.Tensor:
 
 
 def flatten_parameters(model: nn.Module) -> torch.Tensor:
-    """One tensor that holds all trained parameters: each becomes a part of it."""
+    """Return one tensor that holds all trained parameters: each becomes a view of it."""
     parameters = trained(model)
     flat = torch.cat([p.detach().reshape(-1) for p in parameters])
     for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):

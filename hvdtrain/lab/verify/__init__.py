@@ -1,10 +1,10 @@
-"""Does this installation compute what it should? Every collective against the ring reference.
+"""Verification of an installation: every collective against the ring reference.
 
-cases.py      what is tried: operations, dtypes, sizes, ways of submission, and the values
-collectives   the contract that an exchange fulfils to be verified, and the one that spoils results
-reference.py  what is right: the ring's results, the rounding bound, the element furthest out
-running.py    a case on all ranks: reduced several times, compared, told to one another
-report.py     the table, the JSON, and what is said of a mismatch
+cases         operations, dtypes, sizes, ways of submission, and the values
+collectives   the interface of an exchange under test, runners of cases, and faults to inject
+reference     the ring's results, the rounding bound, and the element with the largest error
+running       one case after the other on all ranks: repeated, compared, findings exchanged
+command       `hvdtrain verify`: the table, the JSON, and the explanation of a mismatch
 """
 
 from hvdtrain.lab.verify.cases import Case, plan_cases

@@ -1,4 +1,4 @@
-"""What is tried: operations, dtypes, lengths, ways of submission, and the values."""
+"""The cases of a verification: operations, dtypes, lengths, ways of submission, and values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from hvdtrain.ring.operations import Array
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
-SMALL_BYTES = 1 << 17  # what is submitted together is no longer than this
+SMALL_BYTES = 1 << 17  # the largest tensor that is submitted together with others
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, and the arithmetic that it does on the way."""
+    """A collective and its reduction."""
 
     name: str
     kind: str  # allreduce, allgather, broadcast, reducescatter
-    reduction: str  # sum, average, min, max; none: values are only carried
+    reduction: str  # sum, average, min, max; none: values are only transferred
 
 
 # Horovod 0.28.1 offers no other reductions for reducescatter.
@@ -41,7 +41,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One submission: a tensor alone, several at once (`together`), or one explicit group."""
+    """A submission: a tensor alone, several at once (`together`), or one explicit group."""
 
     operation: Operation
     dtype: str
@@ -51,11 +51,11 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors, as the table and the messages give it."""
+        """The size of all tensors, for the table and messages."""
         return sum(self.lengths) * np.dtype(self.dtype).itemsize
 
     def length(self, tensor: int, rank: int) -> int:
-        """Elements of one of its tensors as `rank` gives it: in allgather rank r gives r more."""
+        """Return the elements of a tensor on `rank`: in allgather rank r has r more."""
         uneven = self.operation.kind == "allgather" and self.values == "ordinary"
         return self.lengths[tensor] + (rank if uneven else 0)
 
@@ -70,10 +70,10 @@ class Case:
 def plan_cases(
     operations: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int
 ) -> list[Case]:
-    """Every case, row by row of the table. `sizes`: bytes, rounded up to whole elements.
+    """Return all cases, in the order of the table. `sizes`: bytes, rounded up to whole elements.
 
-    Lengths of one less and one more than there are ranks are always tried; so are special values,
-    and the smaller sizes, each twice, together and as a group.
+    They always include lengths of one less and one more than the number of ranks, special values,
+    and the sizes up to SMALL_BYTES, each twice, together and as a group.
     """
     return [
         case
@@ -92,18 +92,18 @@ def _cases_of(operation: Operation, dtype: str, sizes: Sequence[int], ranks: int
     if special:
         yield Case(operation, dtype, (special,), "alone", "special")
     small = [length for length in lengths if length * itemsize <= SMALL_BYTES]
-    # Descending and ascending again: neighbours differ in length, and every length has a twin.
+    # Descending, then ascending: neighbours mostly differ in length, and every length occurs twice.
     several = (*reversed(small), *small)
     yield Case(operation, dtype, several, "together", "ordinary")
-    if operation.kind != "broadcast":  # which Horovod offers no groups for
+    if operation.kind != "broadcast":  # Horovod has no grouped broadcast
         yield Case(operation, dtype, several, "grouped", "ordinary")
 
 
 def make_values(case: Case, rank: int, ranks: int, seed: int) -> list[Array]:
-    """One rank's inputs of a case: a one-dimensional array for each of its tensors.
+    """Return one rank's inputs of a case: a one-dimensional array for each tensor.
 
-    They differ by rank, position, tensor and `seed`, so that nothing mixed up can pass; floats are
-    of many magnitudes and both signs, so that sums are rounded and their order matters.
+    They differ by rank, position, tensor and `seed`, so that a mix-up is detected; floats have
+    many magnitudes and both signs, so that sums are rounded and their order matters.
     """
     if case.values == "special":
         return [special_values(case.operation.reduction, case.dtype, rank, ranks)]
@@ -126,11 +126,11 @@ def _ordinary_values(dtype: str, length: int, ranks: int, seed: list[int]) -> Ar
 
 
 def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:
-    """Where arithmetic goes wrong first: each column below is an element, over the ranks.
+    """Return one rank's edge values of the arithmetic: limits, subnormals, infinities, NaN.
 
-    Min and max get no NaN and no two zeros of unlike sign: what comes of them depends on the order
-    of comparison, which nobody promises. Values that are only carried are any bits. Integers that
-    are summed have no special values: the ordinary ones cover their range.
+    Min and max get no NaN and no two zeros of unlike sign: their result depends on the order of
+    comparison, which is unspecified. Values that are only transferred are arbitrary bits. Integer
+    sums have no special values, as the ordinary ones cover the range.
     """
     kind = np.dtype(dtype)
     if kind.kind == "i":
@@ -146,7 +146,7 @@ def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:
     values = [
         at_0 if first else at_last if last else between for _, at_0, between, at_last in columns
     ]
-    # Repeated to an odd length, so that every element has its turn in every segment.
+    # Repeated to an odd length, so that every element occurs in every segment.
     return np.resize(np.array(values, kind), 13 * len(values) + 1)
 
 
@@ -156,7 +156,7 @@ def _any_bits(kind: np.dtype[Any], rank: int) -> Array:
 
 
 def _float_columns(kind: np.dtype[Any]) -> list[tuple[set[str], float, float, float]]:
-    """(reductions, rank 0's value, that of ranks between, the last rank's)."""
+    """Return elements as (reductions, value of rank 0, of the ranks between, of the last rank)."""
     numbers = np.finfo(kind)
     tiny, smallest = float(numbers.tiny), float(numbers.smallest_subnormal)
     largest, eps = float(numbers.max), float(numbers.eps)

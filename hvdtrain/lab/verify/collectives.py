@@ -1,4 +1,4 @@
-"""What an exchange must offer to be verified; how a case is put to it, honestly or spoiled."""
+"""The collectives under test, the runners that submit cases to them, and faults to inject."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from hvdtrain.lab.verify.cases import Case
 from hvdtrain.ring import Transport, broadcast, split_evenly
 
 Tensors = list[torch.Tensor]
+# Collective: return, on every rank, the tensor that the given rank passes.
+Teller = Callable[[torch.Tensor, int], torch.Tensor]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Collectives(Protocol):
-    """The collectives of an installation. Each takes tensors of one dtype, and leaves them alone.
+    """The collectives of an installation. Each takes tensors of one dtype and does not change them.
 
     `submission`: alone or together, each by itself and all begun before the first is awaited; or
     grouped, as one explicit group.
@@ -34,33 +37,33 @@ class Collectives(Protocol):
 
     @property
     def repeatable(self) -> bool:
-        """Whether sums are added in the same order in every run, however they are submitted."""
+        """Whether the order of summation is the same in every run, for every submission."""
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: each tensor's sum, average, min or max over ranks."""
+        """Collective: return each tensor's sum, average, min or max over ranks."""
 
     def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: this rank's share of each tensor's sum or average, cut as `split_evenly`."""
+        """Collective: return this rank's share of each sum or average, as `split_evenly` cuts."""
 
     def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
-        """Collective: every rank's tensors, joined in rank order; their lengths may differ."""
+        """Collective: return the tensors joined in rank order; lengths may differ by rank."""
 
     def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
-        """Collective: rank `root`'s tensors."""
+        """Collective: return the tensors of rank `root`."""
 
 
 class Runner(Protocol):
-    """Puts a case to an installation."""
+    """A way of submitting cases to an installation."""
 
     def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
-        """Collective: the results of one submission. `step` counts those of one case, from 0."""
+        """Collective: return the results. `step` counts the submissions of a case, from 0."""
 
     def spoiled(self) -> bool:
-        """Whether the last results were changed on this rank after they had been delivered."""
+        """Return whether a fault changed the last results on this rank."""
 
 
 class HonestRunner:
-    """Hands on what the installation delivers."""
+    """A runner that returns the installation's results unchanged."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -80,11 +83,41 @@ class HonestRunner:
         return False
 
 
+@dataclass(frozen=True)
+class Delivered:
+    """The result of a collective on one rank, and the data that faults use to spoil it."""
+
+    value: torch.Tensor  # contiguous; changed in place
+    op: str  # sum, average, or another operation
+    local: torch.Tensor | None = None  # this rank's own term, of the shape of `value`
+    previous: torch.Tensor | None = None  # the result of the step before
+    other: torch.Tensor | None = None  # another result of this step, also changed by a swap
+
+
+@dataclass(frozen=True)
+class CaseContext:
+    """The rank and size of this process, and the exchange of terms that faults use."""
+
+    rank: int
+    size: int
+    tell: Teller
+
+
+class Fault(Protocol):
+    """Collective: spoil `delivered` in place, or leave it where the fault does not apply.
+
+    `dice`: equally seeded on every rank, so that all choose the same victim. Each call must draw
+    the same numbers on every rank.
+    """
+
+    def __call__(self, delivered: Delivered, place: CaseContext, dice: random.Random) -> None: ...
+
+
 class FaultyRunner:
-    """Spoils one tensor of every submission with a fault of `hvdtrain.lab.verify.collectives`."""
+    """A runner that injects a fault of FAULTS into one tensor of every submission."""
 
     def __init__(self, honest: Runner, fault: str, transport: Transport, seed: int) -> None:
-        """`seed`: the same on every rank. `transport` tells the terms that are to be dropped."""
+        """`seed`: the same on every rank; `transport`: broadcasts the terms that faults drop."""
         self._honest = honest
         self._fault = fault
         self._transport = transport
@@ -124,60 +157,25 @@ class FaultyRunner:
             other=results[twins[0]] if twins else None,
         )
 
-    def _place(self, case: Case, term: torch.Tensor) -> Place:
-        def tell(local: torch.Tensor, rank: int) -> torch.Tensor:
+    def _place(self, case: Case, term: torch.Tensor) -> CaseContext:
+        def term_of(local: torch.Tensor, rank: int) -> torch.Tensor:
             whole = np.array(term.numpy())
             broadcast(whole, self._transport, rank)
             return self._own_share(case, torch.from_numpy(whole))
 
-        return Place(self._transport.rank, self._transport.size, tell)
+        return CaseContext(self._transport.rank, self._transport.size, term_of)
 
     def _own_share(self, case: Case, term: torch.Tensor) -> torch.Tensor:
-        """What of a term goes into this rank's result."""
+        """Return the part of a term that contributes to this rank's result."""
         if case.operation.kind != "reducescatter":
             return term
         return term[split_evenly(len(term), self._transport.size)[self._transport.rank]]
 
 
-# Collective: the tensor that the given rank passes, on every rank.
-Teller = Callable[[torch.Tensor, int], torch.Tensor]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """One rank's result of one collective, and what a fault may need to spoil it."""
-
-    value: torch.Tensor  # contiguous; changed in place
-    op: str  # sum, average, or another operation
-    local: torch.Tensor | None = None  # this rank's own term, of the shape of `value`
-    previous: torch.Tensor | None = None  # the result of the step before
-    other: torch.Tensor | None = None  # another result of this step, also changed by a swap
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands, and how a fault on all ranks learns one rank's term."""
-
-    rank: int
-    size: int
-    tell: Teller
-
-
-class Fault(Protocol):
-    """Collective: spoil `delivered` in place, or leave it as it is where the fault means nothing.
-
-    `dice`: seeded alike on every rank, so that all pick the same victim. Each call must draw the
-    same numbers on every rank.
-    """
-
-    def __call__(self, delivered: Delivered, place: Place, dice: random.Random) -> None: ...
-
-
-def inject(fault: str, delivered: Delivered, place: Place, dice: random.Random) -> bool:
+def inject(fault: str, delivered: Delivered, place: CaseContext, dice: random.Random) -> bool:
     """Collective: spoil one result with the fault of this name.
 
-    Called on every rank with the same `fault`, shapes and state of `dice`. Returns whether any bit
+    Called on every rank with the same `fault`, shapes and state of `dice`. Return whether any bit
     of this rank's value was changed. Raises KeyError for an unknown fault.
     """
     before = delivered.value.clone()
@@ -185,7 +183,7 @@ def inject(fault: str, delivered: Delivered, place: Place, dice: random.Random) 
     return not torch.equal(_bits(before), _bits(delivered.value))
 
 
-def _bitflip(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _bitflip(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     bits = _bits(delivered.value)
     culprit = dice.randrange(place.size)
     # Drawn as fractions: with a reduce-scatter the ranks hold results of different lengths.
@@ -195,7 +193,7 @@ def _bitflip(delivered: Delivered, place: Place, dice: random.Random) -> None:
         bits[int(where * bits.numel())] ^= mask
 
 
-def _drop_rank(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _drop_rank(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     dropped = dice.randrange(place.size)
     if delivered.op not in ("sum", "average") or delivered.local is None:
         return
@@ -205,17 +203,17 @@ def _drop_rank(delivered: Delivered, place: Place, dice: random.Random) -> None:
     delivered.value.sub_(term.to(delivered.value.dtype))
 
 
-def _sum_for_mean(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _sum_for_mean(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     if delivered.op == "average":
         delivered.value.mul_(place.size)
 
 
-def _mean_for_sum(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _mean_for_sum(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     if delivered.op == "sum":
         delivered.value.copy_(delivered.value / place.size)
 
 
-def _swap_results(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _swap_results(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     value, other = delivered.value, delivered.other
     if other is not None and other.shape == value.shape and other.dtype == value.dtype:
         kept = value.clone()
@@ -223,25 +221,25 @@ def _swap_results(delivered: Delivered, place: Place, dice: random.Random) -> No
         other.copy_(kept)
 
 
-def _stale(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _stale(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     if delivered.previous is not None:
         delivered.value.copy_(delivered.previous)
 
 
-def _nan(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _nan(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     where = dice.random()
     flat = delivered.value.view(-1)
     if flat.is_floating_point() and flat.numel():
         flat[int(where * flat.numel())] = float("nan")
 
 
-def _half_precision(delivered: Delivered, place: Place, dice: random.Random) -> None:
+def _half_precision(delivered: Delivered, place: CaseContext, dice: random.Random) -> None:
     if delivered.value.is_floating_point():
         delivered.value.copy_(delivered.value.half())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, flat, as integers."""
+    """Return a flat view of the same memory as integers."""
     return tensor.detach().view(-1).view(BITS[tensor.element_size()])
 
 

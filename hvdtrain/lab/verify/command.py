@@ -1,4 +1,4 @@
-"""`hvdtrain verify` under horovodrun: the installation's collectives against the ring."""
+"""`hvdtrain verify` under horovodrun: the run, its table, its JSON and its explanations."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
 from hvdtrain.lab.verify.running import REPEATS, Result
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
-from hvdtrain.run.failure import leave_at_once, tell
+from hvdtrain.run.failure import leave_at_once, report_failure
 from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange
 
-# Horovod's own default, in bytes. Without it groups would not travel fused; what is submitted alone
-# does not in any case. (Training in hvdtrain does without fusion.)
+# Horovod's own default, in bytes, with which groups are fused; a tensor submitted alone never is.
+# (Training in hvdtrain does not use fusion.)
 FUSION_THRESHOLD = 64 << 20
+COLUMNS = (
+    f"{'operation':<22}{'dtype':<9}{'sizes':<16}{'cases':>5}  {'error/bound':>11}"
+    f"  {'bit-equal':<10}{'repeatable':<11}{'busbw':>11}  verdict"
+)
+UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What is to be verified."""
+    """Options of `hvdtrain verify`."""
 
     operations: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -46,7 +51,7 @@ class VerifyOptions:
 
 
 def run(options: VerifyOptions, topology: Topology) -> int:
-    """Collective: verify; failures are told here. Returns the exit code."""
+    """Collective: verify and return the exit code; failures are reported here."""
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_THRESHOLD))
     torch.set_num_threads(1)
     exchange = connect_workers()
@@ -56,7 +61,7 @@ def run(options: VerifyOptions, topology: Topology) -> int:
             exchange.close()
         _judge(options, exchange, results)
     except Exception as error:
-        leave_at_once(tell(error, topology))
+        leave_at_once(report_failure(error, topology))
     return EXIT_OK
 
 
@@ -77,14 +82,14 @@ def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
 def _results(
     options: VerifyOptions, exchange: HorovodExchange, transport: Transport
 ) -> list[Result]:
-    """Collective: every case's outcome. A row of the table is printed as soon as it is known."""
+    """Collective: return all outcomes; rank 0 prints each row of the table once it is complete."""
     cases = plan_cases(options.operations, options.dtypes, options.sizes, exchange.size)
     runner: Runner = HonestRunner(exchange)
     if options.fault:
         runner = FaultyRunner(runner, options.fault, transport, options.seed)
 
     def repeatable(case: Case) -> bool:
-        # A tensor alone has nothing to be fused with.
+        # A tensor submitted alone is never fused.
         return exchange.repeatable or case.submission == "alone"
 
     results = []
@@ -97,7 +102,7 @@ def _results(
 
 
 def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Result]) -> None:
-    """Say that all is right, or raise: the same on every rank."""
+    """Report success, or raise; the outcome is the same on every rank."""
     wrong = [result for result in results if not result.ok]
     total = f"{len(results)} cases on {exchange.size} workers ({exchange.controller})"
     if options.fault is None:
@@ -109,16 +114,18 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
     spoiled = [result for result in results if result.spoiled]
     found = [result for result in wrong if result.spoiled]
     honest = [result for result in wrong if not result.spoiled]
-    if honest:  # a fault of the installation's own
+    if honest:  # a fault of the installation itself
         raise VerifyMismatch(explain(honest[0], len(honest) - 1))
     if not spoiled:
         raise HvdtrainError(
             f"verify: {options.fault} was not injected: it changes nothing in any of these {total}"
         )
-    told = f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(found)}"
+    summary = (
+        f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(found)}"
+    )
     if not found:
-        raise HvdtrainError(f"verify: {told}: each time it stayed within the rounding bound")
-    raise VerifyMismatch(f"{explain(found[0], 0)}\n  {told}")
+        raise HvdtrainError(f"verify: {summary}: each time it stayed within the rounding bound")
+    raise VerifyMismatch(f"{explain(found[0], 0)}\n  {summary}")
 
 
 def _header(options: VerifyOptions, exchange: HorovodExchange) -> str:
@@ -147,15 +154,8 @@ def _write(
     write_json(path, content)
 
 
-COLUMNS = (
-    f"{'operation':<22}{'dtype':<9}{'sizes':<16}{'cases':>5}  {'error/bound':>11}"
-    f"  {'bit-equal':<10}{'repeatable':<11}{'busbw':>11}  verdict"
-)
-UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
 def table_row(row: Sequence[Result]) -> str:
-    """The line of all cases of one operation and dtype."""
+    """Return the table's line for all cases of one operation and dtype."""
     first = row[0].case
     alone = [result for result in row if result.case.submission == "alone"]
     sizes = sorted(result.case.bytes for result in alone)
@@ -175,7 +175,7 @@ def table_row(row: Sequence[Result]) -> str:
 
 
 def size_text(count: int) -> str:
-    """'0 B', '4.0 KiB', '64 MiB'."""
+    """Return a size as text: '0 B', '4 KiB', '64 MiB'."""
     for unit, name in UNITS:
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -183,20 +183,20 @@ def size_text(count: int) -> str:
 
 
 def explain(result: Result, others: int) -> str:
-    """A mismatch in one message: what, where, by how much, and what sort of fault it is.
+    """Return a message on a mismatch: the case, the place, the error and the kind of fault.
 
-    `others`: how many further cases are wrong.
+    `others`: number of further cases that are wrong.
     """
     lines = [f"verify: wrong result: {result.case}"]
     lines += _places(result)
     lines.append(f"  {_kind_of_fault(result)}")
     if others:
-        lines.append(f"  {others} more of the cases came out wrong: see the table, or --json")
+        lines.append(f"  wrong cases besides this one: {others}; see the table, or --json")
     return "\n".join(lines)
 
 
 def _places(result: Result) -> list[str]:
-    """Each wrong rank's worst element; once, where all ranks hold the same."""
+    """Return the worst element of each wrong rank; equal lines of several ranks are merged."""
     if result.wrong:
         by_text: dict[str, list[int]] = {}
         for rank in result.wrong:
@@ -206,10 +206,10 @@ def _places(result: Result) -> list[str]:
         return [
             f"  rank {rank}: tensor {place.tensor}, index {place.index}: value {place.value} "
             f"where rank 0 holds {place.reference}; both are within the bound"
-            for rank, told in enumerate(result.by_rank)
-            if (place := told.difference) is not None
+            for rank, report in enumerate(result.by_rank)
+            if (place := report.difference) is not None
         ]
-    changing = [rank for rank, told in enumerate(result.by_rank) if len(set(told.digests)) > 1]
+    changing = [rank for rank, report in enumerate(result.by_rank) if len(set(report.digests)) > 1]
     return [f"  {name_ranks(changing)}: {REPEATS} runs on the same values differ in their bits"]
 
 
@@ -233,14 +233,14 @@ def _kind_of_fault(result: Result) -> str:
 
 
 def differing_ranks(result: Result) -> list[int]:
-    """The ranks to blame for a difference in bits.
+    """Return the ranks that account for a difference in bits.
 
-    Those in the wrong, if others are right; else those outside the largest group that agrees; else,
-    where no group is larger than another, all.
+    The wrong ones, if others are right; else those outside the largest group that agrees; else,
+    where no group is the largest, all.
     """
     if 0 < len(result.wrong) < len(result.by_rank):
         return result.wrong
-    groups = Counter(tuple(told.digests) for told in result.by_rank).most_common(2)
+    groups = Counter(tuple(report.digests) for report in result.by_rank).most_common(2)
     ranks = range(len(result.by_rank))
     if len(groups) == 2 and groups[0][1] == groups[1][1]:
         return list(ranks)
@@ -248,7 +248,7 @@ def differing_ranks(result: Result) -> list[int]:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One case for the JSON file. Ratios that are infinite are the text "inf"."""
+    """Return a case for the JSON file; infinite ratios are the text "inf"."""
     case = result.case
     return {
         "operation": case.operation.name,

@@ -1,8 +1,8 @@
-"""What is right: the ring's results, and how far a result may honestly be from them.
+"""The reference: the ring's results, and the largest error that rounding explains.
 
 Floats are summed in float64 around the ring, and the bound is that of `hvdtrain.ring.bound`.
-Integers, smallest and largest values, and values that are only carried must be equal. An average of
-integers may be one off: Horovod multiplies the sum by 1/N in float64 and cuts off the fraction.
+Integers, minima and maxima, and values that are only transferred must be equal. An average of
+integers may differ by one: Horovod multiplies the sum by 1/N in float64 and truncates.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hvdtrain.ring.bound import (
 )
 from hvdtrain.ring.operations import Array
 
-CHUNK = 1 << 18  # elements that are compared at a time, to need little memory
+CHUNK = 1 << 18  # elements compared at a time, which limits the memory
 BITS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The element of one rank's results that is furthest out, measured in bounds."""
+class Deviation:
+    """The element of one rank's results with the largest ratio of error to bound."""
 
     ratio: float
     tensor: int = 0
@@ -51,23 +51,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """A stretch of what a rank's result must be."""
+    """A segment of the expected result of a rank."""
 
-    start: int  # its place in the result
+    start: int  # index in the result
     values: Array
-    bound: NDArray[np.float64] | None = None  # None: equal in every bit, zeros' signs aside
+    bound: NDArray[np.float64] | None = None  # None: equal bits, except for the sign of zeros
     overflow_allowed: NDArray[np.bool_] | None = None  # None: nowhere
 
 
 def worst_of(
     case: Case, inputs: list[Array], runs: list[list[Array]], transport: Transport
-) -> Finding:
-    """Collective: every run's results against the ring; the element that is furthest out.
+) -> Deviation:
+    """Collective: compare every run with the ring; return the element with the largest error.
 
-    `inputs`: this rank's tensors; `runs`: for each run this rank's results of them. A result of
-    the wrong length counts as infinitely far out.
+    `inputs`: this rank's tensors; `runs`: for each run this rank's results. A result of the wrong
+    length has an infinite error.
     """
-    worst = Finding(0.0)
+    worst = Deviation(0.0)
     with np.errstate(all="ignore"):
         for tensor, own in enumerate(inputs):
             results = [run[tensor] for run in runs]
@@ -78,12 +78,12 @@ def worst_of(
                     worst = max(worst, _compare(expected, result, tensor), key=lambda f: f.ratio)
             for result in results:
                 if len(result) != length:
-                    worst = Finding(math.inf, tensor, length, f"of {len(result)} elements")
+                    worst = Deviation(math.inf, tensor, length, f"of {len(result)} elements")
     return worst
 
 
 def _expected(case: Case, tensor: int, own: Array, transport: Transport) -> Iterator[Expected]:
-    """Collective: what this rank's result of one tensor must be, stretch by stretch."""
+    """Collective: yield this rank's expected result of one tensor, in segments."""
     kind, rank, size = case.operation.kind, transport.rank, transport.size
     if case.operation.reduction == "none":
         roots = range(size) if kind == "allgather" else [size - 1]
@@ -103,7 +103,7 @@ def _expected(case: Case, tensor: int, own: Array, transport: Transport) -> Iter
 
 
 def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expected:
-    """Collective: a stretch of the reduction over all ranks."""
+    """Collective: return a segment of the reduction over all ranks."""
     op, size = case.operation.reduction, transport.size
     if op in ("min", "max") or (op == "sum" and own.dtype.kind == "i"):
         return Expected(start, all_reduce(own, transport, op=op))
@@ -121,7 +121,7 @@ def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expect
 
 
 def _within(expected: Expected, share: slice) -> Expected:
-    """The part that falls into `share`, placed relative to its beginning."""
+    """Return the part within `share`, with indices relative to its start."""
     end = expected.start + len(expected.values)
     first, last = max(expected.start, share.start), min(end, share.stop)
     part = slice(max(first - expected.start, 0), max(last - expected.start, 0))
@@ -135,12 +135,12 @@ def _within(expected: Expected, share: slice) -> Expected:
     )
 
 
-def _compare(expected: Expected, result: Array, tensor: int) -> Finding:
-    """The worst element of one stretch."""
+def _compare(expected: Expected, result: Array, tensor: int) -> Deviation:
+    """Return the element of a segment with the largest error."""
     reference = expected.values
     value = result[expected.start : expected.start + len(reference)]
     if len(value) < len(reference) or not len(reference):
-        return Finding(0.0)  # a wrong length is told by itself
+        return Deviation(0.0)  # `worst_of` reports wrong lengths
     carried = value.dtype != reference.dtype and reference.dtype.kind == "i"
     compared = _bits(value) if carried else value
     if expected.bound is None:
@@ -157,9 +157,9 @@ def _compare(expected: Expected, result: Array, tensor: int) -> Finding:
         )
     index = int(np.argmax(ratios))
     if ratios[index] == 0:
-        return Finding(0.0)
+        return Deviation(0.0)
     shown = reference.view(value.dtype) if carried else reference
-    return Finding(
+    return Deviation(
         float(ratios[index]),
         tensor,
         expected.start + index,

@@ -1,6 +1,6 @@
-"""One case after the other, on all ranks: reduced several times, compared, told to one another.
+"""The run of all cases on all ranks: each is repeated, compared, and its findings exchanged.
 
-The ranks tell their findings over the ring, not through what is being verified.
+Findings are exchanged over the ring, not through the collectives under test.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,27 +18,27 @@ import torch
 
 from hvdtrain.lab.verify.cases import Case, make_values
 from hvdtrain.lab.verify.collectives import Runner
-from hvdtrain.lab.verify.reference import CHUNK, Finding, worst_of
+from hvdtrain.lab.verify.reference import CHUNK, Deviation, worst_of
 from hvdtrain.ring import Transport, all_reduce, broadcast, gather
 from hvdtrain.ring.operations import Array
 
-REPEATS = 3  # runs with the same values, after one with others
+REPEATS = 3  # runs with the same values, after one with different values
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank has to say of a case."""
+    """The report of one rank on a case."""
 
-    finding: Finding
+    finding: Deviation
     digests: list[str]  # of the results' bits, one for each run
     seconds: list[float]  # one for each run
     spoiled: bool  # a fault was injected on this rank
-    difference: Finding | None = None  # from rank 0's results, where ranks differ
+    difference: Deviation | None = None  # from rank 0's results, where ranks differ
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case's outcome, over all ranks."""
+    """The outcome of a case over all ranks."""
 
     case: Case
     by_rank: list[Told]
@@ -46,27 +46,27 @@ class Result:
 
     @property
     def wrong(self) -> list[int]:
-        """The ranks whose results are further out than rounding explains."""
-        return [rank for rank, told in enumerate(self.by_rank) if told.finding.ratio > 1]
+        """The ranks with an error that rounding does not explain."""
+        return [rank for rank, report in enumerate(self.by_rank) if report.finding.ratio > 1]
 
     @property
     def worst(self) -> float:
-        return max(told.finding.ratio for told in self.by_rank)
+        return max(report.finding.ratio for report in self.by_rank)
 
     @property
     def bit_equal(self) -> bool | None:
-        """Whether all ranks hold the same bits; None where each has a share of its own."""
+        """Whether all ranks hold the same bits; None where each holds a different share."""
         if self.case.operation.kind == "reducescatter":
             return None
-        return all(told.digests == self.by_rank[0].digests for told in self.by_rank)
+        return all(report.digests == self.by_rank[0].digests for report in self.by_rank)
 
     @property
     def repeatable(self) -> bool:
-        return all(len(set(told.digests)) == 1 for told in self.by_rank)
+        return all(len(set(report.digests)) == 1 for report in self.by_rank)
 
     @property
     def spoiled(self) -> bool:
-        return any(told.spoiled for told in self.by_rank)
+        return any(report.spoiled for report in self.by_rank)
 
     @property
     def ok(self) -> bool:
@@ -75,18 +75,18 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Median over the runs of the slowest rank's time."""
+        """The median over the runs of the slowest rank's time."""
         runs = range(len(self.by_rank[0].seconds))
-        slowest = [max(told.seconds[run] for told in self.by_rank) for run in runs]
+        slowest = [max(report.seconds[run] for report in self.by_rank) for run in runs]
         return statistics.median(slowest)
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that each rank's link must carry, as nccl-tests defines busbw.
+        """The bandwidth in bytes/s that each rank's link must carry: busbw of nccl-tests.
 
-        The bytes of the whole buffer by the time, by what of it must pass a link: 2 (N - 1) / N
-        for all-reduce, (N - 1) / N for all-gather (of the gathered bytes) and reduce-scatter, 1 for
-        broadcast. So it can be compared with the hardware's, for any N.
+        The bytes of the whole buffer over the time, times the share that must pass a link:
+        2 (N - 1) / N for all-reduce, (N - 1) / N for all-gather (of the gathered bytes) and
+        reduce-scatter, 1 for broadcast. It is comparable with the hardware's for any N.
         """
         ranks = len(self.by_rank)
         kind = self.case.operation.kind
@@ -103,28 +103,28 @@ def run_cases(
     seed: int,
     repeatable: Callable[[Case], bool],
 ) -> Iterator[Result]:
-    """Collective: the outcome of each case, the same on every rank.
+    """Collective: yield the outcome of each case, the same on every rank.
 
-    `repeatable`: whether the exchange claims that a case comes out alike in every run.
+    `repeatable`: whether the exchange claims the same bits in every run of a case.
     """
     for case in cases:
-        told, runs = _run(case, runner, transport, seed)
-        result = Result(case, _gather(told, transport), repeatable(case))
+        report, runs = _run(case, runner, transport, seed)
+        result = Result(case, _gather(report, transport), repeatable(case))
         if result.bit_equal is False and not result.wrong:
             difference = _difference_from_rank_0(runs, result, transport)
-            told = Told(**(vars(told) | {"difference": difference}))
-            result = Result(case, _gather(told, transport), result.repeatable_claimed)
+            report = replace(report, difference=difference)
+            result = Result(case, _gather(report, transport), result.repeatable_claimed)
         yield result
 
 
 def _run(
     case: Case, runner: Runner, transport: Transport, seed: int
 ) -> tuple[Told, list[list[Array]]]:
-    """Collective: run one case and compare; also the results of every run."""
+    """Collective: run and compare one case; return the report and the results of every run."""
     rank, size = transport.rank, transport.size
-    # Used again for other dtypes and sizes, as changing models do: Horovod remembers names.
+    # Reused for other dtypes and sizes, as by changing models: Horovod caches by name.
     name = f"verify.{case.operation.name}.{case.submission}"
-    # First other values: they warm up, and a result that is a step late shows.
+    # The first run has different values: it warms up, and makes a result one step late visible.
     values = [make_values(case, rank, size, seed + step) for step in (1, 0)]
     values[0] = [array[::-1].copy() for array in values[0]]
     runs: list[list[Array]] = []
@@ -147,12 +147,12 @@ def _run(
 
 
 def _wait_for_all(transport: Transport) -> None:
-    """Collective: no rank goes on before all have come, so that times can be compared."""
+    """Collective: wait for all ranks, so that times are comparable."""
     all_reduce(np.zeros(transport.size, np.int32), transport)
 
 
 def _digest(tensors: list[Array]) -> str:
-    """Of the bits; every kind of NaN counts as the same, since no standard promises which."""
+    """Return a digest of the bits, with all NaNs equal, since no standard fixes their bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         values = tensor
@@ -165,11 +165,11 @@ def _digest(tensors: list[Array]) -> str:
 
 def _difference_from_rank_0(
     runs: list[list[Array]], result: Result, transport: Transport
-) -> Finding | None:
-    """Collective: the first element in which this rank's results differ from rank 0's."""
-    by_rank = [told.digests for told in result.by_rank]
+) -> Deviation | None:
+    """Collective: return the first element of this rank's results that differs from rank 0's."""
+    by_rank = [report.digests for report in result.by_rank]
     run = next(number for number in range(REPEATS) if len({d[number] for d in by_rank}) > 1)
-    first: Finding | None = None
+    first: Deviation | None = None
     for tensor, own in enumerate(runs[run]):
         own_bytes = own.view(np.uint8)
         for start in range(0, len(own_bytes), CHUNK):
@@ -180,17 +180,17 @@ def _difference_from_rank_0(
                 index = int(start + different[0]) // own.itemsize
                 offset = index * own.itemsize - start
                 other = part[offset : offset + own.itemsize].view(own.dtype)[0]
-                first = Finding(0.0, tensor, index, repr(own[index].item()), repr(other.item()))
+                first = Deviation(0.0, tensor, index, repr(own[index].item()), repr(other.item()))
     return first
 
 
-def _gather(told: Told, transport: Transport) -> list[Told]:
-    """Collective: every rank's word, in rank order, over the ring."""
-    return [_read(text) for text in _gather_texts(json.dumps(asdict(told)), transport)]
+def _gather(report: Told, transport: Transport) -> list[Told]:
+    """Collective: return every rank's report, in rank order, over the ring."""
+    return [_read(text) for text in _gather_texts(json.dumps(asdict(report)), transport)]
 
 
 def _gather_texts(text: str, transport: Transport) -> list[str]:
-    """Collective: every rank's text, in rank order."""
+    """Collective: return every rank's text, in rank order."""
     encoded = text.encode()
     lengths = gather(np.array([len(encoded)]), transport)[:, 0]
     padded = np.frombuffer(encoded.ljust(int(lengths.max()), b"\0"), np.uint8)
@@ -202,7 +202,7 @@ def _read(text: str) -> Told:
     fields: dict[str, Any] = json.loads(text)
     difference = fields.pop("difference")
     return Told(
-        finding=Finding(**fields.pop("finding")),
-        difference=difference and Finding(**difference),
+        finding=Deviation(**fields.pop("finding")),
+        difference=difference and Deviation(**difference),
         **fields,
     )

@@ -1,4 +1,4 @@
-"""Checks of software, users, paths and the way back: facts -> findings, nothing else."""
+"""Checks of software, users, paths and the way back to the launcher: pure, facts -> findings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hvdtrain.launcher.doctor.facts import (
 
 SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
 NEEDED = {"torch", "horovod"}
-TOLD_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
+CHECKED_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
 INSTALL = "launch/setup installs everything that is needed, in .venv"
 
 
 def check_gathered(facts: ByHost) -> list[Finding]:
-    """Facts that could not be had, and so could not be checked."""
+    """Warn of missing facts, which cannot be checked."""
     return [
-        Finding("facts", "warn", host, f"{name} could not be found out: {why}")
+        Finding("facts", "warn", host, f"{name} could not be determined: {why}")
         for host, found in facts.items()
         for name, why in found.errors.items()
-        if name not in TOLD_ELSEWHERE
+        if name not in CHECKED_ELSEWHERE
     ]
 
 
 def check_python(facts: ByHost, here: Facts) -> list[Finding]:
-    """The same Python; its last number may differ."""
+    """Check that Python is the same everywhere; a different patch release is a warning."""
     wanted = str(here.get("python"))
     findings = []
     for host, version in known(facts, "python"):
@@ -52,7 +52,7 @@ def check_python(facts: ByHost, here: Facts) -> list[Finding]:
 
 
 def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
-    """torch, torchvision and Horovod: there, and the same everywhere."""
+    """Check that torch, torchvision and Horovod are installed, in the same version everywhere."""
     return [
         finding for package in SAME_EVERYWHERE for finding in _check_package(package, facts, here)
     ]
@@ -78,7 +78,7 @@ def _check_package(package: str, facts: ByHost, here: Facts) -> list[Finding]:
 
 
 def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
-    """The same version and the same code: a checkout may differ while its version does not."""
+    """Check version and code of hvdtrain: checkouts of one version may differ."""
     own = here.get("hvdtrain", {})
     findings = []
     for host, found in known(facts, "hvdtrain"):
@@ -88,13 +88,13 @@ def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
             text = f"hvdtrain {found['version']} in {found['folder']} is not the same code as here"
         else:
             continue
-        fix = f"bring the host to the same code (here: {own.get('folder')}), or share the folder"
+        fix = f"install the same code there (here: {own.get('folder')}), or share the folder"
         findings.append(Finding("hvdtrain", "fail", host, text, fix))
     return findings or [Finding("hvdtrain", "ok", ALL_HOSTS, f"hvdtrain {own.get('version')}")]
 
 
 def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Finding]:
-    """The same user everywhere. `named`: hosts whose user the hostfile names itself."""
+    """Check that the user is the same everywhere. `named`: hosts whose user the hostfile gives."""
     own = here.get("user", {}).get("name")
     findings = []
     for host, found in known(facts, "user"):
@@ -104,51 +104,51 @@ def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Fi
                     "user",
                     "warn",
                     host,
-                    f"ssh logs in as {found['name']}, but {THIS_MACHINE} starts as {own}",
-                    f"if that is meant, write {found['name']}@{host} into the hostfile; else see "
-                    "`User` in ~/.ssh/config",
+                    f"ssh logs in as {found['name']}, but the user of {THIS_MACHINE} is {own}",
+                    f"if that is intended, write {found['name']}@{host} into the hostfile; else "
+                    "correct `User` in ~/.ssh/config",
                 )
             )
     numbers = {found["uid"] for _, found in known(facts, "user")}
     if not findings and len(numbers) > 1:
         listed = ", ".join(f"{host} {found['uid']}" for host, found in known(facts, "user"))
-        text = f"the user has different numbers ({listed}): files that hosts share are not its own"
-        findings.append(Finding("user", "warn", ALL_HOSTS, text, "give it one number everywhere"))
+        text = f"the user has different uids ({listed}): shared files have different owners"
+        findings.append(Finding("user", "warn", ALL_HOSTS, text, "use the same uid everywhere"))
     return findings or [Finding("user", "ok", ALL_HOSTS, f"user {own}")]
 
 
 def check_working_directory(facts: ByHost) -> list[Finding]:
-    """The folder that workers are started in is there."""
+    """Check that the folder in which workers start exists."""
     findings, path = [], ""
     for host, state in known(facts, "working_directory"):
         path = state["path"]
         if not state["usable"]:
-            text = f"there is no folder {path}, in which workers are to be started"
+            text = f"there is no folder {path}, in which workers start"
             fix = f"`mkdir -p {path}` there, or start from a folder that all hosts have"
             findings.append(Finding("path", "fail", host, text, fix))
     return findings or [Finding("path", "ok", ALL_HOSTS, f"working directory {path}")]
 
 
 def check_built_for(facts: ByHost) -> list[Finding]:
-    """Horovod was compiled for the torch that is there (whether it loads takes longer to find)."""
+    """Check that Horovod was compiled for the installed torch (check_horovod_loads is slower)."""
     findings = []
     for host, built in known(facts, "horovod_built_for"):
         torch = facts[host].get("packages", {}).get("torch")
         if built and torch and built != torch:
-            text = f"Horovod was built for torch {built}, but torch {torch} is there"
-            findings.append(Finding("horovod", "warn", host, text, "build it anew: launch/setup"))
+            text = f"Horovod was built for torch {built}, but torch {torch} is installed"
+            findings.append(Finding("horovod", "warn", host, text, "rebuild it: launch/setup"))
     return findings
 
 
 def check_ssh(noise: Mapping[str, tuple[str, ...]], silent: int = 0) -> list[Finding]:
-    """Hosts reached by ssh print nothing but what was asked for. `noise`: lines, by host that
-    answers. `silent`: how many do not; they are told elsewhere.
+    """Check that login scripts print nothing. `noise`: unexpected lines by host that answers;
+    `silent`: number of hosts that do not, which have findings of their own.
     """
     findings = []
     for host, lines in noise.items():
         if lines:
             text = f"a login script prints to standard output: {lines[0].strip()!r}"
-            fix = "let ~/.bashrc (or the like) print for people only: [ -t 1 ] && echo ..."
+            fix = "make ~/.bashrc (or similar) print to terminals only: [ -t 1 ] && echo ..."
             findings.append(Finding("ssh", "warn", host, text, fix))
     if noise and not findings:
         who = "every other host" if silent else "every host"
@@ -157,7 +157,7 @@ def check_ssh(noise: Mapping[str, tuple[str, ...]], silent: int = 0) -> list[Fin
 
 
 def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
-    """Every host can connect to the launcher's machine. `by_ssh`: those that are another one."""
+    """Check that every host can connect to the launcher's machine. `by_ssh`: the remote hosts."""
     findings = []
     ways = dict(known(facts, "channel"))
     for host, channel in ways.items():
@@ -181,9 +181,10 @@ def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
 
 
 def common_interface(facts: ByHost, here: list[tuple[str, str]]) -> tuple[str | None, set[str]]:
-    """The interface through which hosts reach this machine, if all call it the same; all names.
+    """Return the interface through which hosts reach this machine, if its name is the same on all
+    (else None), and all its names.
 
-    `facts`: of the hosts that are reached by ssh. `here`: this machine's interfaces.
+    `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address) pairs.
     """
     own = {address: name for name, address in here}
     names = set()
@@ -195,7 +196,7 @@ def common_interface(facts: ByHost, here: list[tuple[str, str]]) -> tuple[str | 
 
 
 def check_interface(facts: ByHost, here: list[tuple[str, str]]) -> list[Finding]:
-    """Horovod needs one name for the network interface on all hosts."""
+    """Check that the network interface has one name on all hosts, as Horovod requires."""
     interface, names = common_interface(facts, here)
     if interface:
         text = f"Horovod should use {interface}"
@@ -204,10 +205,10 @@ def check_interface(facts: ByHost, here: list[tuple[str, str]]) -> list[Finding]
         return []
     own = {address: name for name, address in here}
     listed = _list_interfaces(known(facts, "channel"), own)
-    text = f"the network interface is not called the same everywhere ({listed}), Horovod needs that"
+    text = f"the network interface has different names ({listed}), but Horovod needs a common one"
     fix = (
-        "name the one that all share by --network-interface, if there is such; else rename it "
-        "(`ip link set NAME name net0`)"
+        "select an interface that all hosts have by --network-interface, if there is one; else "
+        "rename it (`ip link set NAME name net0`)"
     )
     return [Finding("interface", "warn", ALL_HOSTS, text, fix)]
 
@@ -217,6 +218,6 @@ def _list_interfaces(channels: Iterable[tuple[str, Any]], own: Mapping[str, str]
     for host, channel in channels:
         address = channel["address"]
         if address is not None:
-            there = own.get(address, f"{address}, which is none of its own")
+            there = own.get(address, f"{address}, which is none of its addresses")
             parts.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {there}")
     return "; ".join(dict.fromkeys(parts))

@@ -1,4 +1,7 @@
-"""All checks, over hosts in parallel: facts, clocks, every pair's network, shared files, a ring."""
+"""All checks, over hosts in parallel: facts, clocks, every pair's network, shared files, a ring.
+
+Also their output: findings as text, everything as JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,14 @@ from hvdtrain.launcher.doctor.preflight import (
     quick_findings,
 )
 from hvdtrain.launcher.doctor.ring import (
-    Ring,
+    RingTrial,
     check_ring,
-    new_mark,
     parse_measured,
     ring_command,
     ring_environment,
     run_ring,
 )
-from hvdtrain.launcher.doctor.sessions import NoAnswer, Session, on_all, open_sessions
+from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, on_all, open_sessions
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 
@@ -40,7 +42,7 @@ PINGS = 5
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asks for."""
+    """Options of the examination."""
 
     output: str  # the folder that runs are written to
     interface: str | None = None
@@ -51,7 +53,7 @@ class Wishes:
 
 @dataclass
 class Examination:
-    """All that was found."""
+    """Everything that was found."""
 
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -60,12 +62,12 @@ class Examination:
     reached: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     interface: str | None = None
     shared: dict[str, bool] = field(default_factory=dict)
-    ring: Ring | None = None
+    ring: RingTrial | None = None
     seconds: float = 0.0
 
 
 def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination:
-    """Run every check. Raises nothing for what is wrong with a host: that is a finding."""
+    """Run every check. A problem of a host is a finding, never an exception."""
     began = time.monotonic()
     found = Examination()
     with (
@@ -87,9 +89,9 @@ def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination
 
 
 def _examine_answering(
-    found: Examination, sessions: Mapping[str, Session], hosts: Sequence[Host], wishes: Wishes
+    found: Examination, sessions: Mapping[str, ProbeSession], hosts: Sequence[Host], wishes: Wishes
 ) -> None:
-    """What is checked of the hosts that answer, but for the ring."""
+    """Run all checks of the hosts that answer, except for the ring."""
     facts, slots = found.facts, {host.address: host.slots for host in hosts}
     first = next(host.address for host in hosts if host.address in facts)
     _ping(found, sessions)
@@ -120,18 +122,18 @@ def _examine_answering(
     ]
 
 
-def _ask(session: Session, request: Mapping[str, Any]) -> Facts:
-    """An answer; nothing, where the host falls silent."""
+def _ask(session: ProbeSession, request: Mapping[str, Any]) -> Facts:
+    """Return the answer; without values if the host does not answer."""
     try:
         return session.ask(request, time.monotonic() + STEP_S).facts
-    except NoAnswer as silence:
-        return Facts({}, {"answer": silence.stderr.strip() or "none in time"})
+    except NoAnswer as error:
+        return Facts({}, {"answer": error.stderr.strip() or "none in time"})
 
 
-def _ping(found: Examination, sessions: Mapping[str, Session]) -> None:
-    """Clocks and latencies: of some messages, the quickest tells most."""
+def _ping(found: Examination, sessions: Mapping[str, ProbeSession]) -> None:
+    """Measure clock offsets and latencies; the fastest of PINGS messages bounds the offset best."""
 
-    def ping(session: Session) -> tuple[float, float, float] | None:
+    def ping(session: ProbeSession) -> tuple[float, float, float] | None:
         best = None
         for _ in range(PINGS):
             try:
@@ -151,9 +153,9 @@ def _ping(found: Examination, sessions: Mapping[str, Session]) -> None:
 
 
 def _reach(
-    facts: Mapping[str, Facts], sessions: Mapping[str, Session]
+    facts: Mapping[str, Facts], sessions: Mapping[str, ProbeSession]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every host tries every address of the others but loopback."""
+    """Let every host try every address of the others except loopback; return the attempts."""
     targets = [
         {
             "host": host,
@@ -163,7 +165,7 @@ def _reach(
         for host, listener in known(facts, "listener")
     ]
 
-    def reach(session: Session) -> Facts:
+    def reach(session: ProbeSession) -> Facts:
         others = [target for target in targets if target["host"] != session.host.address]
         return _ask(session, {"do": "reach", "targets": others})
 
@@ -171,9 +173,9 @@ def _reach(
 
 
 def _share(
-    facts: Mapping[str, Facts], sessions: Mapping[str, Session], first: str
+    facts: Mapping[str, Facts], sessions: Mapping[str, ProbeSession], first: str
 ) -> dict[str, bool]:
-    """Whether the others see a file of the first host in the folder for runs."""
+    """Return whether each other host sees a file of the first host in the folder for runs."""
     output = facts[first].get("output")
     if output is None or output["problem"]:
         return {}
@@ -190,20 +192,20 @@ def _share(
 
 def _ring(
     found: Examination,
-    sessions: Mapping[str, Session],
+    sessions: Mapping[str, ProbeSession],
     hosts: Sequence[Host],
     ssh: SshSetup,
     wishes: Wishes,
 ) -> list[Finding]:
-    """Run it where it can work, and check it."""
+    """Run the ring and check it, unless a check has failed."""
     if failed(found.findings):
         names = ", ".join(dict.fromkeys(f.check for f in found.findings if f.status == "fail"))
-        text, fix = f"not tried, since these failed: {names}", "mend them, and run doctor again"
+        text, fix = f"not tried, since these failed: {names}", "correct them, and run doctor again"
         return [Finding("ring", "warn", ALL_HOSTS, text, fix)]
     controller = "gloo" if wishes.controller == "auto" else wishes.controller
-    writer = sessions[hosts[0].address]  # rank 0's
+    writer = sessions[hosts[0].address]  # the host of rank 0
     file = _ask(writer, {"do": "make_file"}).get("file", os.devnull)
-    mark = new_mark()
+    mark = secrets.token_hex(16)
     command = ring_command(hosts, ssh, controller, found.interface, file)
     try:
         code, output = run_ring(
@@ -213,7 +215,7 @@ def _ring(
         content = _ask(writer, {"do": "take_file", "file": file}).get("content")
         on_all(lambda session: _ask(session, {"do": "sweep", "mark": mark}), sessions)
     workers = max(2, len(hosts))
-    found.ring = Ring(workers, controller, code, output, parse_measured(content))
+    found.ring = RingTrial(workers, controller, code, output, parse_measured(content))
     return check_ring(found.ring)
 
 
@@ -221,15 +223,15 @@ STATUS_WIDTH, CHECK_WIDTH = 6, 16
 WORST_FIRST: tuple[Status, ...] = ("fail", "warn", "ok")
 
 
-def tell_findings(findings: Iterable[Finding]) -> str:
-    """A line for each finding, its fix below; what several hosts share is told once."""
+def format_findings(findings: Iterable[Finding]) -> str:
+    """Return one line per finding, its fix below; hosts with the same finding share a line."""
     hosts: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
         key = (finding.status, finding.check, finding.text, finding.fix)
         hosts.setdefault(key, []).append(finding.host)
     lines = []
-    for (status, check, text, fix), those in hosts.items():
-        named = ", ".join(filter(None, those))
+    for (status, check, text, fix), affected in hosts.items():
+        named = ", ".join(filter(None, affected))
         prefix = f"{named}: " if named else ""
         lines.append(f"{status:<{STATUS_WIDTH}}{check:<{CHECK_WIDTH}}{prefix}{text}")
         if fix:
@@ -237,16 +239,16 @@ def tell_findings(findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
-def tell_verdict(findings: Sequence[Finding], seconds: float) -> str:
-    """The last line: how many of each."""
+def format_verdict(findings: Sequence[Finding], seconds: float) -> str:
+    """Return the last line: the verdict, and the number of findings by status."""
     counts = {status: sum(f.status == status for f in findings) for status in WORST_FIRST}
-    verdict = "something must be mended" if failed(findings) else "ready to train"
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"doctor: {verdict} ({told}; {seconds:.1f} s)"
+    verdict = "problems found" if failed(findings) else "ready to train"
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"doctor: {verdict} ({summary}; {seconds:.1f} s)"
 
 
 def as_json(found: Examination) -> dict[str, Any]:
-    """All findings and facts."""
+    """Return all findings and facts, as written by --json."""
     ring = found.ring
     return {
         "ok": not failed(found.findings),

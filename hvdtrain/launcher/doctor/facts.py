@@ -1,4 +1,4 @@
-"""What is known of a host, and what is concluded from it."""
+"""Facts gathered on a host, and the findings derived from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail"]
-ALL_HOSTS = ""  # the host of a finding that is about all of them
-THIS_MACHINE = "this machine"  # what messages call the one that the command was started on
+ALL_HOSTS = ""  # the host of a finding that concerns all of them
+THIS_MACHINE = "this machine"  # in messages: the machine on which the command was started
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a probe found. A fact that could not be had is in `errors`, with the reason."""
+    """The facts of one host. `errors` holds the reason for each fact that is missing."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says of one host, or of all."""
+    """The result of one check for one host, or for all hosts."""
 
     check: str
     status: Status
@@ -44,10 +44,10 @@ ByHost = Mapping[str, Facts]  # by host.address
 
 
 def failed(findings: Iterable[Finding]) -> bool:
-    """Whether any check failed."""
+    """Return whether any check failed."""
     return any(finding.status == "fail" for finding in findings)
 
 
 def known(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
-    """(host, value) where the fact is known."""
+    """Return pairs (host, value) of the hosts where the fact `name` is known."""
     return ((host, found.values[name]) for host, found in facts.items() if found.has(name))

@@ -1,6 +1,6 @@
-"""Facts of the machine itself: cores, memory, limits, disks. Files and system calls alone.
+"""Facts of the machine: cores, memory, limits, disks, read from files and system calls.
 
-`root` stands for / where the kernel's files are read, so that tests can have machines of their own.
+`root` replaces / for the kernel's files, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
 
 
 def machine_sources(output: str) -> dict[str, Callable[[], Any]]:
-    """`output`: the folder that runs will be written to."""
+    """Return the sources of the machine facts. `output`: the folder where runs will be written."""
     return {
         "cores": cores,
         "memory": memory,
@@ -32,13 +32,13 @@ def machine_sources(output: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def cores(root: Path = ROOT) -> dict[str, Any]:
-    """There are, and this process may use."""
+def cores() -> dict[str, Any]:
+    """Return the number of cores of the machine, and of those that this process may use."""
     return {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))}
 
 
 def memory(root: Path = ROOT) -> dict[str, int]:
-    """Bytes: total and available, as the kernel counts them."""
+    """Return total and available memory in bytes, as the kernel counts them."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
     return {
@@ -48,9 +48,10 @@ def memory(root: Path = ROOT) -> dict[str, int]:
 
 
 def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
-    """What a container or a batch system allows: the narrowest limit on the way up, or None.
+    """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
 
-    version, cores, memory (bytes), memory_used (where that limit stands), processes.
+    Keys: version, cores, memory (bytes), memory_used (of the cgroup with that limit), processes.
+    None: no limit.
     """
     own = _own_groups(root)
     found: dict[str, Any] = {
@@ -71,7 +72,7 @@ def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Controllers -> this process's group: "" for version 2."""
+    """Return controllers -> this process's group; the controllers of version 2 are ""."""
     groups = {}
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
@@ -80,13 +81,13 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _folders(root: Path, controllers: str, group: str) -> list[Path]:
-    """The group's folder and those above it, where they are mounted."""
+    """Return the group's folder and its ancestors, as far as they are mounted."""
     base = root / "sys/fs/cgroup"
     if controllers:
         base /= controllers.removeprefix("name=")
     elif not (base / "cgroup.controllers").exists():
         base /= "unified"
-    # In a container, what is mounted may be the group itself, under no name.
+    # In a container, the mount may be the group itself, without its path.
     folder = base / group.strip("/")
     if not folder.is_dir():
         folder = base
@@ -95,7 +96,7 @@ def _folders(root: Path, controllers: str, group: str) -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores that the scheduler grants."""
+    """Return the CPU quota in cores; None if there is none."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -124,7 +125,7 @@ def _narrow(found: dict[str, Any], name: str, limit: float | None) -> bool:
 
 
 def space(folder: Path) -> dict[str, Any]:
-    """Bytes and files that a file system holds and has left for this user."""
+    """Return the size of a file system, and the bytes and files left for this user."""
     found = os.statvfs(folder)
     return {
         "path": str(folder),
@@ -135,7 +136,7 @@ def space(folder: Path) -> dict[str, Any]:
 
 
 def limits() -> dict[str, int | None]:
-    """The soft limits of a process; None: unlimited."""
+    """Return the soft limits of this process; None: unlimited."""
     kinds = {
         "open_files": resource.RLIMIT_NOFILE,
         "locked_memory": resource.RLIMIT_MEMLOCK,
@@ -146,11 +147,11 @@ def limits() -> dict[str, int | None]:
 
 
 def output_folder(output: Path) -> dict[str, Any]:
-    """Whether runs can be written, and the room there is: tried, in what of the path exists."""
-    there = next(folder for folder in (output, *output.parents) if folder.exists())
-    found: dict[str, Any] = {"asked": str(output), **space(there), "problem": None}
+    """Return whether runs can be written (tested in the nearest existing folder) and space left."""
+    existing = next(folder for folder in (output, *output.parents) if folder.exists())
+    found: dict[str, Any] = {"asked": str(output), **space(existing), "problem": None}
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"hvdtrain doctor")
             file.flush()
     except OSError as error:
@@ -159,7 +160,7 @@ def output_folder(output: Path) -> dict[str, Any]:
 
 
 def single_copy() -> bool:
-    """Whether processes may read each other's memory (Open MPI does, within a host)."""
+    """Return whether processes may read each other's memory, as Open MPI does within a host."""
     library = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.create_string_buffer(b"hvdtrain"), ctypes.create_string_buffer(8)
 
@@ -176,7 +177,7 @@ def single_copy() -> bool:
 
 
 def link_speeds(root: Path = ROOT) -> dict[str, int]:
-    """Interface -> Mbit/s, where the driver tells."""
+    """Return interface -> Mbit/s, for the interfaces whose driver reports it."""
     speeds = {}
     for path in (root / "sys/class/net").glob("*/speed"):
         try:

@@ -1,4 +1,4 @@
-"""Checks of the machines: facts -> findings, nothing else. `slots`: workers by host.address."""
+"""Checks of the machines: pure, facts -> findings. `slots`: number of workers by host.address."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MIB = 1 << 20
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
 MEMORY_NEEDED = 0.3 * GIB
 MEMORY_WANTED = 1 * GIB
-SHM_WANTED = 256 * MIB  # a container has 64 MiB unless told otherwise: too little for data loaders
+SHM_WANTED = 256 * MIB  # a container has 64 MiB by default: too little for data loaders
 DISK_NEEDED, DISK_WANTED = 100 * MIB, 2 * GIB
 FILES_NEEDED = 1000
 OPEN_FILES_WANTED = 1024
-PROCESSES_WANTED = 256  # beside those of the workers, each of which has some threads
+PROCESSES_WANTED = 256  # in addition to the workers' processes and threads
 PROCESSES_PER_WORKER = 64
 LOCKED_WANTED = 1 * GIB  # InfiniBand registers the memory that it sends from
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
@@ -25,12 +25,12 @@ Slots = Mapping[str, int]
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
-    """As many cores as slots: those that the scheduler and the container let be used."""
+    """Check that there are as many usable cores (affinity, container quota) as slots."""
     findings, shown = [], {}
     for host, cores in known(facts, "cores"):
         quota = facts[host].get("cgroup", {}).get("cores")
@@ -45,7 +45,7 @@ def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
 
 
 def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
-    """Room for the workers, within the container's limit too."""
+    """Check that free memory, also within the container's limit, suffices for the workers."""
     findings, shown = [], {}
     for host, memory in known(facts, "memory"):
         free = memory["available"]
@@ -63,7 +63,7 @@ def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
 
 
 def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
-    """Limits that are not cores or memory, and what containers forbid."""
+    """Check the container's limit on processes, and system calls that it may forbid."""
     findings, shown = [], {}
     for host, group in known(facts, "cgroup"):
         parts = [f"{group['cores']:g} cores"] if group["cores"] else []
@@ -86,7 +86,7 @@ def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
 
 
 def check_shm(facts: ByHost) -> list[Finding]:
-    """/dev/shm, through which data-loading workers hand over batches."""
+    """Check the room in /dev/shm, through which data-loading workers pass batches."""
     findings, shown = [], {}
     for host, found in facts.items():
         shm = found.get("shm")
@@ -101,7 +101,7 @@ def check_shm(facts: ByHost) -> list[Finding]:
 
 
 def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
-    """ulimits: open files, processes, locked memory."""
+    """Check the ulimits: open files, processes, locked memory."""
     findings = []
     for host, found in known(facts, "limits"):
         processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots.get(host, 1)
@@ -119,7 +119,7 @@ def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
 
 
 def check_output(facts: ByHost, first: str) -> list[Finding]:
-    """Runs can be written, with room. `first`: the host of rank 0, which writes them."""
+    """Check that runs can be written, with room. `first`: the host of rank 0, which writes them."""
     findings, shown = [], {}
     for host, found in known(facts, "output"):
         worst: Status = "fail" if host == first else "warn"
@@ -142,7 +142,7 @@ def _few_files(found: Mapping[str, Any]) -> bool:
 
 
 def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Finding]:
-    """Whether the other hosts see what the first one wrote. `seen`: by each of the others."""
+    """Check that the other hosts see a file of the first. `seen`: whether each other host does."""
     if not seen:
         return []
     if all(seen.values()):
@@ -157,7 +157,7 @@ def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Find
 
 
 def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
-    """GPUs against slots, one driver, and a torch that can use them."""
+    """Check the GPUs: one for each slot, one driver version, a torch and Horovod that use them."""
     findings, shown = [], {}
     for host, found in known(facts, "gpus"):
         count = len(found["list"])
@@ -178,7 +178,7 @@ def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
 def _gpu_problems(facts: Facts, slots: int) -> list[tuple[Status, str, str]]:
     found, loads = facts.get("gpus"), facts.get("horovod_loads", {})
     if found["problem"]:
-        return [("fail", f"nvidia-smi fails: {found['problem']}", "mend or remove the driver")]
+        return [("fail", f"nvidia-smi fails: {found['problem']}", "repair or remove the driver")]
     count = len(found["list"])
     if count == 0:
         return []
@@ -190,20 +190,20 @@ def _gpu_problems(facts: Facts, slots: int) -> list[tuple[Status, str, str]]:
         text = f"there are GPUs, but torch {loads['torch']} is a build without CUDA"
         problems.append(("warn", text, "install a CUDA build of torch, then launch/setup"))
     elif "torch" in loads and not loads["nccl"]:
-        text = "there are GPUs, but Horovod is built without NCCL: gradients go through memory"
+        text = "there are GPUs, but Horovod is built without NCCL: gradients pass through memory"
         problems.append(("warn", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
     return problems
 
 
 def check_horovod_loads(facts: ByHost) -> list[Finding]:
-    """Horovod's native library loads beside the torch that is there."""
+    """Check that Horovod's native library loads beside the installed torch."""
     findings, shown = [], {}
     for host, found in known(facts, "horovod_loads"):
         if found["problem"]:
-            fix = "build it anew for this torch: launch/setup"
+            fix = "rebuild it for this torch: launch/setup"
             findings.append(Finding("horovod loads", "fail", host, found["problem"], fix))
         elif not found["gloo"]:
-            fix = "build it anew: launch/setup"
+            fix = "rebuild it: launch/setup"
             text = "Horovod is built without Gloo"
             findings.append(Finding("horovod loads", "warn", host, text, fix))
         else:
@@ -213,7 +213,7 @@ def check_horovod_loads(facts: ByHost) -> list[Finding]:
 
 
 def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
-    """Open MPI 4, the same everywhere. `needed`: the controller asked for is MPI."""
+    """Check for Open MPI 4, the same everywhere. `needed`: the user chose the MPI controller."""
     versions = dict(known(facts, "mpi"))
     worst: Status = "fail" if needed else "warn"
     if versions and not any(versions.values()):
@@ -225,7 +225,7 @@ def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
             fix = "install the same MPI there, or use --controller gloo"
             findings.append(Finding("mpi", worst, host, "no mpirun on PATH", fix))
         elif not version.startswith("Open MPI 4."):
-            text = f"{version}: horovodrun's options fit Open MPI 4"
+            text = f"{version}: horovodrun's options fit Open MPI 4 only"
             findings.append(Finding("mpi", worst, host, text, "install Open MPI 4: launch/setup"))
     if len(different := set(filter(None, versions.values()))) > 1:
         listed = ", ".join(f"{host} {version}" for host, version in versions.items())
@@ -235,13 +235,13 @@ def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
 
 
 def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """Clocks agree with this machine's. `offsets`: by host, (seconds ahead, give or take)."""
+    """Check the clocks against this machine's. `offsets`: by host, (seconds ahead, uncertainty)."""
     findings = []
     for host, (ahead, uncertain) in offsets.items():
         if abs(ahead) - uncertain > SKEW_WARN_S:
             status: Status = "fail" if abs(ahead) - uncertain > SKEW_FAIL_S else "warn"
             text = f"the clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
-            fix = "let it follow a time server: `timedatectl set-ntp true`"
+            fix = "synchronise it with a time server: `timedatectl set-ntp true`"
             findings.append(Finding("clock", status, host, text, fix))
     if offsets and not findings:
         widest = max(abs(ahead) + uncertain for ahead, uncertain in offsets.values())
@@ -251,14 +251,14 @@ def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
 
 
 def _ok(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:
-    """One finding where all hosts are alike, else one for each."""
+    """Return one finding if all hosts are alike, else one for each."""
     if len(set(shown.values())) == 1:
         return [Finding(check, "ok", ALL_HOSTS, text.format(next(iter(shown.values()))))]
     return [Finding(check, "ok", host, text.format(value)) for host, value in shown.items()]
 
 
 def _at_least(check: str, free: Mapping[str, float], text: str) -> list[Finding]:
-    """One finding, of the host that has least: such numbers differ between any two hosts."""
+    """Return one finding, for the host with the least: such numbers differ between all hosts."""
     if not free:
         return []
     shown = size(min(free.values())) + (" or more" if len(free) > 1 else "")

@@ -1,4 +1,4 @@
-"""What the tries of every pair of hosts say: who reaches whom, and by which interface."""
+"""TCP between every pair of hosts: the attempts, the usable interfaces, and the findings."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from typing import Any
 from hvdtrain.launcher.addresses import interface_of, interfaces
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, ByHost, Finding, known
 
-Reached = Mapping[str, Sequence[Mapping[str, Any]]]  # by the host that tried, see reaching.py
-# Interfaces of container engines and virtual machines: an address on them is seldom the same host.
+Reached = Mapping[str, Sequence[Mapping[str, Any]]]  # results of reach_all by connecting host
+# Interfaces of container engines and virtual machines: their addresses often repeat on each host.
 VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "lxc")
 SLOW_SSH_S = 0.5
+CONNECT_S = 2.0
+AT_ONCE = 64  # threads that connect
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Who reaches whom."""
+    """The connections that work between hosts."""
 
     usable: tuple[str, ...]  # interfaces over which every host reaches every other, best first
     cut: tuple[tuple[str, str], ...]  # pairs (from, to) without any address that works
-    seconds: float | None  # to connect, the median over the best interface
+    seconds: float | None  # median time to connect over the best interface
 
 
 def find_routes(facts: ByHost, reached: Reached) -> Routes:
-    """`facts`: with interfaces and speeds."""
+    """Derive the routes from all attempts; `facts` give the speeds of the interfaces."""
     pairs = list(itertools.permutations(facts, 2))
     good: dict[str, set[tuple[str, str]]] = {}
     seconds: dict[str, list[float]] = {}
@@ -42,7 +44,7 @@ def find_routes(facts: ByHost, reached: Reached) -> Routes:
                 name = attempt["interface"]
                 good.setdefault(name, set()).add((host, attempt["host"]))
                 seconds.setdefault(name, []).append(attempt["seconds"])
-    usable = [name for name, those in good.items() if set(pairs) <= those]
+    usable = [name for name, joined in good.items() if set(pairs) <= joined]
     usable.sort(key=lambda name: _rank(name, facts, statistics.median(seconds[name])))
     linked = set().union(*good.values()) if good else set()
     return Routes(
@@ -58,15 +60,15 @@ def _rank(name: str, facts: ByHost, seconds: float) -> tuple[bool, int, float]:
 
 
 def check_pairs(routes: Routes, reached: Reached) -> list[Finding]:
-    """Every host can connect to every other, on ports that nobody chose."""
+    """Check that every host can connect to every other on arbitrary ports."""
     findings = []
     for source, target in routes.cut:
         tries = [attempt for attempt in reached.get(source, ()) if attempt["host"] == target]
-        told = "; ".join(f"{attempt['address']}: {attempt['problem']}" for attempt in tries)
-        text = f"cannot connect to {target} ({told or 'no address to try'})"
+        problems = "; ".join(f"{attempt['address']}: {attempt['problem']}" for attempt in tries)
+        text = f"cannot connect to {target} ({problems or 'no address to try'})"
         fix = (
             f"open TCP from {source} to {target}, all ports from 1024 (firewall, security group): "
-            "MPI and Gloo choose theirs at random"
+            "MPI and Gloo choose ports at random"
         )
         findings.append(Finding("network", "fail", source, text, fix))
     if not findings and reached:
@@ -78,31 +80,31 @@ def check_pairs(routes: Routes, reached: Reached) -> list[Finding]:
 
 
 def check_ports(facts: ByHost) -> list[Finding]:
-    """Every host can listen."""
+    """Check that every host can listen on a port."""
     return [
         Finding(
             "ports",
             "fail",
             host,
-            f"no port can be listened on: {found.errors['listener']}",
+            f"cannot listen on any port: {found.errors['listener']}",
             "free ports, or widen net.ipv4.ip_local_port_range",
         )
         for host, found in facts.items()
         if "listener" in found.errors
-    ] or [Finding("ports", "ok", ALL_HOSTS, "a port can be listened on")]
+    ] or [Finding("ports", "ok", ALL_HOSTS, "hosts can listen on a port")]
 
 
 def check_route(facts: ByHost, routes: Routes, wanted: str | None) -> list[Finding]:
-    """One interface, by one name, that joins all hosts. `wanted`: the user's choice."""
+    """Check that one interface, by one name, joins all hosts. `wanted`: the user's choice."""
     if routes.cut:
-        return []  # told by check_pairs
+        return []  # reported by check_pairs
     if wanted is not None and wanted not in routes.usable:
         better = f"; over {', '.join(routes.usable)} they do" if routes.usable else ""
         text = f"hosts do not reach one another over {wanted}{better}"
         fix = (
             f"--network-interface {routes.usable[0]}"
             if routes.usable
-            else "leave --network-interface out, to see what there is"
+            else "omit --network-interface to see which interfaces there are"
         )
         return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
     if routes.usable:
@@ -116,13 +118,13 @@ def check_route(facts: ByHost, routes: Routes, wanted: str | None) -> list[Findi
         for host, interfaces in known(facts, "interfaces")
     }
     listed = "; ".join(f"{host}: {', '.join(own) or 'none'}" for host, own in names.items())
-    text = f"no network interface joins all hosts under one name, as Horovod needs it ({listed})"
+    text = f"no network interface joins all hosts under one name, as Horovod requires ({listed})"
     fix = "give it one name on all hosts: `ip link set NAME name net0`"
     return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
 
 
 def check_latency(seconds: Mapping[str, float]) -> list[Finding]:
-    """A message to a probe and back, by ssh."""
+    """Check the round-trip time to each probe over ssh."""
     if not seconds:
         return []
     slowest = max(seconds, key=seconds.__getitem__)
@@ -135,15 +137,11 @@ def check_latency(seconds: Mapping[str, float]) -> list[Finding]:
     return [Finding("latency", "ok", ALL_HOSTS, text)]
 
 
-CONNECT_S = 2.0
-AT_ONCE = 64
-
-
 class Listener:
-    """Says its token to whoever connects.
+    """A TCP server that sends its token to every client.
 
-    The token tells hosts apart: a bridge of a container engine has the same address on each host,
-    and whoever connects to it has reached himself.
+    The token identifies the host: the bridge of a container engine has the same address on each
+    host, so a connection to that address reaches the connecting host itself.
     """
 
     def __init__(self) -> None:
@@ -167,7 +165,11 @@ class Listener:
 
 
 def reach_all(targets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Try every address of every target: {host, port, token, addresses: [[interface, address]]}."""
+    """Try every address of every target: {host, port, token, addresses: [[interface, address]]}.
+
+    Return for each address: host, interface, address, problem (None: connected), and if connected
+    seconds and `through`, the interface of this end.
+    """
     own = interfaces()
     attempts = [
         (target, str(interface), str(address))
@@ -186,7 +188,7 @@ def _reach(attempt: tuple[dict[str, Any], str, str], own: list[tuple[str, str]])
         with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as connection:
             found["seconds"] = time.perf_counter() - began
             found["through"] = interface_of(connection.getsockname()[0], own)
-            said = connection.recv(64).decode(errors="replace")
+            token = connection.recv(64).decode(errors="replace")
     except OSError as error:
         return found | {"problem": error.strerror or str(error)}
-    return found | {"problem": None if said == target["token"] else "another machine answers"}
+    return found | {"problem": None if token == target["token"] else "another machine answers"}

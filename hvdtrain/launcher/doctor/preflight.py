@@ -1,4 +1,4 @@
-"""Running the checks: the quick part, which `launch` begins with, and all of it."""
+"""The quick part of the checks, with which `launch` begins; `examination` extends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hvdtrain.launcher.addresses import ANYWHERE, interfaces, is_loopback
 from hvdtrain.launcher.doctor import checks
 from hvdtrain.launcher.doctor.facts import ByHost, Facts, Finding
-from hvdtrain.launcher.doctor.sessions import NoAnswer, Reply, Session, on_all, open_sessions
+from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, Reply, on_all, open_sessions
 from hvdtrain.launcher.doctor.software import gather, quick_sources
 from hvdtrain.launcher.doctor.ssh_failures import Attempt, explain
 from hvdtrain.launcher.hosts import Host
@@ -21,18 +21,18 @@ from hvdtrain.launcher.tickets import Ticket
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the quick part found."""
+    """Result of the quick part."""
 
     findings: tuple[Finding, ...]
-    interface: str | None  # all hosts reach this machine through it; None: all local, or differing
+    interface: str | None  # through which hosts reach this machine; None: all local, or different
     facts: ByHost  # hosts that could not be reached are missing
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One host's probe: its first reply, or why there is none."""
+    """The first reply of a host's probe, or the finding that explains its absence."""
 
-    session: Session
+    session: ProbeSession
     reply: Reply | None
     failure: Finding | None
 
@@ -45,11 +45,11 @@ def preflight(
     timeout_s: float,
     channel_address: str = ANYWHERE,
 ) -> Preflight:
-    """The quick part, all hosts in parallel: ssh, the same software, user and path, and a way back.
+    """Run the quick part on all hosts in parallel: ssh, same software, user and path, a way back.
 
-    `channel_port`: of this machine, on which somebody listens; each host connects to it and hangs
-    up (0: not tried). `ticket`: kept on each host for the agents (see tickets.py).
-    `channel_address`: the only one that is listened on, if not all are.
+    `channel_port`: a port of this machine on which the caller listens; each host connects to it and
+    hangs up (0: not tried). `ticket`: stored on each host for the agents (see tickets.py).
+    `channel_address`: the address listened on, if not all.
     """
     request = {"do": "quick", **common_request(channel_port, ticket, channel_address)}
     with open_sessions(hosts, ssh) as sessions:
@@ -61,14 +61,14 @@ def preflight(
 
 
 def facts_here() -> Facts:
-    """The same facts of this machine, which may be none of the hosts."""
+    """Return the quick facts of this machine, which may be none of the hosts."""
     return Facts.from_json(gather(quick_sources(str(Path.cwd()))))
 
 
 def common_request(
     channel_port: int, ticket: Ticket | None, channel_address: str = ANYWHERE
 ) -> dict[str, Any]:
-    """What each host is asked in both parts."""
+    """Return the fields that the requests of the quick part and of the examination share."""
     return {
         "working_directory": str(Path.cwd()),
         "channel_port": channel_port,
@@ -79,22 +79,22 @@ def common_request(
 
 
 def ask_first(
-    sessions: Mapping[str, Session], ssh: SshSetup, request: Mapping[str, Any], deadline: float
+    sessions: Mapping[str, ProbeSession], ssh: SshSetup, request: Mapping[str, Any], deadline: float
 ) -> dict[str, Answered]:
-    """Ask all; a host that does not answer is explained."""
+    """Send the request to all hosts; explain each failure to answer by a finding."""
 
-    def ask(session: Session) -> Answered:
+    def ask(session: ProbeSession) -> Answered:
         host = session.host
         try:
             return Answered(session, session.ask(request, deadline), None)
-        except NoAnswer as silence:
+        except NoAnswer as error:
             attempt = Attempt(
                 host=host.address,
                 name=host.name,
                 by_hand=ssh.by_hand(host),
-                exit_code=silence.exit_code,
-                stderr=silence.stderr,
-                noise=silence.noise,
+                exit_code=error.exit_code,
+                stderr=error.stderr,
+                noise=error.noise,
             )
             return Answered(session, None, explain(attempt))
 
@@ -102,12 +102,12 @@ def ask_first(
 
 
 def facts_of(answered: Mapping[str, Answered]) -> dict[str, Facts]:
-    """Of the hosts that answered."""
+    """Return the facts of the hosts that answered."""
     return {host: item.reply.facts for host, item in answered.items() if item.reply}
 
 
 def distant_facts(answered: Mapping[str, Answered]) -> dict[str, Facts]:
-    """Of those that are reached by ssh."""
+    """Return the facts of the hosts that answered over ssh."""
     return {
         host: facts
         for host, facts in facts_of(answered).items()
@@ -116,7 +116,7 @@ def distant_facts(answered: Mapping[str, Answered]) -> dict[str, Facts]:
 
 
 def quick_findings(answered: Mapping[str, Answered], here: Facts) -> list[Finding]:
-    """The checks of both parts."""
+    """Run the checks that the quick part and the examination share."""
     facts = facts_of(answered)
     failures = [item.failure for item in answered.values() if item.failure]
     if not facts:

@@ -1,7 +1,7 @@
-"""The doctor's end on a host: `python -m hvdtrain.launcher.doctor.probe`.
+"""The probe, run on each host: `python -m hvdtrain.launcher.doctor.probe`.
 
-It reads requests, one JSON object a line, and answers each by a marker line and a line of JSON, so
-that what login scripts print does no harm. It ends with its standard input, or by an alarm.
+It reads requests, one JSON object per line, and answers each by a marker line and a line of JSON,
+so output of login scripts does not matter. It ends with its standard input, or by an alarm.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hvdtrain.launcher.processes import marked
 from hvdtrain.launcher.tickets import write_ticket
 
 MARKER = "@@ hvdtrain probe answers @@"
-MARK = "HVDTRAIN_DOCTOR"  # in the environment of what the doctor starts, to find it again
+MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its own processes
 CONNECT_S = 2.0
 LONGEST_LIFE_S = 180
-HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")  # by horovodrun, to workers
+# Variables that horovodrun passes to the workers.
+HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
-Source = Callable[[], Any]
 
 
 class Probe:
-    """Answers requests; each answer holds `values` and `errors`."""
+    """The handlers of all requests; each answer holds `values` and `errors`."""
 
     def __init__(self) -> None:
         self._own_environment = dict(os.environ)
@@ -55,14 +55,14 @@ class Probe:
         }
 
     def answer(self, request: Request) -> Answer:
-        os.environ.update(request.get("environment", {}))  # as workers will have it
+        os.environ.update(request.get("environment", {}))  # the environment that workers will have
         handler = self._handlers.get(request.get("do", ""))
         if handler is None:
             return {"values": {}, "errors": {"request": f"unknown: {request.get('do')!r}"}}
         return handler(request)
 
     def _quick(self, request: Request) -> Answer:
-        """Facts, the way back to the launcher, and the ticket."""
+        """Gather the quick facts, connect back to the launcher, and store the ticket."""
         found = gather(quick_sources(request["working_directory"]))
         if request.get("channel_port"):
             found["values"]["channel"] = channel = self._call_back(request)
@@ -71,7 +71,7 @@ class Probe:
         return found
 
     def _all(self, request: Request) -> Answer:
-        """The quick facts and all others; those that take a process, at once."""
+        """Gather all facts; those that need child processes, concurrently."""
         from hvdtrain.launcher.doctor.machine import machine_sources
         from hvdtrain.launcher.doctor.software import child_sources
 
@@ -98,7 +98,7 @@ class Probe:
         return gather({"reached": lambda: reach_all(request["targets"])})
 
     def _call_back(self, request: Request) -> dict[str, Any]:
-        """Which of the launcher's addresses answers, and by which interface it is reached."""
+        """Return the first launcher address that accepts a connection, and the interface used."""
         tried = []
         for address in launcher_addresses(request, self._own_environment):
             target = (address, request["channel_port"])
@@ -114,7 +114,7 @@ class Probe:
 
 
 def launcher_addresses(request: Request, environment: dict[str, str]) -> list[str]:
-    """Candidates, best first: where this SSH connection came from, then what the launcher has."""
+    """Return the addresses to try, best first: the SSH client, then the launcher's interfaces."""
     if request.get("channel_address"):  # it listens nowhere else
         return [str(request["channel_address"])]
     if request.get("local"):
@@ -126,7 +126,7 @@ def launcher_addresses(request: Request, environment: dict[str, str]) -> list[st
 
 
 def keep_ticket(request: Request, channel: dict[str, Any]) -> str:
-    """Write the launch's ticket; returns its path."""
+    """Write the launch's ticket; return its path."""
     content = {
         "channel": [channel["address"], request["channel_port"]],
         "job": request["ticket"]["job"],
@@ -136,14 +136,14 @@ def keep_ticket(request: Request, channel: dict[str, Any]) -> str:
 
 
 def leave(request: Request) -> str:
-    """A file that other hosts will look for, in the folder asked for."""
+    """Write the file that other hosts will look for; return its path."""
     path = Path(request["folder"], request["name"])
     path.write_text("left by hvdtrain doctor\n", "utf-8")
     return str(path)
 
 
 def look(request: Request) -> bool:
-    """Whether it can be seen here (read anew from the file system, not guessed from a cache)."""
+    """Return whether the file is visible here; listing the folder bypasses cached lookups."""
     try:
         return request["name"] in os.listdir(request["folder"])  # noqa: PTH208
     except FileNotFoundError:
@@ -156,14 +156,14 @@ def remove(request: Request) -> bool:
 
 
 def make_file() -> str:
-    """An empty file of this host's own, for a worker to write."""
+    """Create an empty temporary file for a worker to write; return its path."""
     handle, path = tempfile.mkstemp(prefix="hvdtrain-doctor-")
     os.close(handle)
     return path
 
 
 def take_file(request: Request) -> str:
-    """Its content; it is removed."""
+    """Return the content of the temporary file, and remove the file."""
     path = Path(request["file"])
     content = path.read_text("utf-8")
     path.unlink()
@@ -171,7 +171,10 @@ def take_file(request: Request) -> str:
 
 
 def sweep(mark: str) -> int:
-    """End what is left of the doctor's own job on this host, recognised by its environment."""
+    """Kill the doctor's remaining processes on this host, found by their environment.
+
+    Return their number.
+    """
     found = marked(MARK, mark)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -185,8 +188,8 @@ def _merge(found: Answer, more: Answer) -> None:
 
 
 def main() -> int:
-    """Answer requests until there are no more."""
-    signal.alarm(LONGEST_LIFE_S)  # whatever happens to the connection, nothing is left behind
+    """Answer requests until the input ends; return the exit code."""
+    signal.alarm(LONGEST_LIFE_S)  # leaves nothing behind, even if the connection hangs
     probe = Probe()
     for line in sys.stdin:
         request = json.loads(line)

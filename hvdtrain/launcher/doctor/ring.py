@@ -1,4 +1,4 @@
-"""One ring over all hosts: real `hvdtrain verify` under horovodrun, one worker a host."""
+"""A ring over all hosts: `hvdtrain verify` under horovodrun, one worker per host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -18,37 +17,36 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.launcher.command import Engine, engine_environment, horovodrun_argv, mpi_prefix
+from hvdtrain.launcher.command import EngineOptions, engine_environment, horovodrun_argv, mpi_prefix
 from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 
-LIMIT_S = 60.0
 END_S = 5.0
 SMALL, LARGE = 4, 4 << 20  # bytes: latency, bandwidth
 SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
 
 
 @dataclass(frozen=True)
-class Ring:
-    """How the ring ended."""
+class RingTrial:
+    """Result of the ring."""
 
     workers: int
     controller: str
-    exit_code: int | None  # of the launcher; None: time was up
+    exit_code: int | None  # of the launcher; None: timed out
     output: str
-    measured: Mapping[str, Any] | None  # what verify wrote
+    measured: Mapping[str, Any] | None  # report written by verify
 
     def seconds(self, size: int) -> float | None:
-        """One all-reduce of `size` bytes."""
-        return self._of(size, "seconds")
+        """Return the time of one all-reduce of `size` bytes; None if it was not measured."""
+        return self._measured(size, "seconds")
 
     def bandwidth(self) -> float | None:
-        """Bytes a second on each link, as nccl-tests defines busbw."""
-        return self._of(LARGE, "bus_bandwidth_bytes_per_s")
+        """Return the bus bandwidth (busbw of nccl-tests) in bytes/s; None if not measured."""
+        return self._measured(LARGE, "bus_bandwidth_bytes_per_s")
 
-    def _of(self, size: int, name: str) -> float | None:
+    def _measured(self, size: int, name: str) -> float | None:
         for case in (self.measured or {}).get("cases", ()):
             if case["bytes"] == size and case["submission"] == "alone":
                 return float(case[name])
@@ -58,9 +56,9 @@ class Ring:
 def ring_command(
     hosts: Sequence[Host], ssh: SshSetup, controller: str, interface: str | None, file: str
 ) -> list[str]:
-    """One worker a host; two where there is only one."""
+    """Return the horovodrun command: one worker per host, or two on a single host."""
     each = 2 if len(hosts) == 1 else 1
-    engine = Engine(
+    engine = EngineOptions(
         workers=each * len(hosts),
         controller=controller,
         hosts=[(ssh.name_of(host), each) for host in hosts],
@@ -73,20 +71,16 @@ def ring_command(
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
-    """Of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
+    """Return the environment of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     own = {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
     return engine_environment(environment, settings, ssh.path) | own
 
 
-def new_mark() -> str:
-    return secrets.token_hex(16)
-
-
 def run_ring(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float
 ) -> tuple[int | None, str]:
-    """Exit code (None: time was up) and output. Nothing of it is left on this machine."""
+    """Run the ring; return exit code (None: timed out) and output. No local process survives it."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -116,7 +110,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _kill_session(session: int) -> None:
-    """Open MPI gives every worker a process group of its own, but all stay in one session."""
+    """Kill all processes of a session: Open MPI gives each worker its own process group."""
     deadline = time.monotonic() + END_S
     while (left := _members(session)) and time.monotonic() < deadline:
         for pid in left:
@@ -126,7 +120,7 @@ def _kill_session(session: int) -> None:
 
 
 def _members(session: int) -> list[int]:
-    """Living processes of a session."""
+    """Return the pids of the living processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -139,7 +133,7 @@ def _members(session: int) -> list[int]:
 
 
 def parse_measured(text: str | None) -> Mapping[str, Any] | None:
-    """What verify wrote, if it came so far."""
+    """Return the report of verify; None if it is missing or incomplete."""
     try:
         found = json.loads(text or "")
     except ValueError:
@@ -147,8 +141,8 @@ def parse_measured(text: str | None) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def check_ring(ring: Ring) -> list[Finding]:
-    """All sums are right; how fast it was."""
+def check_ring(ring: RingTrial) -> list[Finding]:
+    """Check that all sums are right, and report latency and bandwidth."""
     where = f"{ring.workers} workers, {ring.controller}"
     latency, bandwidth = ring.seconds(SMALL), ring.bandwidth()
     if ring.exit_code == 0 and latency is not None and bandwidth is not None:
@@ -157,21 +151,21 @@ def check_ring(ring: Ring) -> list[Finding]:
             f"{bandwidth / 1e6:.0f} MB/s"
         )
         return [Finding("ring", "ok", ALL_HOSTS, text)]
-    told = last_words(ring.output)
+    cause = last_words(ring.output)
     if _wrong(ring):
-        text = f"{where}: sums are wrong: {told}"
-        fix = "run `hvdtrain verify --full` under horovodrun, host by host: memory or network lies"
+        text = f"{where}: sums are wrong: {cause}"
+        fix = "run `hvdtrain verify --full` under horovodrun, host by host: memory or network fault"
         return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
     if ring.exit_code is None:
-        text = f"{where}: no end in time: {told}"
-        fix = "workers do not find one another: try --network-interface, look at firewalls"
+        text = f"{where}: timed out: {cause}"
+        fix = "workers cannot reach one another: try --network-interface, check firewalls"
         return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
-    text = f"{where}: ended with exit code {ring.exit_code}: {told}"
-    fix = "mend what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
+    text = f"{where}: ended with exit code {ring.exit_code}: {cause}"
+    fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
     return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
 
 
-def _wrong(ring: Ring) -> bool:
+def _wrong(ring: RingTrial) -> bool:
     if ring.exit_code == EXIT_MISMATCH or (ring.measured or {}).get("wrong", 0) > 0:
         return True
     return (
@@ -180,7 +174,7 @@ def _wrong(ring: Ring) -> bool:
 
 
 def last_words(output: str) -> str:
-    """The line of the output that says most: an error of ours, a first cause, or the end."""
+    """Return the line that shows the cause: hvdtrain's error, another error, or the last line."""
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line]
     for pattern in (r"^hvdtrain: |^verify: .*wrong", r"not found|denied|refused|timed out|Error:"):

@@ -1,5 +1,5 @@
-"""The launcher's end of the probes: one child process a host (ssh, or Python itself for this
-machine), spoken to in lines, hosts in parallel, every wait with an end.
+"""The launcher's end of the probes: one child process per host (ssh, or Python itself for this
+machine), a protocol of lines, hosts in parallel, every wait bounded.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ PROBE = ("-m", "hvdtrain.launcher.doctor.probe")
 MOST_LINES = 100_000  # of noise
 LONGEST_LINE = 4_000_000
 NOISE_KEPT = 20
-END_S = 2.0  # for a process to end once its input has
+END_S = 2.0  # for a process to end after its input is closed
 
 Result = TypeVar("Result")
 
 
 class NoAnswer(Exception):
-    """A probe did not answer; what there is to know of the reason."""
+    """Failure of a probe to answer, with its exit code and output."""
 
     def __init__(self, exit_code: int | None, stderr: str, noise: Sequence[str]) -> None:
-        """`exit_code` None: time was up."""
+        """`exit_code` None: timed out."""
         super().__init__(stderr)
         self.exit_code = exit_code
         self.stderr = stderr
@@ -47,15 +47,15 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, and when it was asked for and had (by this machine's clock)."""
+    """An answer, with the times of the request and of its arrival by this machine's clock."""
 
     facts: Facts
     asked: float
     answered: float
 
 
-class Session:
-    """A probe on one host, until it is closed."""
+class ProbeSession:
+    """A probe process on one host, until it is closed."""
 
     def __init__(self, host: Host, ssh: SshSetup) -> None:
         self.host = host
@@ -79,7 +79,7 @@ class Session:
     def _command(self, ssh: SshSetup) -> list[str]:
         if self.local:
             return [sys.executable, *PROBE]
-        # As horovodrun's workers will: the same Python, by the same path, with this PYTHONPATH.
+        # The same as horovodrun's workers: this Python, by its path, with this PYTHONPATH.
         path = os.environ.get("PYTHONPATH")
         environment = ["env", f"PYTHONPATH={path}"] if path else []
         return ssh.argv(self.host, [*environment, sys.executable, *PROBE])
@@ -93,7 +93,7 @@ class Session:
         asked = time.time()
         line = json.dumps({"environment": environment, "local": self.local, **request}) + "\n"
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended: why, is read below
+        with contextlib.suppress(OSError, ValueError):  # it has ended; the reason is read below
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         answer = self._next_answer(deadline)
@@ -120,7 +120,7 @@ class Session:
         return line
 
     def _no_answer(self, deadline: float) -> NoAnswer:
-        """Why there is none: the process has ended, or time is up."""
+        """Return the reason for the missing answer: the process has ended, or timed out."""
         in_time = time.monotonic() < deadline
         self.close()
         code = self._process.returncode
@@ -138,7 +138,7 @@ class Session:
         self._lines.put(None)
 
     def close(self) -> None:
-        """End the probe: it ends with its input; whoever does not is killed."""
+        """Close the probe's input, which ends it; kill it if it does not end."""
         with self._closing:
             if self._closed:
                 return
@@ -152,7 +152,7 @@ class Session:
             process.stdin.close()
         _wait_unreaped(process.pid, END_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started too
+            os.killpg(process.pid, signal.SIGKILL)  # includes its children
         process.wait()
         self._reader.join(END_S)
         process.stdout.close()
@@ -162,31 +162,33 @@ class Session:
 
 
 def _wait_unreaped(pid: int, seconds: float) -> None:
-    """Wait for a child to end, but keep its number taken, so that no other process can bear it."""
+    """Wait for a child to end without reaping it, so that its pid cannot be reused."""
     deadline = time.monotonic() + seconds
     while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
 @contextlib.contextmanager
-def open_sessions(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[dict[str, Session]]:
-    """A probe on every host while the context lasts; by host.address."""
-    sessions: dict[str, Session] = {}
+def open_sessions(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[dict[str, ProbeSession]]:
+    """Run a probe on every host while the context lasts; yield the sessions by host.address."""
+    sessions: dict[str, ProbeSession] = {}
     try:
         for host in hosts:
-            sessions[host.address] = Session(host, ssh)
+            sessions[host.address] = ProbeSession(host, ssh)
         yield sessions
     finally:
-        on_all(Session.close, sessions)
+        on_all(ProbeSession.close, sessions)
 
 
-def on_all(work: Callable[[Session], Result], sessions: Mapping[str, Session]) -> dict[str, Result]:
-    """`work` for every host at the same time. When it is broken off, sessions are closed."""
+def on_all(
+    work: Callable[[ProbeSession], Result], sessions: Mapping[str, ProbeSession]
+) -> dict[str, Result]:
+    """Run `work` for every host concurrently. On an exception (Ctrl-C), close all sessions."""
     with ThreadPoolExecutor(max_workers=max(1, len(sessions))) as threads:
         futures = {host: threads.submit(work, session) for host, session in sessions.items()}
         try:
             return {host: future.result() for host, future in futures.items()}
-        except BaseException:  # Ctrl-C, say: nobody waits for answers any more
+        except BaseException:  # closing ends the waits of the other threads
             for session in sessions.values():
                 session.close()
             raise

@@ -1,4 +1,6 @@
-"""Facts of the quick part: software, user, paths, network interfaces. No library is imported."""
+"""Software facts of a host. The quick part (versions, user, paths, network interfaces) imports no
+library; the rest (MPI, GPUs, Horovod's native library) runs child processes.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,20 @@ PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")
 HVDTRAIN = Path(__file__).resolve().parents[2]
 
 
-def gather(
-    sources: Mapping[str, Callable[[], Any]],
-) -> dict[str, dict[str, Any]]:
-    """Every fact, each by itself: what goes wrong with one is told in its place."""
+def gather(sources: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+    """Call every source; return results in `values` and exceptions, as text, in `errors`."""
     values: dict[str, Any] = {}
     errors: dict[str, Any] = {}
     for name, source in sources.items():
         try:
             values[name] = source()
-        except Exception as error:  # a fact must never take the others with it
+        except Exception as error:  # one failing fact must not hide the others
             errors[name] = f"{type(error).__name__}: {error}"
     return {"values": values, "errors": errors}
 
 
 def quick_sources(working_directory: str) -> dict[str, Callable[[], Any]]:
-    """The facts of the quick part. `working_directory`: where workers will be started."""
+    """Return the sources of the quick part. `working_directory`: where workers will be started."""
     return {
         "hostname": socket.gethostname,
         "python": platform.python_version,
@@ -61,7 +61,7 @@ def quick_sources(working_directory: str) -> dict[str, Callable[[], Any]]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Name -> version as installed, None where it is not."""
+    """Return name -> installed version; None where a package is not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -73,7 +73,7 @@ def _version(name: str) -> str | None:
 
 
 def horovod_built_for() -> str | None:
-    """The torch that Horovod was compiled for, as its build noted it."""
+    """Return the torch version that Horovod was compiled for, from its build metadata."""
     try:
         file = metadata.distribution("horovod").locate_file("horovod/metadata.json")
         found = json.loads(Path(str(file)).read_text("utf-8")).get("pytorch")
@@ -83,7 +83,7 @@ def horovod_built_for() -> str | None:
 
 
 def source_hash(folder: Path) -> str:
-    """Of a package's own Python files: the same version from two checkouts may differ."""
+    """Return the SHA-256 of a package's Python files: checkouts of one version may differ."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -91,18 +91,18 @@ def source_hash(folder: Path) -> str:
 
 
 def user() -> dict[str, Any]:
-    """Who the probe runs as."""
+    """Return name, uid and home folder of the user that runs the probe."""
     entry = pwd.getpwuid(os.getuid())
     return {"name": entry.pw_name, "uid": entry.pw_uid, "home": entry.pw_dir}
 
 
 def folder_state(folder: Path) -> dict[str, Any]:
-    """Whether it is there and can be entered."""
+    """Return the path, and whether it is a folder that can be entered."""
     return {"path": str(folder), "usable": folder.is_dir() and os.access(folder, os.X_OK)}
 
 
 LIMIT_S = 30.0
-# Importing torch takes seconds; loading the same libraries takes a fraction of one.
+# Importing torch takes seconds; loading the same libraries takes a fraction of a second.
 _LOAD = """
 import ctypes, importlib.util, json, pathlib, sys
 def folder_of(name):
@@ -128,12 +128,12 @@ sys.stdout.write("\\n" + json.dumps(found) + "\\n")
 
 
 def child_sources() -> dict[str, Callable[[], Any]]:
-    """Each takes some time: they are run at once, in threads."""
+    """Return the sources that run child processes; the probe runs them concurrently, in threads."""
     return {"mpi": mpi_version, "gpus": gpus, "horovod_loads": horovod_loads}
 
 
 def mpi_version() -> str | None:
-    """Of the mpirun on PATH; None: there is none."""
+    """Return the version of the mpirun on PATH; None if there is none."""
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return None
@@ -146,7 +146,7 @@ def mpi_version() -> str | None:
 
 
 def gpus() -> dict[str, Any]:
-    """NVIDIA's, as the driver tells. `problem`: there is a driver, but it does not answer."""
+    """Return the NVIDIA GPUs that the driver reports. `problem`: why nvidia-smi failed, or None."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"list": [], "problem": None}
@@ -160,16 +160,19 @@ def gpus() -> dict[str, Any]:
 
 
 def horovod_loads() -> dict[str, Any]:
-    """What Horovod was built with, where its native library loads beside this torch."""
+    """Load Horovod's native library beside the installed torch.
+
+    Return what it was built with, and `problem`: why it does not load, or None.
+    """
     problem = ""
-    for program in (_LOAD, _IMPORT):  # the import is the judge where the short way fails
+    for program in (_LOAD, _IMPORT):  # a full import decides where direct loading fails
         done = _run([sys.executable, "-c", program])
         lines = done.stdout.strip().splitlines()
         if done.returncode == 0 and lines:
             found: dict[str, Any] = json.loads(lines[-1])
             return found | {"problem": None}
-        words = done.stderr.strip().splitlines()
-        problem = words[-1][:500] if words else f"it ended with code {done.returncode}"
+        lines = done.stderr.strip().splitlines()
+        problem = lines[-1][:500] if lines else f"it ended with code {done.returncode}"
     return {"problem": problem}
 
 

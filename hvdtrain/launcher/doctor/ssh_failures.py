@@ -1,7 +1,7 @@
-"""What a host's probe left instead of an answer, understood: from the words of ssh and of shells.
+"""Findings for hosts whose probe did not answer, from the error output of ssh and of shells.
 
-ssh says everything with exit code 255, so its text is what there is to go by (OpenSSH's; a text
-that is not known is shown as it is).
+ssh reports all failures by exit code 255, so OpenSSH's text is matched; unknown text is shown
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ COMMAND_NOT_FOUND = (126, 127)
 
 @dataclass(frozen=True)
 class Attempt:
-    """What was tried, and what came of it."""
+    """A failed attempt to run the probe on a host."""
 
-    host: str  # as messages call it
+    host: str  # as shown in messages
     name: str  # without a user
     by_hand: str  # "ssh -p 2222 carol@beta"
-    exit_code: int | None  # None: time was up
+    exit_code: int | None  # None: timed out
     stderr: str
     noise: tuple[str, ...] = ()
 
 
 def explain(attempt: Attempt) -> Finding:
-    """The finding for a host that did not answer."""
+    """Return the finding for a host that did not answer."""
     if attempt.exit_code == SSH_FAILED or "hvdtrain: there is no ssh" in attempt.stderr:
         return _explain_ssh(attempt)
     if attempt.exit_code is None:
@@ -46,7 +46,7 @@ def explain(attempt: Attempt) -> Finding:
 
 
 def _explain_start(attempt: Attempt) -> Finding:
-    """ssh works, but the probe did not start, or broke."""
+    """Explain a probe that did not start, or failed, although ssh works."""
     host, python = attempt.host, sys.executable
     if attempt.exit_code in COMMAND_NOT_FOUND:
         return Finding(
@@ -73,7 +73,7 @@ def _explain_start(attempt: Attempt) -> Finding:
         host,
         f"a command on this host ended with exit code {attempt.exit_code} instead of an answer"
         f"{_last_words(attempt)}",
-        f"see what `{attempt.by_hand} {python} --version` says",
+        f"see what `{attempt.by_hand} {python} --version` prints",
     )
 
 
@@ -96,16 +96,16 @@ def _changed(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
     command = re.search(r"ssh-keygen -f .* -R .*", attempt.stderr)
     forget = command.group(0).strip() if command else f"ssh-keygen -R {attempt.name}"
     return (
-        "the host key has changed since it was stored: the host was set up anew, or another "
+        "the host key has changed since it was stored: the host was reinstalled, or another "
         "machine answers in its place",
-        f"ask who runs the host; if the new key is right: `{forget}`, then connect once by hand "
+        f"ask the host's administrator; if the key is correct: `{forget}`, then connect by hand "
         f"and compare the fingerprint: `{attempt.by_hand}`",
     )
 
 
 def _unknown(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
     return (
-        "the host key is not known here, and nobody can be asked",
+        "the host key is not known here, and must be confirmed first",
         f"connect once by hand, compare the fingerprint and answer yes: `{attempt.by_hand}`",
     )
 
@@ -149,22 +149,22 @@ def _nobody_listens(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
 def _unreachable(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
     return (
         f"the host cannot be reached ({found.group(0).strip()})",
-        "is it up, is the address right, does a firewall let ssh through?",
+        "check that it is up, that its address is correct, and that no firewall blocks ssh",
     )
 
 
 def _hung_up(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
     return (
         f"the host's sshd hung up ({found.group(0).strip()})",
-        "its log says why (MaxStartups, AllowUsers, a full disk, not ready yet?): "
+        "see its log for the reason (MaxStartups, AllowUsers, a full disk, not ready yet?): "
         "`journalctl -u ssh` there",
     )
 
 
 def _bad_configuration(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
     return (
-        f"ssh does not take its own configuration here ({found.group(0).strip()})",
-        "mend the file that it names",
+        f"ssh rejects its own configuration here ({found.group(0).strip()})",
+        "correct the file named",
     )
 
 
@@ -173,7 +173,7 @@ def _no_client(attempt: Attempt, found: re.Match[str]) -> tuple[str, str]:
 
 
 _Understood = Callable[[Attempt, "re.Match[str]"], tuple[str, str]]
-# In this order: a later text often follows an earlier, more exact one.
+# The order matters: the more specific texts stand first.
 _KNOWN: tuple[tuple[str, _Understood], ...] = (
     (r"hvdtrain: there is no ssh", _no_client),
     (r".*(?:Bad configuration option|Bad owner or permissions on|terminating, \d+ bad).*",
@@ -192,7 +192,7 @@ _KNOWN: tuple[tuple[str, _Understood], ...] = (
 
 
 def _last_words(attempt: Attempt) -> str:
-    """The last line of what it said, for a message."""
+    """Return the last line of the output, for a message."""
     lines = [line.strip() for line in attempt.stderr.splitlines() if line.strip()]
     lines = lines or [line for line in attempt.noise if line.strip()]
     return f": {lines[-1][:300]}" if lines else ""

@@ -1,8 +1,8 @@
-"""How a rank talks to its two neighbours. The algorithm never knows which transport it has.
+"""The transports between a rank and its two neighbours, interchangeable for the algorithm.
 
 in_process   threads of one process, for tests and for simulating many ranks
-tcp          sockets, authenticated: what training, scripts and verify use
-mpi          mpi4py, sharing the MPI that Horovod has initialised, for measuring beside it
+tcp          authenticated sockets, for training, scripts and verify
+mpi          mpi4py on the MPI that Horovod has initialised, for comparative measurements
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Transport(Protocol):
-    """A rank's place in the ring: four members, and no more."""
+    """The place of a rank in the ring. These four members are the whole interface."""
 
     @property
     def rank(self) -> int: ...
@@ -34,12 +34,12 @@ class Transport(Protocol):
     ) -> None:
         """Send `outgoing` to the right neighbour while filling `incoming` from the left one.
 
-        Both are contiguous; their lengths may differ, and an empty one is no message at all. The
-        left neighbour must send exactly as many bytes as `incoming` holds. `backwards`: to the
-        left and from the right. `meanwhile` is called once, while the messages are on their way;
-        it must touch neither array. Raises TransportError, naming the neighbour, when a message
-        does not come or is of the wrong length.
+        Both are contiguous. Their lengths may differ, and an empty array is no message. The left
+        neighbour must send exactly as many bytes as `incoming` holds. `backwards`: send to the left
+        and receive from the right. `meanwhile` is called once, while the messages are in transit;
+        it must not access either array. Raises TransportError, naming the neighbour, when a message
+        does not arrive or has the wrong length.
         """
 
     def close(self) -> None:
-        """Let go of what the transport holds. Safe to call twice."""
+        """Release the resources of the transport. Safe to call twice."""

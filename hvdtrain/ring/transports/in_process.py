@@ -1,4 +1,4 @@
-"""A ring of threads in one process: real messages, copied through queues, but no network."""
+"""The ring over threads of one process: messages are copied through queues, without a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InProcessTransport:
     def __init__(
         self, rank: int, size: int, mailboxes: Mapping[tuple[int, int], Channel], timeout_s: float
     ) -> None:
-        """`mailboxes`: one for each rank and each direction (+1, -1) from which letters come."""
+        """`mailboxes`: the incoming queue of each (rank, direction), direction +1 or -1."""
         self.rank = rank
         self.size = size
         self._mailboxes = mailboxes
@@ -52,7 +52,7 @@ class InProcessTransport:
             message = self._mailboxes[self.rank, direction].get(timeout=self._timeout_s)
         except queue.Empty:
             raise TransportError(
-                f"rank {self.rank}: nothing from rank {sender} for {self._timeout_s:g} s"
+                f"rank {self.rank}: no message from rank {sender} for {self._timeout_s:g} s"
             ) from None
         if message.size != incoming.nbytes:
             raise TransportError(
@@ -62,11 +62,11 @@ class InProcessTransport:
         incoming.view(np.uint8)[:] = message
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def in_process_ring(size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[InProcessTransport]:
-    """The transports of a ring of `size` ranks, each for a thread of its own."""
+    """Return the transports of a ring of `size` ranks, each for one thread."""
     mailboxes: dict[tuple[int, int], Channel] = {
         (rank, direction): queue.SimpleQueue() for rank in range(size) for direction in (1, -1)
     }
@@ -74,9 +74,9 @@ def in_process_ring(size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[InP
 
 
 def run_in_process(size: int, work: Callable[[Transport], Result]) -> list[Result]:
-    """Run `work` once for each of `size` ranks, in threads; the results in rank order.
+    """Run `work` once for each of `size` ranks, in threads, and return the results in rank order.
 
-    The first exception of any rank is raised.
+    Raises the exception of the lowest rank that failed.
     """
     with ThreadPoolExecutor(max_workers=size) as pool:
         futures = [pool.submit(work, transport) for transport in in_process_ring(size)]

@@ -1,4 +1,4 @@
-"""The ring over MPI, on a communicator of its own, beside Horovod's operations."""
+"""The ring over MPI, on its own communicator, beside Horovod's operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
 if TYPE_CHECKING:
     from mpi4py.MPI import Datatype, Intracomm, Request, Status
 
-# With two ranks both neighbours are the same: the direction tells their messages apart.
+# With two ranks both neighbours are the same rank: the tag separates the two directions.
 TAG, TAG_BACKWARDS = 0, 1
 PAUSE_S = 10e-6
 
@@ -26,14 +26,14 @@ class MpiTransport:
     def __init__(
         self, communicator: Intracomm | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Collective: every rank of `communicator` (default: the whole MPI world) makes one.
+        """Collective: duplicate `communicator` (default: the whole MPI world).
 
         Horovod must have initialised MPI (`hvd.init()` under the mpi controller). Raises
-        TransportError when it has not, or without thread support.
+        TransportError if it has not, or if MPI lacks MPI_THREAD_MULTIPLE.
         """
         import mpi4py
 
-        mpi4py.rc.initialize = False  # Horovod has done it, and will finalize
+        mpi4py.rc.initialize = False  # Horovod initialises and finalises MPI
         mpi4py.rc.finalize = False
         from mpi4py import MPI
 
@@ -83,8 +83,10 @@ class MpiTransport:
     def _finish(
         self, requests: Sequence[Request], statuses: list[Status], neighbours: Sequence[int]
     ) -> None:
-        """Wait with pauses. MPI's own wait spins, and where workers fill the cores that keeps
-        Horovod's thread, on this rank and the next, from letting go of MPI: five times slower.
+        """Wait for the requests, with a pause between polls.
+
+        MPI's own wait spins. Where workers occupy all cores, that delays Horovod's thread, on this
+        rank and the next, in releasing MPI: five times slower.
         """
         deadline = time.monotonic() + self._timeout_s
         while not self._mpi.Request.Testall(requests, statuses):
@@ -92,7 +94,7 @@ class MpiTransport:
                 silent = neighbours[1]
                 if not requests[0].Test():
                     silent = neighbours[0]
-                    requests[0].Cancel()  # it would write into memory that may be another's then
+                    requests[0].Cancel()  # it could write into memory that is reused by then
                     requests[0].Wait()
                 raise TransportError(
                     f"ring: rank {silent} was silent for {self._timeout_s:g} s "
@@ -104,19 +106,19 @@ class MpiTransport:
         return array.view(np.uint8), self._mpi.BYTE
 
     def library_sum(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Collective: the sum as MPI itself forms it, in place: not our ring, but its peer."""
+        """Collective: return the sum by MPI's own all-reduce, in place, for comparison."""
         self._communicator.Allreduce(self._mpi.IN_PLACE, values)
         return values
 
     def close(self) -> None:
-        """Collective: frees the communicator (MPI asks all ranks to take part)."""
+        """Collective: free the communicator (MPI requires all ranks to take part)."""
         if self._open:
             self._open = False
             self._communicator.Free()
 
 
 def library_version() -> str:
-    """What this MPI calls itself, such as "Open MPI v4.1.8, ...". It need not be initialised."""
+    """Return the version string of MPI ("Open MPI v4.1.8, ..."), which need not be initialised."""
     import mpi4py
 
     mpi4py.rc.initialize = False

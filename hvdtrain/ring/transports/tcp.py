@@ -1,9 +1,9 @@
-"""The ring over TCP sockets: full duplex, authenticated, limited in time.
+"""The ring over TCP sockets: full duplex, authenticated, with timeouts.
 
-Every rank listens, and connects to its right neighbour. Who connects must prove that it knows the
-run's token, and so must who accepts (HMAC-SHA-256 over both sides' fresh nonces and ranks, so that
-neither a recorded nor a reflected exchange is of use). Strangers are shut out; the ring goes on.
-The payload itself is not encrypted, as it is not in Gloo or MPI.
+Every rank listens, and connects to its right neighbour. Both sides must prove that they have the
+run's token, by HMAC-SHA-256 over new nonces and ranks of both. A recorded or reflected handshake is
+therefore useless. Connections that fail the handshake are closed, and the ring is not affected.
+The payload itself is not encrypted, as in Gloo and MPI.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TransportError, UsageError
-from hvdtrain.listener import Door
+from hvdtrain.listener import GuardedListener
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
 
@@ -36,11 +36,11 @@ MAGIC = b"hvdring1"
 BACKLOG = 128
 MOST_STRANGERS = 32
 ACCEPT_RETRY_S = 0.01
-PATIENCE_S = 1.0  # with those who have not proven themselves, once there are more
+PATIENCE_S = 1.0  # for an unproven connection, once there are too many of them
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on one interface, at a free port (`getsockname()` tells which)."""
+    """Return a listening socket on one interface, at a free port (see `getsockname()`)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -59,11 +59,12 @@ class TcpTransport:
         token: bytes,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Collective: connect the ring. Every rank of `addresses` makes one at the same time.
+        """Collective: connect the ring; the ranks of all `addresses` construct it together.
 
-        `listener`: this rank's, from `listen`; it is closed here. `addresses`: (host, port) of
-        every rank's listener, in rank order. `token`: the run's secret, the same on every rank.
-        Raises TransportError, naming the neighbour, when the ring is not closed in `timeout_s`.
+        `listener`: that of this rank, from `listen`; it is closed here. `addresses`: (host, port)
+        of the listener of every rank, in rank order. `token`: the run's secret, the same on every
+        rank. Raises TransportError, naming the neighbour, if the ring is incomplete after
+        `timeout_s`.
         """
         self.rank = rank
         self.size = len(addresses)
@@ -71,16 +72,16 @@ class TcpTransport:
         self._right_rank = (rank + 1) % self.size
         self._left_rank = (rank - 1) % self.size
         deadline = time.monotonic() + timeout_s
-        door = _Door(listener, self._left_rank, rank, token, deadline)
+        acceptor = _Acceptor(listener, self._left_rank, rank, token, deadline)
         try:
             self._right = self._connect(addresses[self._right_rank], token, deadline)
             try:
-                self._left = door.wait()
+                self._left = acceptor.wait()
             except TransportError:
                 self._right.close()
                 raise
         finally:
-            door.close()
+            acceptor.close()
         for link in (self._right, self._left):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.setblocking(False)
@@ -97,7 +98,7 @@ class TcpTransport:
         (source, sender), (target, receiver) = reversed(ends) if backwards else ends
         to_send, to_fill = outgoing.view(np.uint8).data, incoming.view(np.uint8).data
         if meanwhile:
-            if to_send:  # what the system's buffers take travels while we compute
+            if to_send:  # the part in the system's buffers travels during the computation
                 to_send = self._send(target, receiver, to_send)
             meanwhile()
         while to_send or to_fill:
@@ -110,14 +111,14 @@ class TcpTransport:
                 to_send = self._send(target, receiver, to_send)
 
     def _send(self, link: socket.socket, neighbour: int, to_send: memoryview) -> memoryview:
-        """Send what can be sent at once; returns what is left."""
+        """Send without blocking, and return the unsent rest."""
         sent = 0
         with self._losing(neighbour):
             sent = link.send(to_send)
         return to_send[sent:]
 
     def _fill(self, link: socket.socket, neighbour: int, to_fill: memoryview) -> memoryview:
-        """Take what has arrived; returns what is left to fill."""
+        """Receive without blocking, and return the unfilled rest."""
         received = 0
         with self._losing(neighbour):
             received = link.recv_into(to_fill)
@@ -130,7 +131,7 @@ class TcpTransport:
             link.close()
 
     def _wait(self, waiting: Sequence[tuple[socket.socket, int]], neighbour: int) -> dict[int, int]:
-        """File descriptor -> events. Raises TransportError, naming `neighbour`, after the limit."""
+        """Return events by descriptor. Raises TransportError, naming `neighbour`, on timeout."""
         poll = select.poll()
         for link, event in waiting:
             poll.register(link, event)
@@ -144,7 +145,7 @@ class TcpTransport:
         try:
             yield
         except BlockingIOError:
-            return  # poll said ready, but there was nothing: try again
+            return  # spurious readiness: the caller polls again
         except OSError as error:
             raise self._failure(neighbour, f"cannot be reached any more ({error})") from error
 
@@ -152,7 +153,7 @@ class TcpTransport:
         return TransportError(f"ring: rank {neighbour} {what} (seen by rank {self.rank})")
 
     def _connect(self, address: Address, token: bytes, deadline: float) -> socket.socket:
-        """Connect to the right neighbour, prove the token to it and have it prove the same."""
+        """Connect to the right neighbour and authenticate both sides by the token."""
         try:
             link = socket.create_connection(address, timeout=_left_of(deadline))
         except OSError as error:
@@ -165,7 +166,7 @@ class TcpTransport:
             nonce = _receive(link, NONCE_BYTES, deadline)
             proof = _receive(link, PROOF_BYTES, deadline)
             if not hmac.compare_digest(proof, _prove(token, b"accept", hello, nonce)):
-                raise self._failure(self._right_rank, "does not know this run's token")
+                raise self._failure(self._right_rank, "does not have this run's token")
             link.sendall(_prove(token, b"connect", hello, nonce))
         except (OSError, EOFError) as error:
             link.close()
@@ -176,18 +177,20 @@ class TcpTransport:
         return link
 
 
-class _Door:
-    """Accepts connections until one of them is the left neighbour; each is heard on its own.
+class _Acceptor:
+    """The acceptor of connections, until one of them is the left neighbour.
 
-    A stranger, whether it talks nonsense, says nothing or replays, costs one waiting thread, and
-    there are MOST_STRANGERS of them at most.
+    Each connection is authenticated in its own thread. One that sends nothing, invalid data or a
+    replay therefore costs one waiting thread, and there are at most MOST_STRANGERS of them.
     """
 
     def __init__(
         self, listener: socket.socket, expected: int, rank: int, token: bytes, deadline: float
     ) -> None:
         self._listener = listener
-        self._door: Door[socket.socket] = Door(listener, _hang_up, PATIENCE_S)
+        self._guard: GuardedListener[socket.socket] = GuardedListener(
+            listener, _hang_up, PATIENCE_S
+        )
         self._expected = expected
         self._rank = rank
         self._token = token
@@ -199,7 +202,7 @@ class _Door:
         threading.Thread(target=self._accept, name="ring-accept", daemon=True).start()
 
     def wait(self) -> socket.socket:
-        """The link to the neighbour, which is then the caller's to close."""
+        """Return the link to the neighbour; the caller must close it. Raises TransportError."""
         if not self._arrived.wait(_left_of(self._deadline)) or self._link is None:
             raise TransportError(
                 f"ring: rank {self._expected} did not connect in time (seen by rank {self._rank})"
@@ -208,7 +211,7 @@ class _Door:
         return link
 
     def close(self) -> None:
-        """Let nobody in any more, and hang up on a neighbour that was not waited for."""
+        """Stop accepting, and close the link of a neighbour that nobody has waited for."""
         with self._lock:
             self._arrived.set()
             if self._link:
@@ -217,23 +220,23 @@ class _Door:
     def _accept(self) -> None:
         with self._listener:
             while not self._arrived.is_set():
-                link = self._door.accept(MOST_STRANGERS)
+                link = self._guard.accept(MOST_STRANGERS)
                 if link is None:
-                    self._arrived.wait(self._door.rest_s or ACCEPT_RETRY_S)
+                    self._arrived.wait(self._guard.rest_s or ACCEPT_RETRY_S)
                     continue
-                self._door.enter(link)
+                self._guard.enter(link)
                 try:
-                    threading.Thread(target=self._hear, args=(link,), daemon=True).start()
-                except RuntimeError:  # no more threads
-                    self._door.leave(link)
+                    threading.Thread(target=self._authenticate, args=(link,), daemon=True).start()
+                except RuntimeError:  # the system's limit of threads
+                    self._guard.leave(link)
                     link.close()
 
-    def _hear(self, link: socket.socket) -> None:
+    def _authenticate(self, link: socket.socket) -> None:
         try:
             genuine = self._is_left_neighbour(link)
         except (OSError, EOFError):
             genuine = False
-        self._door.leave(link)
+        self._guard.leave(link)
         with self._lock:
             if genuine and not self._arrived.is_set():
                 self._link = link
@@ -253,15 +256,15 @@ class _Door:
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Whoever waits for it, in another thread, reads the end, and closes it."""
+    """Shut the link down: its thread then reads the end of the stream, and closes it."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
 
 
 def token_of_launcher(given: Sequence[bool]) -> bytes | None:
-    """The workers' secret that `hvdtrain launch` has made, or None where it has not started them.
+    """Return the secret that `hvdtrain launch` gave to all workers; None if it did not start them.
 
-    `given`: whether each rank has one. Raises UsageError where only some have.
+    `given`: whether each rank has one. Raises UsageError if only some have.
     """
     if len({*given}) > 1:
         without = [rank for rank, has in enumerate(given) if not has]
@@ -277,7 +280,7 @@ def _prove(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _receive(link: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes. Raises EOFError or TimeoutError (an OSError)."""
+    """Return exactly `count` bytes. Raises EOFError or TimeoutError (an OSError)."""
     received = b""
     while len(received) < count:
         link.settimeout(_left_of(deadline))
@@ -289,5 +292,5 @@ def _receive(link: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _left_of(deadline: float) -> float:
-    """Seconds until the deadline; a little above zero, as zero would mean non-blocking."""
+    """Return the seconds until the deadline, at least 0.001, as zero means non-blocking."""
     return max(deadline - time.monotonic(), 0.001)
