@@ -226,7 +226,7 @@ def _ring_of_this_job() -> Transport:
         return workers.ring()
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        from hvdtrain.exchange.torch_ring import ring_of_torch_distributed
+        from hvdtrain.exchange.connect import ring_of_torch_distributed
 
         ring = ring_of_torch_distributed()
         Topology.from_environment().check_joined(ring.size)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.file import build_config
-from hvdtrain.config.options import train_options
+from hvdtrain.config.options import build_config, train_options
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site

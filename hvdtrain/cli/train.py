@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from hvdtrain.cli.flags import add_train_flags
-from hvdtrain.config.file import build_config, dump_yaml
+from hvdtrain.config.options import build_config, dump_yaml
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
 from hvdtrain.topology import Topology

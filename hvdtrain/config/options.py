@@ -8,9 +8,11 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
 
 MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
 ELSEWHERE = {  # names in other programs
@@ -76,3 +78,100 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known option closest to `name`, if any is close."""
     close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)
     return ELSEWHERE.get(close[0], close[0]) if close else None
+
+
+_BOOLEANS = {"true": True, "false": False}
+NULL = "tag:yaml.org,2002:null"
+
+
+def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values in the file, and its problems, each with file and line.
+
+    Values are parsed like the flag of the same name (plain YAML parses 1e-3 as text and 2024-06-30
+    as a date). Raises UsageError if the file is not a readable mapping.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config={file}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or error
+        raise UsageError(f"{file}{line}: not valid YAML: {reason}") from error
+    if root is None:
+        return {}, []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{file}:1: must contain lines of the form NAME: VALUE")
+    values: dict[str, Any] = {}
+    problems = []
+    for key_node, value_node in root.value:
+        name = str(key_node.value).replace("-", "_")
+        try:
+            values[name] = _value(name, value_node, options, values)
+        except ValueError as error:
+            problems.append(f"{file}:{key_node.start_mark.line + 1}: {error}")
+    return values, problems
+
+
+def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any]) -> Any:
+    """Return the value of a node in its option's type. Raises ValueError with the reason."""
+    option = options.get(name)
+    if option is None:
+        near = nearest(name, options)
+        raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near}?" if near else ""))
+    if name in seen:
+        raise ValueError(f"{name} is given twice")
+    if not isinstance(node.value, str):
+        raise ValueError(f"{name}: expected a single value")
+    if node.tag == NULL and option.optional:
+        return None
+    try:
+        return _BOOLEANS[node.value.lower()] if option.type is bool else option.type(node.value)
+    except (ValueError, KeyError):
+        kind = option.type.__name__
+        raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None
+
+
+def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
+    """Return the configuration from defaults, overridden by the YAML file, then by flags.
+
+    `arguments`: the parsed arguments; `unknown`: those that the parser did not recognise. Raises
+    UsageError with every problem of the flags, the file and all groups.
+    """
+    options = train_options()
+    flags = {name: value for name, value in arguments.items() if name in options}
+    file = arguments.get("config")
+    in_file, problems = ({}, []) if file is None else read_options(Path(file), options)
+    values = in_file | flags
+    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if one in flags and other not in flags:
+            values.pop(other, None)
+    problems += [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
+    groups: dict[str, Any] = {}
+    for group, group_type in typing.get_type_hints(TrainConfig).items():
+        own = {name: value for name, value in values.items() if options[name].group == group}
+        try:
+            groups[group] = group_type(**own)
+        except UsageError as error:
+            problems.extend(error.problems)
+    if unknown and not problems:
+        problems.append(f"not understood: {' '.join(unknown)}")
+    if problems:
+        raise UsageError(*problems)
+    return TrainConfig(**groups)
+
+
+def dump_yaml(config: TrainConfig) -> str:
+    """Return the configuration as YAML that `--config` reads."""
+    import yaml
+
+    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False)).rstrip()
+
+
+def _explain_unknown(text: str, options: dict[str, Option]) -> str:
+    flag = text.partition("=")[0]
+    near = nearest(flag.lstrip("-").replace("-", "_"), options)
+    return f"{flag}: no such flag" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")

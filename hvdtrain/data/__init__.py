@@ -26,10 +26,9 @@ import torch
 from hvdtrain.data.builtin import load_cifar10, load_digits, load_fashion_mnist
 from hvdtrain.data.image_folder import PREFIX as FOLDER_PREFIX
 from hvdtrain.data.image_folder import load_image_folder
-from hvdtrain.data.options import ReadOptions
 from hvdtrain.data.plugin import load_plugin
 from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
-from hvdtrain.data.splits import Dataset, ImageFormat, Split, Splits, TensorSplit
+from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
 from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError

@@ -22,8 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdtrain.data.builtin import import_transforms
 from hvdtrain.data.image_files import Labelled, find_files, left_out
-from hvdtrain.data.options import ReadOptions
-from hvdtrain.data.splits import Batch, Dataset, ImageFormat
+from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted

@@ -16,8 +16,15 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.data.fingerprint import texts_of
-from hvdtrain.data.options import ReadOptions
-from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Shape, TensorSplit, check_split
+from hvdtrain.data.splits import (
+    Batch,
+    Dataset,
+    ImageFormat,
+    ReadOptions,
+    Shape,
+    TensorSplit,
+    check_split,
+)
 from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 

@@ -24,7 +24,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
-from hvdtrain.exchange.address import interface_address, own_address
+from hvdtrain.exchange.connect import interface_address, own_address
 from hvdtrain.exchange.distributed_optimizer import (
     carrier_of,
     is_reduced,
@@ -32,8 +32,13 @@ from hvdtrain.exchange.distributed_optimizer import (
     reduce_before_step,
 )
 from hvdtrain.exchange.parameters import check_equal_on_all_ranks, copied_to_cpu
-from hvdtrain.exchange.stalls import StallWatch, waits
-from hvdtrain.exchange.waiting import coarse_timer, new_threads_do_not_push, rest_until
+from hvdtrain.exchange.waiting import (
+    StallWatch,
+    coarse_timer,
+    new_threads_do_not_push,
+    rest_until,
+    waits,
+)
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport

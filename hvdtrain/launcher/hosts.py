@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.host_names import name_key, name_problem, shown, user_problem
+from hvdtrain.launcher.addresses import name_key, name_problem, shown, user_problem
 
 MOST_SLOTS = 65_536
 SHOWN_HOSTS = 8  # in a message

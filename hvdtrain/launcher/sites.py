@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.host_names import LONGEST_NAME, name_problem, shown
+from hvdtrain.launcher.addresses import LONGEST_NAME, name_problem, shown
 from hvdtrain.launcher.hosts import (
     MOST_BYTES,
     MOST_HOSTS,

@@ -36,7 +36,7 @@ it checks.
 
 from hvdtrain.ring.algorithm import all_gather, all_reduce, broadcast, gather, reduce_scatter
 from hvdtrain.ring.bound import average_error_bound, gamma
-from hvdtrain.ring.segments import split_evenly
+from hvdtrain.ring.operations import split_evenly
 from hvdtrain.ring.transports import Transport
 
 __all__ = [

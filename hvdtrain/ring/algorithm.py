@@ -2,7 +2,7 @@
 
 A generator yields what a rank sends and receives at each step, and computes between the steps. It
 does not depend on how messages travel. One algorithm therefore serves both real transports
-(`run_exchanges`) and the simulation of many ranks in one thread (`hvdtrain.ring.simulation`). The
+(`run_exchanges`) and the simulation of many ranks in one thread (`hvdtrain.ring.trace`). The
 diagram and the step table are in the docstring of the package.
 
 Long segments are sent in chunks: while one chunk is in transit, the previous one is added.
@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.ring.operations import Array, Reduce, finish, reduction
-from hvdtrain.ring.segments import longest_of, split_evenly
+from hvdtrain.ring.operations import Array, Reduce, finish, longest_of, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 # Large enough that the overhead of a message is small beside its transfer, small enough to stay in

@@ -40,8 +40,7 @@ from hvdtrain.ring.algorithm import (
     position_of,
     run_exchanges,
 )
-from hvdtrain.ring.operations import Array, Reduce, reduction
-from hvdtrain.ring.segments import split_evenly
+from hvdtrain.ring.operations import Array, Reduce, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config.fields import positive, require
-from hvdtrain.config.file import build_config
-from hvdtrain.config.options import MAY_NAME_CODE, train_options
+from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image

@@ -16,8 +16,8 @@ from hvdtrain.config.options import as_flat_dict
 from hvdtrain.errors import PeerFailure, Stopped, UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.exchange.connect import connect
-from hvdtrain.exchange.stalls import LIMIT as STALL_LIMIT
-from hvdtrain.exchange.stalls import TRAIN_LIMIT_S as STALL_LIMIT_S
+from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
+from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import Pulse

@@ -18,7 +18,7 @@ import torch
 from hvdtrain.audit import Auditor, AuditRecord
 from hvdtrain.audit.capture import LocalGradients, Piece
 from hvdtrain.audit.checks import BoundCheck
-from hvdtrain.config.file import build_config
+from hvdtrain.config.options import build_config
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
 from hvdtrain.exchange import Reduction

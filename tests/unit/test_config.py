@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.config import BatchConfig, DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from hvdtrain.config.file import build_config
+from hvdtrain.config.options import build_config
 from hvdtrain.errors import UsageError
 from tests.unit.test_options import TEXT, parse, problems
 

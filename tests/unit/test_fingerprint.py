@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.config.file import build_config
+from hvdtrain.config.options import build_config
 from hvdtrain.data import AugmentedSplit, ReadOptions, TensorSplit, load_dataset
 from hvdtrain.data.fingerprint import difference, fingerprint
 from hvdtrain.data.transforms import ResizedSplit

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.host_names import name_key
+from hvdtrain.launcher.addresses import name_key
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, parse_host_list, read_hostfile, take_slots
 
 # One tmp_path for all examples is meant: each example writes the file anew.

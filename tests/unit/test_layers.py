@@ -44,7 +44,7 @@ LAYERS = {
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,
 }
-LIBRARIES = {"hvdtrain.config.file": {"yaml"}, "hvdtrain.launcher.view": {"rich"}}  # used late
+LIBRARIES = {"hvdtrain.config.options": {"yaml"}, "hvdtrain.launcher.view": {"rich"}}  # used late
 VERSION = "hvdtrain.__version__"  # a plain constant
 TORCH_STARTS_AT = 2
 ONLY_IMPORTERS = {"horovod": "hvdtrain.exchange.horovod", "mpi4py": "hvdtrain.ring.transports.mpi"}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli.flags import Parser, add_train_flags
 from hvdtrain.config import BatchConfig, TrainConfig
-from hvdtrain.config.file import build_config, dump_yaml
-from hvdtrain.config.options import Option, as_flat_dict, train_options
+from hvdtrain.config.options import Option, as_flat_dict, build_config, dump_yaml, train_options
 from hvdtrain.errors import UsageError
 
 OPTIONS = train_options()

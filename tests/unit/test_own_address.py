@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.exchange.address import interface_address, own_address, route_to
+from hvdtrain.exchange.connect import interface_address, own_address, route_to
 from hvdtrain.launcher.addresses import interfaces
 
 LOOPBACK = "127.0.0.1"

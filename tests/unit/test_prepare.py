@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.file import build_config
+from hvdtrain.config.options import build_config
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from hvdtrain.config.file import build_config
+from hvdtrain.config.options import build_config
 from hvdtrain.data import TensorSplit
 from hvdtrain.data.fingerprint import fingerprint
 from hvdtrain.errors import UsageError

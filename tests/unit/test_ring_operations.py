@@ -20,9 +20,8 @@ from hvdtrain.ring.bound import (
     gamma,
     may_overflow,
 )
-from hvdtrain.ring.operations import DTYPES, OPERATIONS
-from hvdtrain.ring.segments import split_evenly
-from hvdtrain.ring.simulation import simulate_all_reduce
+from hvdtrain.ring.operations import DTYPES, OPERATIONS, split_evenly
+from hvdtrain.ring.trace import simulate_all_reduce
 from hvdtrain.ring.transports.in_process import run_in_process
 from tests.rings import rank_data
 

@@ -14,8 +14,14 @@ import hvdtrain.ring
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.algorithm import Exchange
-from hvdtrain.ring.simulation import run_in_step, simulate_all_reduce, simulate_broadcast
-from hvdtrain.ring.trace import draw_picture, draw_table, trace_all_reduce
+from hvdtrain.ring.trace import (
+    draw_picture,
+    draw_table,
+    run_in_step,
+    simulate_all_reduce,
+    simulate_broadcast,
+    trace_all_reduce,
+)
 from hvdtrain.ring.transports.in_process import run_in_process
 from tests.rings import rank_data
 

@@ -18,8 +18,8 @@ from hvdtrain.files import write_json
 from hvdtrain.lab.bench import classic, scaling, start
 from hvdtrain.lab.bench.plots import draw_classic, draw_plots, draw_start
 from hvdtrain.lab.bench.ring import bench_ring
-from hvdtrain.lab.bench.rounds import Measured, Options
 from hvdtrain.lab.bench.scaling_results import as_json, points_of, table
+from hvdtrain.lab.bench.turns import Measured, Options
 from hvdtrain.lab.bench.within_job import bench_audit, bench_checkpoint, bench_step
 from hvdtrain.lab.charts import Plot, write_plots
 from hvdtrain.lab.children import ChildFailure, fork_server, guarded

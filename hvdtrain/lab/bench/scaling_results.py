@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.lab.bench.rounds import Ratio, spread
 from hvdtrain.lab.bench.scaling import (
     CONTESTANTS,
     DDP,
@@ -19,6 +18,7 @@ from hvdtrain.lab.bench.scaling import (
     ScalingCase,
     ScalingPlan,
 )
+from hvdtrain.lab.bench.turns import Ratio, spread
 from hvdtrain.log import counted
 
 NOTHING = "-"

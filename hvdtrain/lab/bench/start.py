@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.lab.bench import ddp_script, stamp
-from hvdtrain.lab.bench.rounds import Ratio, spread
-from hvdtrain.lab.bench.turns import HVDTRAIN, logged_steps, on_workers, run_command, train_argv
+from hvdtrain.lab.bench.turns import (
+    HVDTRAIN,
+    Ratio,
+    logged_steps,
+    on_workers,
+    run_command,
+    spread,
+    train_argv,
+)
 from hvdtrain.log import counted
 
 LAUNCH, HOROVODRUN, TORCHRUN = "hvdtrain launch", "horovodrun hvdtrain train", "torchrun, DDP"

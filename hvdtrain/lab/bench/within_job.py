@@ -18,7 +18,7 @@ from hvdtrain.data.feeding import Feed, StepData
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
-from hvdtrain.lab.bench.rounds import Measured, Options, Ratio, ratio, run_rounds
+from hvdtrain.lab.bench.turns import Measured, Options, Ratio, ratio, run_rounds
 from hvdtrain.models import build_model
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
