@@ -44,6 +44,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def rate(number: float) -> str:
+    """Return a rate as text, with at least two significant digits: '2,033', '4.2', '0.031'."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text: '0:00:12'."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
 _PACKAGE = Path(__file__).parent
 _before = sys.excepthook
 

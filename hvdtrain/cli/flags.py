@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +42,12 @@ class Parser(argparse.ArgumentParser):
         return f"{dashed}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
+        found = re.match(r"argument (\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found and found[1].isupper():  # a command, not the value of a flag
+            known = re.findall(r"[\w-]+", found[3])
+            close = difflib.get_close_matches(found[2], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(known)}"
+            message = f"{found[2]}: no such command{hint}"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 

@@ -165,10 +165,13 @@ def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
 
 
 def dump_yaml(config: TrainConfig) -> str:
-    """Return the configuration as YAML that `--config` reads."""
+    """Return the configuration as YAML that `--config` reads, with the global batch it means."""
     import yaml
 
-    return str(yaml.safe_dump(as_flat_dict(config), sort_keys=False)).rstrip()
+    values = as_flat_dict(config)
+    if config.batch.batch_size is None:
+        values["global_batch_size"] = config.batch.resolve(workers=1)
+    return str(yaml.safe_dump(values, sort_keys=False)).rstrip()
 
 
 def _explain_unknown(text: str, options: dict[str, Option]) -> str:

@@ -37,14 +37,20 @@ class Logs:
     def path(self, rank: int) -> Path:
         return self.folder / f"rank.{rank}.log"
 
-    def write(self, rank: int, text: str) -> list[str]:
-        """Append a worker's output to its log; return the lines completed by it."""
+    def open(self, rank: int) -> None:
+        """Open the log of a worker, so that it is there even if the worker prints nothing."""
         with self._tolerating():
             if rank not in self._files:
                 path = self.path(rank)
                 self._files[rank] = open_kept(path, errors="surrogateescape", newline="")
-            self._files[rank].write(text)
-            self._files[rank].flush()
+
+    def write(self, rank: int, text: str) -> list[str]:
+        """Append a worker's output to its log; return the lines completed by it."""
+        self.open(rank)
+        with self._tolerating():
+            if rank in self._files:
+                self._files[rank].write(text)
+                self._files[rank].flush()
         self._ended[rank] = text.endswith("\n")
         *lines, self._partial[rank] = (self._partial.get(rank, "") + text).split("\n")
         return self._shown(rank, lines)

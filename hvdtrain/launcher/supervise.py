@@ -184,6 +184,7 @@ class Supervisor:
             hello = message["hello"]
             rank.host, rank.state = str(hello.get("host") or hello.get("hostname")), "running"
             rank.spoke_s = time.monotonic()
+            self._logs.open(number)
             for broadcast in self._broadcasts:
                 self._channel.send(broadcast, number)
             if all(other.state != "waiting" for other in self._ranks):

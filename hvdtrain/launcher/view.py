@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
-from hvdtrain.log import counted, discard
+from hvdtrain.log import counted, discard, duration, rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -62,7 +62,11 @@ class LiveView:
 
         self._console = Console(file=output)
         self._live = Live(
-            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,  # the last frame shows workers at work that have ended by then
         )
 
     def label(self, rank: int, text: str) -> str | None:
@@ -137,10 +141,9 @@ def headline(watch: Watch) -> str:
     if figures.get("loss") is not None:
         parts.append(f"loss {figures['loss']:.4f}")
     if figures.get("samples_per_s"):
-        parts.append(f"{figures['samples_per_s']:,.0f} samples/s")
+        parts.append(f"{rate(figures['samples_per_s'])} samples/s")
     if total and math.isfinite(step_s := figures.get("step_s") or math.nan):
-        seconds = max(0, round((total - step) * step_s))
-        parts.append(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left")
+        parts.append(f"{duration((total - step) * step_s)} left")
     return "  ".join(parts)
 
 

@@ -23,6 +23,7 @@ IMAGENET_SIDE = 224
 Builder = Callable[[Shape, int], nn.Module]
 
 
+LEAST_SIDE = 32  # five halvings leave one pixel
 IMAGE_SIZES = {"lenet": lenet.IMAGE_SIZE[0], "resnet18-small": 32, "inception_v3": 299}
 
 
@@ -43,6 +44,21 @@ def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
         f". The network is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
         f"{height}x{width} may be too small: set a larger --image-size for image folders, "
         f"or choose another --model ({', '.join(NAMES)})"
+    )
+
+
+def notice_on_size(model_name: str, shape: Sequence[int]) -> str | None:
+    """Return a notice where a network of torchvision gets images so small that it sees one pixel.
+
+    `shape`: (..., height, width).
+    """
+    height, width = shape[-2:]
+    if model_name in NAMES or ":" in model_name or min(height, width) >= LEAST_SIDE:
+        return None
+    return (
+        f"{model_name} is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE} and halves them "
+        f"five times: of {height}x{width} its last layers see a single pixel. For image folders "
+        f"set a larger --image-size, or choose one of {', '.join(NAMES)}"
     )
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from tqdm import tqdm
 
 from hvdtrain import __version__
 from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.log import counted, say
+from hvdtrain.log import counted, duration, rate, say
+from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.loop import Job
 from hvdtrain.train.metering import Totals
@@ -27,20 +29,24 @@ SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
 class Console:
     """An observer that prints to standard output."""
 
-    def __init__(self, total_steps: int, live: bool) -> None:
-        """`live`: show a progress bar, which needs exclusive use of a terminal."""
+    def __init__(self, total_steps: int, live: bool, step: int = 0) -> None:
+        """`live`: show a progress bar, which needs exclusive use of a terminal. `step`: the last
+        one of the run that is resumed.
+        """
         self._total_steps = total_steps
-        self._bar = tqdm(total=total_steps, unit="step") if live else None
+        self._bar = tqdm(total=total_steps, initial=step, unit="step") if live else None
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         if self._bar is not None:
             self._bar.update(totals.step - self._bar.n)
             self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
             return
+        left_s = totals.step_s * (self._total_steps - totals.step)
         self._print(
-            f"step {totals.step}/{self._total_steps}  epoch {totals.epoch}  "
-            f"loss {totals.loss:.4f}  {_figures(totals.metrics, '  ', 3)}"
-            f"{totals.samples_per_s:,.0f} samples/s  lr {lr:.4g}"
+            f"step {totals.step}/{self._total_steps} {totals.step / self._total_steps:.0%}  "
+            f"epoch {totals.epoch}  loss {totals.loss:.4f}  {_figures(totals.metrics, '  ', 3)}"
+            f"{rate(totals.samples_per_s)} samples/s  {totals.step_s:.3g} s/step  lr {lr:.4g}  "
+            f"{duration(left_s)} left"
         )
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
@@ -53,7 +59,7 @@ class Console:
         self._print(
             f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, "
             f"{_figures(totals.metrics, ', ', 4).rstrip(', ')}; {valid}"
-            f"{totals.samples_per_s:,.0f} samples/s, lr {lr:.4g}"
+            f"{rate(totals.samples_per_s)} samples/s, lr {lr:.4g}, {duration(totals.seconds)}"
         )
 
     def close(self) -> None:
@@ -105,8 +111,25 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
             f"  update   {optimizer}, learning rate up to {job.optimizer.defaults['lr']:.4g}",
+            *_notes_on_workers(job.model, size),
         ]
     )
+
+
+def _notes_on_workers(model: torch.nn.Module, size: int) -> list[str]:
+    """Return what several workers do otherwise than one: the exceptions of the README."""
+    if size == 1:
+        return []
+    notes = []
+    if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
+        notes.append("  note     dropout draws other masks on each worker")
+    if any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
+        notes.append("  note     batch norm uses the statistics of the whole batch")
+    elif has_batch_norm(model):
+        notes.append(
+            "  note     batch norm uses each worker's own statistics (--sync-bn: the whole batch's)"
+        )
+    return notes
 
 
 def verdict(summary: dict[str, Any], folder: str) -> str:
@@ -115,7 +138,9 @@ def verdict(summary: dict[str, Any], folder: str) -> str:
     lines = [
         f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
         f"{counted(summary['samples_seen'], 'sample')}"
-        + (f", {speed:,.0f} samples/s" if speed is not None and math.isfinite(speed) else "")
+        + (f", {rate(speed)} samples/s" if speed is not None and math.isfinite(speed) else "")
+        + (f", {duration(summary['wall_s'])} in all" if summary.get("wall_s") else "")
+        + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
         + f"; validation {_last_figure(summary)} on {summary['valid_samples']:,}"
     ]
     if best := summary.get("best"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import resource
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,10 +101,12 @@ class RunLedger(Ledger):
         self._best: float | None = None
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        self._console = Console(job.total_steps, live=is_live(exchange, sys.stdout))
+        live, step = is_live(exchange, sys.stdout), resumed["step"] if resumed else 0
+        self._console = Console(job.total_steps, live, step)
+        self._began_s = time.monotonic()
         self._takeaway = job.task.takeaway() | {"config": config}
         classes = self._takeaway.get("classes", ())
-        self._recorder = Recorder(directory, resumed["step"] if resumed else 0, classes)
+        self._recorder = Recorder(directory, step, classes)
         self._audit: dict[str, Any] = {
             "checked": 0,
             "failed": 0,
@@ -138,7 +142,7 @@ class RunLedger(Ledger):
             epoch=totals.epoch,
             loss=totals.loss,
             samples_per_s=totals.samples_per_s,
-            step_s=sum(totals.phases_s.values()),
+            step_s=totals.step_s,
             total_steps=self._total_steps,
         )
         self._console.interval_end(totals, lr)
@@ -205,6 +209,8 @@ class RunLedger(Ledger):
             "status": "finished",
             "epochs": outcome.totals.epoch,
             "samples_per_s": outcome.steady_samples_per_s,
+            "wall_s": time.monotonic() - self._began_s,
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             "params_sha256": self._params_sha256,
         }
         self._directory.write_summary(self._summary)

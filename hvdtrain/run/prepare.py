@@ -18,7 +18,7 @@ from hvdtrain.data.streaming import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import say
-from hvdtrain.models import advice_on_size
+from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import check_sums
@@ -191,6 +191,9 @@ def _try_once(
         except UsageError as error:
             advice = "" if name else advice_on_size(config.model.model, batch[0].shape)
             raise UsageError(f"{error}{advice}") from error
+        notice = None if name else notice_on_size(config.model.model, batch[0].shape)
+        if notice and rank == 0:
+            say(notice)
         check_sums(sums, source.task, tried, training=False)
     model.train()
 
@@ -201,10 +204,11 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and visible == 0):
         return torch.device("cpu")
     if topology.local_rank >= visible:
+        advice = "Start as many workers per host as it has devices, or use --device cpu"
         raise UsageError(
             f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {visible} "
             f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
-            "Start as many workers per host as it has devices, or use --device cpu"
+            + (advice if visible else "Use --device cpu, or auto")
         )
     torch.cuda.set_device(topology.local_rank)
     return torch.device("cuda", topology.local_rank)

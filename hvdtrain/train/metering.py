@@ -133,6 +133,16 @@ class Totals:
     gradient_norm: float | None = None  # of the last step
     bad_samples: int = 0  # samples that could not be read, since the start of the run
 
+    @property
+    def seconds(self) -> float:
+        """Return the time of the steps since the last reading, without evaluation and saving."""
+        return self.samples / self.samples_per_s if self.samples_per_s else math.nan
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean time of a step, over ranks."""
+        return sum(self.phases_s.values())
+
 
 @dataclass
 class _Window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
@@ -39,7 +40,9 @@ def build_optimizer(
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
         suitable = ", ".join(sorted(BY_NAME.keys() - UNSUITABLE.keys()))
-        reason = UNSUITABLE.get(name.lower(), "unknown")
+        close = difflib.get_close_matches(name.lower(), BY_NAME.keys() - UNSUITABLE.keys(), n=3)
+        unknown = f"unknown; close are {', '.join(close)}" if close else "unknown"
+        reason = UNSUITABLE.get(name.lower(), unknown)
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
