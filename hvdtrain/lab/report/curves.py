@@ -31,7 +31,8 @@ from hvdtrain.lab.report.runs import Record, Run, number
 
 NOT_METRICS = ("loss", "samples", "class_accuracy")
 LINE_WIDTH = 1.6
-WIDEST = 6.0
+MOST_WIDER = 2.5  # the first of many runs is so much wider than the last
+BOUND_AT_MOST = 1.2  # where the axis ends, so that the bound at 1 stands clear of the frame
 FAILURE = "#B00020"
 FEW = 40  # most points that are marked: a line of a single point would be invisible
 PHASE_COLOURS = {  # bottom to top
@@ -105,12 +106,7 @@ def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
     caption = "The learning rate that the optimizer used at each logged step."
     plot = _draw(runs, "learning-rate", "Learning rate", "learning rate", kinds, caption)
     if plot:
-        axes = plot.figure.axes[0]
-        axes.set(yscale="linear", ylim=(0, None))
-        widest = min(LINE_WIDTH * len(axes.lines), WIDEST)
-        widths = np.linspace(widest, LINE_WIDTH, len(axes.lines))
-        for line, width in zip(axes.lines, widths, strict=True):
-            line.set_linewidth(width)  # equal rates of several runs all stay visible
+        plot.figure.axes[0].set(yscale="linear", ylim=(0, None))
     return plot
 
 
@@ -126,13 +122,13 @@ def draw_audits(runs: Sequence[Run]) -> Plot | None:
     axes = figure.add_subplot()
     lines = [_line(i, runs[i], kind) for i in audited]
     for line in lines:
-        _plot(axes, line)
+        _plot(axes, line, len(runs))
     axes.axhline(1, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
     axes.annotate("bound", (1, 1), xycoords=("axes fraction", "data"), **_ABOVE_RIGHT)
     dress(axes, "Audit", label)
     _scale(axes, [value for line in lines for value in line.values] + [1.0])
     if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(axes.get_ylim()[1], BOUND_AT_MOST))
     _mark_failures(axes, [record for run in runs for record in run.audits])
     name_runs(figure, [run.name for run in runs], audited)
     return Plot("audit", "Audit", caption, figure)
@@ -182,7 +178,7 @@ def _draw(
     figure = new_figure()
     axes = figure.add_subplot()
     for line in lines:
-        _plot(axes, line)
+        _plot(axes, line, len(runs))
     dress(axes, title, label)
     _scale(axes, [value for line in lines for value in line.values])
     shown = [kind for kind in kinds if kind.label and any(line.kind == kind for line in lines)]
@@ -201,11 +197,14 @@ def _line(index: int, run: Run, kind: Kind) -> Line:
     return Line(index, kind, steps, [number(record, kind.name) for record in held])
 
 
-def _plot(axes: Any, line: Line) -> None:
+def _plot(axes: Any, line: Line, runs: int) -> None:
     look = look_of(line.run)
     style = {"linewidth": LINE_WIDTH} | line.kind.style
     if len(line.steps) <= FEW:
         style = {"marker": ".", "markersize": 4} | style
+    # Equal runs all stay visible: each is drawn thinner than those below it.
+    wider = 1 + min(runs - 1, MOST_WIDER) * (1 - line.run / max(runs - 1, 1))
+    style |= {name: style[name] * wider for name in ("linewidth", "markersize") if name in style}
     axes.plot(line.steps, line.values, color=look.colour, linestyle=look.dash, **style)
 
 
