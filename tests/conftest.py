@@ -24,6 +24,12 @@ class Sharing(LoadFileScheduling):
         return SHARED if nodeid.startswith(SHARED) else super()._split_scope(nodeid)
 
 
+def pytest_configure() -> None:
+    """Shells have what they start in the background ignore SIGINT, which tests send."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing:
     """Whatever `--dist` says."""
