@@ -29,9 +29,7 @@ class Sshd:
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(command, check=True)
         shutil.copy(folder / "key.pub", folder / "authorized_keys")
-        self.port = free_port()
         lines = [
-            f"Port {self.port}",
             f"ListenAddress {ADDRESS}",
             f"HostKey {folder / 'host_key'}",
             f"AuthorizedKeysFile {folder / 'authorized_keys'}",
@@ -41,7 +39,6 @@ class Sshd:
             *settings,
         ]
         (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-        self.know_host_key()
         ssh = folder / "bin" / "ssh"
         ssh.parent.mkdir()
         known = folder / "known_hosts"
@@ -52,19 +49,24 @@ class Sshd:
         self._start()
 
     def _start(self) -> None:
+        """On a new port: a child of an sshd that was just stopped may still hold the old one."""
         Path("/run/sshd").mkdir(exist_ok=True)
         assert SSHD is not None
-        command = [SSHD, "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        self.port = free_port()
+        self.know_host_key()
+        command = [SSHD, "-D", "-e", "-p", str(self.port), "-f", str(self.folder / "sshd_config")]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection((ADDRESS, self.port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline, (self.folder / "log").read_text()
-                time.sleep(0.02)
+        while not self._greets():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.02)
+
+    def _greets(self) -> bool:
+        """Whether it serves: the system takes connections before sshd does."""
+        with suppress(OSError), socket.create_connection((ADDRESS, self.port), START_S) as probe:
+            return probe.recv(4) == b"SSH-"
+        return False
 
     def options(self, key: str = "key") -> SshOptions:
         return SshOptions(self.port, self.folder / key, connect_timeout_s=5)

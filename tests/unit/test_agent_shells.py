@@ -29,6 +29,7 @@ if "speaks" in sys.argv:
     from hvdtrain.pulse import Pulse
     Pulse.from_environment()
 print("ready", os.getpid(), flush=True)
+open("ready", "w").close()
 while True:
     time.sleep(0.05)
 """
@@ -41,7 +42,7 @@ SHELLS = {
         'trap \'kill -TERM "$child"\' TERM; "$@" & child=$!\n'
         'wait "$child"; wait "$child"; code=$?; exit $code'
     ),
-    "does not wait": '"$@" & exit 0',
+    "does not wait": '"$@" & until [ -e ready ]; do sleep 0.05; done; exit 0',
 }
 BOTH = pytest.mark.parametrize("speaks", [True, False], ids=["speaks", "does not speak"])
 
