@@ -45,6 +45,7 @@ setup(
         "test": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
+            "pdoc>=15,<17",
             "psutil>=5.9,<8",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",

@@ -29,22 +29,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "clip_grad_norm_": "hvdtrain.api",
-    "distribute": "hvdtrain.api",
-    "init": "hvdtrain.api",
-    "GradientAudit": "hvdtrain.audit.script",
-    "Dataset": "hvdtrain.data",
-    "GlobalBatchSampler": "hvdtrain.data",
-    "ImageFormat": "hvdtrain.data",
-    "Shares": "hvdtrain.data",
-    "Split": "hvdtrain.data",
-    "Splits": "hvdtrain.data",
-    "TensorSplit": "hvdtrain.data",
-    "Settings": "hvdtrain.tasks",
-    "Sums": "hvdtrain.tasks",
-    "Task": "hvdtrain.tasks",
+_PUBLIC = {
+    "hvdtrain.api": ("clip_grad_norm_", "distribute", "init"),
+    "hvdtrain.audit.script": ("GradientAudit",),
+    "hvdtrain.data": (
+        *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares"),
+        *("Split", "Splits", "TensorSplit"),
+    ),
+    "hvdtrain.tasks": ("Settings", "Sums", "Task"),
 }
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [*_MODULES, "__version__"]
 
 
@@ -53,3 +47,8 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names too that are not imported yet, for `help(hvdtrain)`."""
+    return sorted({*globals(), *__all__})

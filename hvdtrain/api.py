@@ -5,7 +5,7 @@
     sampler, shares = hvdtrain.GlobalBatchSampler(...), hvdtrain.Shares(workers.size)
 
 In the loop, each rank takes the samples `shares.of(batch, workers.rank)` of a global batch. Its
-loss is their *sum* times `workers.size / len(batch)`. The README shows a complete script.
+loss is their *sum* times `workers.size / len(batch)`. See examples/your_script_distributed.py.
 
 Between `backward()` and `optimizer.step()` the gradients are being reduced. Clip them with
 `clip_grad_norm_`. Before any other code reads or changes them, call

@@ -7,12 +7,10 @@ because opening one can block forever.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
 import os
-import shutil
 import stat
 from pathlib import Path
 from typing import IO, Any
@@ -20,17 +18,12 @@ from typing import IO, Any
 from hvdtrain.errors import UsageError
 
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-KEPT = os.O_RDWR | os.O_APPEND | os.O_CREAT | PLAIN
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # EXCL does not follow links either
 
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
-    """Open an existing or new text file for appending.
-
-    Raises OSError if the path is not a regular file.
-    """
+    """Open an existing or new text file to append. Raises OSError unless it is a regular file."""
     try:
-        descriptor = os.open(path, KEPT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | PLAIN, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -56,62 +49,8 @@ def _check_plain(descriptor: int, path: Path) -> None:
 def write_new(path: Path, content: str | bytes) -> None:
     """Write a new file, removing any existing file or link of that name first. Raises OSError."""
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, NEW, 0o666), "wb") as stream:
+    with path.open("xb") as stream:  # "x" does not follow links either
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
-
-
-AT_FDCWD = -100  # linux/fcntl.h: paths are relative to the working directory
-RENAME_EXCHANGE = 2  # linux/fs.h
-# Errors of a file system, kernel, C library or container filter that does not support the exchange.
-UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-REPLACED = ".replaced"
-
-
-def replace_folder(new: Path, final: Path) -> Path:
-    """Replace the folder `final` by `new`; return the path at which the old folder is now.
-
-    Raises OSError; the old folder is then unchanged, or at a path that `set_aside` returns.
-    """
-    try:
-        exchange_names(new, final)
-        return new
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-    aside = final.with_name(f".{final.name}{REPLACED}")
-    final.rename(aside)
-    try:
-        new.rename(final)
-    except OSError:
-        aside.rename(final)
-        raise
-    return aside
-
-
-def undo_replacing(folder: Path) -> None:
-    """Restore or remove the folders that an interrupted `replace_folder` has set aside."""
-    for aside in set_aside(folder):
-        final = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
-        if final.exists():
-            shutil.rmtree(aside)
-        else:
-            aside.rename(final)
-
-
-def set_aside(folder: Path) -> list[Path]:
-    """Return the folders that `undo_replacing` would restore or remove."""
-    return sorted(folder.glob(f".*{REPLACED}"))
-
-
-def exchange_names(one: Path, other: Path) -> None:
-    """Exchange two paths atomically. Raises OSError."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "renameat2"):  # glibc before 2.28
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    names = os.fsencode(one), os.fsencode(other)
-    if library.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
@@ -137,10 +76,7 @@ def check_json(name: str | None) -> None:
 
 
 def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> None:
-    """Write `content` to the file `name`, if given; numbers that are not finite become null.
-
-    Raises UsageError if the file cannot be written.
-    """
+    """Write `content` to `name`, if given, with null for NaN and infinity. Raises UsageError."""
     if name is None:
         return
     text = json.dumps(json_ready(content), indent=2, allow_nan=False) + "\n"

@@ -8,6 +8,7 @@ flood of connections costs little, and peers that authenticate themselves are st
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import threading
 import time
@@ -27,41 +28,32 @@ class GuardedListener(Generic[Peer]):
     def __init__(
         self, listener: socket.socket, drop: Callable[[Peer], None], patience_s: float
     ) -> None:
-        """`listener`: a socket with a timeout, or non-blocking. `drop` closes a connection.
-
-        `patience_s`: time that each peer has at least to authenticate itself.
-        """
+        """`drop` closes a connection, after `patience_s` or later; `listener` has a timeout."""
         self._listener, self._drop, self._patience_s = listener, drop, patience_s
         self._pending: dict[Peer, float] = {}  # time of entry, oldest first
-        self._reduced_limit: int | None = None  # set once descriptors have run out
+        self._limit = math.inf  # lower once descriptors have run out
         self._open_at_s = 0.0
         self._lock = threading.Lock()
 
     @property
     def rest_s(self) -> float:
-        """Return for how many seconds no connection is accepted; do not call `accept` until then.
-
-        The listening socket may be readable meanwhile.
-        """
+        """Return for how many seconds not to call `accept`, though the socket may be readable."""
         return max(0.0, self._open_at_s - time.monotonic())
 
     def accept(self, room: int) -> socket.socket | None:
-        """Accept the next connection; return None if there is none, or no room for it.
-
-        `room`: the largest number of pending peers. Never raises for what a peer can cause.
-        """
+        """Return the next connection; None if there is none, or `room` peers are pending."""
         if self.rest_s or not self._make_room(room):
             return None
         try:
             return self._listener.accept()[0]
         except OSError as error:  # includes a peer that has disconnected, and a timeout
             if error.errno in EXHAUSTED:
-                self._reduced_limit = max(1, len(self._pending) // 2)
+                self._limit = max(1, len(self._pending) // 2)
                 self._open_at_s = time.monotonic() + REST_S
             return None
 
     def enter(self, peer: Peer) -> None:
-        """Add a peer that has not authenticated itself; from now on it may be dropped."""
+        """Add a pending peer; from now on it may be dropped."""
         with self._lock:
             self._pending[peer] = time.monotonic()
 
@@ -72,8 +64,7 @@ class GuardedListener(Generic[Peer]):
 
     def _make_room(self, room: int) -> bool:
         """Return whether one more peer may be pending; drop those whose time is over."""
-        room = room if self._reduced_limit is None else min(room, self._reduced_limit)
-        while len(self._pending) >= room:
+        while len(self._pending) >= min(room, self._limit):
             with self._lock:
                 oldest, since_s = next(iter(self._pending.items()), (None, 0.0))
                 if oldest is None:

@@ -55,15 +55,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
-_PACKAGE = Path(__file__).parent
 _before = sys.excepthook
 
 
 def report_uncaught() -> None:
-    """Install an exception hook: an uncaught HvdtrainError prints one line and sets the exit code.
-
-    The line names the innermost frame outside this package. Other exceptions are unaffected.
-    """
+    """Install a hook: an uncaught HvdtrainError prints one line and sets the exit code."""
     sys.excepthook = _report
 
 
@@ -72,7 +68,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         _before(kind, error, trace)
         return
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if _PACKAGE not in Path(frame.filename).parents]
+    own = [frame for frame in frames if Path(__file__).parent not in Path(frame.filename).parents]
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     complain(f"hvdtrain: error{place}: {error}")
     raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

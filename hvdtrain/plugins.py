@@ -1,7 +1,6 @@
 """Import and call of user code, named as `package.module:callable`.
 
-An exception in user code becomes an error of one line with the file and the line of that code. The
-exception stays attached as the cause.
+An exception in it becomes an error of one line with its file and line; it stays attached as cause.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
@@ -40,13 +38,22 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    module = _import(f"{flag}={name}", module_name, here)
+    try:
+        module = importlib.import_module(module_name)
+    except HvdtrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if f"{module_name}.".startswith(f"{missing}."):  # it or a parent, not one that it imports
+            text = f"{error}; searched {here} and what is installed"
+        else:
+            text = f"{_place(error)}{_describe(error)}"
+        raise UsageError(f"{flag}={name}: {text}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise UsageError(f"{flag}={name}: {module_name} has no {attribute!r}")
     if not callable(found):
-        kind = type(found).__name__
-        raise UsageError(f"{flag}={name}: is of type {kind}, and cannot be called")
+        raise UsageError(f"{flag}={name}: is of type {type(found).__name__}, and cannot be called")
     return found  # type: ignore[no-any-return]
 
 
@@ -90,22 +97,6 @@ def exits_as_failures() -> Iterator[None]:
         code = "" if error.code is None else repr(error.code)
         place = _place(error).removesuffix(": ") or "a library"
         raise TrainingError(f"ended by sys.exit({code}) in {place}") from error
-
-
-def _import(given: str, module_name: str, here: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except HvdtrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, module_name):
-            raise UsageError(f"{given}: {error}; searched {here} and what is installed") from error
-        raise UsageError(f"{given}: {_place(error)}{_describe(error)}") from error
-
-
-def _is_part(missing: str | None, module_name: str) -> bool:
-    """Return whether the missing module is the named one or a parent (`a` or `a.b` of `a.b`)."""
-    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
 
 
 def _describe(error: BaseException) -> str:

@@ -1,14 +1,14 @@
 """Status reports of a worker to the agent that started it: phase, step and final error.
 
 `hvdtrain launch` starts each worker under its own agent, with a pipe (hvdtrain/launcher/agent.py).
-Without a pipe nothing is reported. Each line is one write to the pipe; a line that finds the pipe
-full is dropped, so a worker never waits for its observer.
+Each line is one write; one that finds the pipe full is dropped, so a worker never waits for its
+observer. Without a pipe nothing is reported.
 
     +PHASE STEP SECONDS     start of a phase, by the worker's monotonic clock
     ={"loss": ...}          figures to show
     !{"peer": true}         end with an error, here because another rank has failed
-    ?PID                    process id of the worker; on SIGUSR2 it writes the Python stacks of all
-                            threads to standard error
+    ?PID                    process id of the worker; on SIGUSR2 it writes all threads' stacks to
+                            standard error
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from hvdtrain.errors import PeerFailure
 
@@ -28,6 +29,9 @@ PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL = signal.SIGUSR2
+WAITING = "exchange"  # the phase in which a rank waits for others
+OWN = ("data", "compute", "update")  # phases of a step that depend on this rank alone
+STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
 
 
 class Pulse:
@@ -40,28 +44,22 @@ class Pulse:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Pulse:
-        """Connect to the pipe of the agent that started this process, if any.
-
-        Also registers the signal handler that writes stacks.
-        """
-        text = environment.get(PULSE_FD, "")
-        if not text.isdigit():
-            return cls()
+        """Connect to the agent's pipe, if any, and register the handler that writes stacks."""
         try:
-            if not stat.S_ISFIFO(os.fstat(int(text)).st_mode):  # the number has been reused
+            fd = int(environment.get(PULSE_FD, ""))
+            if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # the number has been reused
                 return cls()
-            os.set_blocking(int(text), False)
-            os.set_inheritable(int(text), False)  # child processes do not report
-        except OSError:  # the variable was inherited, the pipe was not
+            os.set_blocking(fd, False)
+            os.set_inheritable(fd, False)  # child processes do not report
+        except (OSError, ValueError):  # no agent, or the variable was inherited without the pipe
             return cls()
-        pulse = cls(int(text))
+        pulse = cls(fd)
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
         pulse._report(f"?{os.getpid()}")
         return pulse
 
     @property
     def is_watched(self) -> bool:
-        """Return whether an agent reads the reports."""
         return self._fd is not None
 
     def beat(self, phase: str | None = None) -> None:
@@ -82,3 +80,75 @@ class Pulse:
         if self._fd is not None:
             with suppress(OSError):
                 os.write(self._fd, f"{line}\n".encode())
+
+
+class WorkerPulse:
+    """The agent's end of the pipe: the state of one worker."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._rest = b""
+        self._figures: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        self._beat_s = time.monotonic()
+        self._phase, self._step, self._began_s = "start", 0, 0.0
+        self._busy_s = 0.0  # time of this step so far in the phases OWN
+        self._busy_of_steps: list[float] = []
+        self.speaker = 0  # id of the process that writes to the pipe, in its PID namespace
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> bool:
+        """Read the available data; return False once the worker has closed its end."""
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            with suppress(ValueError, TypeError):
+                self._take(line.decode("utf-8", "replace"))
+        return True
+
+    def take_figures(self) -> dict[str, Any]:
+        """Return the figures since the last call."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def report(self) -> dict[str, Any]:
+        """Return step, phase, seconds since the last beat, own time in a step, and how it ended."""
+        steps = self._busy_of_steps
+        return {
+            "step": self._step,
+            "phase": self._phase,
+            "silent_s": round(time.monotonic() - self._beat_s, 3),
+            "busy_s": round(sum(steps) / len(steps), 6) if steps else None,
+            "speaks": self.speaker != 0,
+        } | self._last
+
+    def _take(self, line: str) -> None:
+        kind, text = line[:1], line[1:]
+        if kind == "+":
+            self._beat_s = time.monotonic()
+            phase, step, began = text.split(" ")
+            self._change(phase, int(step), float(began))
+        elif kind == "=":
+            self._figures = dict(json.loads(text))
+        elif kind == "!":
+            self._last = dict(json.loads(text))
+        elif kind == "?":
+            self.speaker = int(text)
+            self._beat_s = time.monotonic()
+
+    def _change(self, phase: str, step: int, began_s: float) -> None:
+        if self._phase in OWN and self._began_s:
+            self._busy_s += began_s - self._began_s
+        if step != self._step:
+            if self._step:
+                self._busy_of_steps = [*self._busy_of_steps, self._busy_s][-STEPS_SHOWN:]
+            self._busy_s = 0.0
+        self._phase, self._step, self._began_s = phase, step, began_s

@@ -13,18 +13,17 @@ import json
 import os
 import re
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.errors import PreflightError, UsageError
 
 # Set by horovodrun, mpirun or torchrun, within a task.
 STARTED_WITHIN = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID")
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range that Linux uses for outgoing connections
-TRIED_PORTS = 8  # some may be in use
 MEETING_S = 300.0  # for all tasks to report: the first imports from a network disk take long
 GREETING_S = 5.0
 RETRY_S = 0.2
@@ -36,7 +35,7 @@ def in_job(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process belongs to a Slurm job.
 
     In a job, a repeated SIGTERM is not a request to end at once: Slurm sends it to every process,
-    the batch script and the launcher forward it at any later time, and Slurm's own SIGKILL follows.
+    the batch script and the launcher forward it later, and Slurm's own SIGKILL follows.
     """
     return "SLURM_JOB_ID" in environment
 
@@ -48,8 +47,7 @@ def is_step(environment: Mapping[str, str]) -> bool:
     return numbered and tasks != "1" and not any(name in environment for name in STARTED_WITHIN)
 
 
-@dataclass(frozen=True)
-class Place:
+class SlurmTask(NamedTuple):
     """The position of one worker: its rank, its host, and its rank on that host."""
 
     rank: int
@@ -58,11 +56,10 @@ class Place:
     local_rank: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The step of a Slurm job that this task belongs to."""
 
-    place: Place
+    place: SlurmTask
     size: int
     first_host: str
     identity: str  # the same in all tasks, and in no other step
@@ -83,14 +80,13 @@ class Step:
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_LAUNCHER_PORT")
         identity = "hvdtrain " + " ".join(environment.get(name, "-") for name in names)
         first = first_host(environment.get("SLURM_STEP_NODELIST", ""))
-        return cls(Place(rank, host, node, local_rank), size, first, identity)
+        return cls(SlurmTask(rank, host, node, local_rank), size, first, identity)
 
     @property
     def ports(self) -> list[int]:
-        """Return the ports on which task 0 may listen, in the order of the attempts."""
+        """Return eight ports on which task 0 may listen, in order; some may be in use."""
         digest = hashlib.sha256(self.identity.encode()).digest()
-        pairs = (digest[2 * i : 2 * i + 2] for i in range(TRIED_PORTS))
-        return [FIRST_PORT + int.from_bytes(pair, "big") % PORTS for pair in pairs]
+        return [FIRST_PORT + number % PORTS for number in struct.unpack(">8H", digest[:16])]
 
 
 def first_host(nodes: str) -> str:
@@ -133,7 +129,7 @@ def interface_of(address: str, address_of: Callable[[str], str]) -> str:
     )
 
 
-def placement(places: list[Place]) -> list[Variables]:
+def placement(places: list[SlurmTask]) -> list[Variables]:
     """Return Horovod's variables for each rank.
 
     Raises UsageError unless the ranks of each host are consecutive.
@@ -149,16 +145,16 @@ def placement(places: list[Place]) -> list[Variables]:
     for place in places:
         beside = [other.rank for other in places if other.node == place.node]
         across = [other.rank for other in places if other.local_rank == place.local_rank]
-        numbers = {
+        variables = {
             "RANK": place.rank,
             "SIZE": len(places),
             "LOCAL_RANK": place.local_rank,
             "LOCAL_SIZE": len(beside),
             "CROSS_RANK": across.index(place.rank),
             "CROSS_SIZE": len(across),
+            "HOSTNAME": place.host,
         }
-        variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
-        found.append(variables | {"HOROVOD_HOSTNAME": place.host})
+        found.append({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
     return found
 
 
@@ -204,7 +200,7 @@ def _gather(
     return ranks[0] | shared, address
 
 
-def _greet(connection: socket.socket, step: Step) -> Place | None:
+def _greet(connection: socket.socket, step: Step) -> SlurmTask | None:
     """Return the place that a task reports; None if the peer is not a task of this step."""
     connection.settimeout(GREETING_S)
     _send(connection, {"step": step.identity})
@@ -212,7 +208,7 @@ def _greet(connection: socket.socket, step: Step) -> Place | None:
     if report.pop("step", None) != step.identity:
         return None
     try:
-        place = Place(**report)
+        place = SlurmTask(**report)
     except TypeError:
         return None
     return place if place.rank in range(1, step.size) else None
@@ -221,7 +217,7 @@ def _greet(connection: socket.socket, step: Step) -> Place | None:
 def _report(step: Step, deadline: float) -> tuple[Variables, str]:
     """Report to task 0, in any other task, and wait for the answer."""
     with _reach(step, deadline) as connection:
-        _send(connection, {"step": step.identity, **asdict(step.place)})
+        _send(connection, {"step": step.identity, **step.place._asdict()})
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         answer = _receive(connection)
         if "error" in answer:

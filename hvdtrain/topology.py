@@ -54,26 +54,17 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Topology:
-        """Read the launcher's variables; without them, return a single process.
-
-        Raises UsageError if the variables of horovodrun, mpirun or srun are incomplete or not whole
-        numbers.
-        """
+        """Read the launcher's variables, or return a single process; UsageError if some are bad."""
         for start in (*_JOINED, _SRUN):
             named = start.rank in environment or start.size in environment
             if is_step(environment) if start is _SRUN else named:
-                return cls(
-                    rank=_integer(environment, start.rank),
-                    size=_integer(environment, start.size),
-                    local_rank=_integer(environment, start.local_rank),
-                    launched=True,
-                    start=start,
-                )
+                names = (start.rank, start.size, start.local_rank)
+                rank, size, local_rank = (_integer(environment, name) for name in names)
+                return cls(rank, size, local_rank, launched=True, start=start)
         for start in _FOREIGN:
-            size = _integer_or(environment, start.size, 1)
-            if size > 1:
-                rank = _integer_or(environment, start.rank, 0)
-                local_rank = _integer_or(environment, start.local_rank, 0)
+            if (size := _integer(environment, start.size, default=1)) > 1:
+                rank = _integer(environment, start.rank, default=0)
+                local_rank = _integer(environment, start.local_rank, default=0)
                 return cls(rank, size, local_rank, start=start)
         return cls()
 
@@ -83,10 +74,7 @@ class Topology:
         return f"rank {self.rank} on {socket.gethostname()}"
 
     def check_joined(self, size: int) -> None:
-        """Raise UsageError if a launcher has started several processes that are not connected.
-
-        `size`: the number of connected processes. If it is 1, each process would do all the work.
-        """
+        """Raise UsageError if several processes were started, but only `size` = 1 is connected."""
         if self.start is None or not size == 1 < self.size:
             return
         raise UsageError(
@@ -98,17 +86,14 @@ class Topology:
         )
 
 
-def _integer(environment: Mapping[str, str], name: str) -> int:
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a whole number; for other text `default`, or raise UsageError without one."""
     text = environment.get(name, "")
-    if not text.isdigit():
-        raise UsageError(
-            f"environment variable {name}={text!r}: a whole number was expected "
-            "(start workers with horovodrun)"
-        )
-    return int(text)
-
-
-def _integer_or(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return the value, or `default` if another program uses the variable for another purpose."""
-    text = environment.get(name, "")
-    return int(text) if text.isdigit() else default
+    if text.isdigit():
+        return int(text)
+    if default is not None:
+        return default
+    raise UsageError(
+        f"environment variable {name}={text!r}: a whole number was expected "
+        "(start workers with horovodrun)"
+    )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdtrain.ring.transports import Transport
+from hvdtrain.ring.transports import Transport, in_process_ring
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 
 LONG = 1_000_003  # a prime
 TOKEN = bytes(range(32))
+Result = TypeVar("Result")
 
 
 def lengths_for(size: int) -> list[int]:
@@ -51,6 +52,15 @@ def special_data(rank: int, length: int, dtype: Any) -> np.ndarray:
     places = np.arange(length // 2)
     values[: length // 2] = special[places // len(few) ** (rank % 3) % len(few)]
     return values
+
+
+def run_in_process(size: int, work: Callable[[Transport], Result]) -> list[Result]:
+    """Run `work` for each rank of an in-process ring, in threads; the results in rank order.
+
+    Raises the exception of the lowest rank that failed.
+    """
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, in_process_ring(size)))
 
 
 def run_tcp_ring(size: int, work: Callable[[Transport], Any], token: bytes = TOKEN) -> list[Any]:

@@ -4,11 +4,12 @@ At an audited step the local gradients of each rank are copied as the backward p
 before the exchange. They are reduced again, over a transport independent of the exchange, and
 compared with the gradients that the optimizer is about to use:
 
-capture     elements of an audit (all, or one of K parts that cover all in K audits); local copies
+capture     elements of an audit (all, or one of K parts that cover all in K audits), in blocks;
+            copies of their local gradients
 checks      two comparisons: within the proven rounding bound, and equal in every bit (if the order
             of summation is known)
-findings    results of one block of elements, and their exchange between ranks
-verdict     diagnosis of a mismatch: the reduction or the copy of one rank; and the location
+findings    results of a comparison, and their exchange between ranks; diagnosis of a mismatch: the
+            reduction or the copy of one rank, and the location
 auditor     the audit of a training run, step by step
 script      the audit of any other training loop: `from hvdtrain import GradientAudit`
 

@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
 
-from hvdtrain.audit.capture import BLOCK_ELEMENTS, LocalGradients, Parts, flattened
-from hvdtrain.audit.checks import BoundCheck
+from hvdtrain.audit.capture import Block, LocalGradients, Parts, Piece, flattened, make_blocks
+from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.audit.findings import (
     NOTHING,
-    Block,
-    Finding,
+    LargestError,
+    describe_mismatch,
     digest,
-    local_values,
-    make_blocks,
-    reduced_values,
-    tell_all,
-)
-from hvdtrain.audit.verdict import (
-    conclusion,
-    describe_changed,
-    describe_difference,
-    describe_finding,
     first_differences,
-    group,
-    headline,
+    gather_findings,
+    trusted_ranks,
 )
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.ring import Transport
@@ -49,21 +38,8 @@ class AuditRecord:
     worst_parameter: str
 
 
-class Check(Protocol):
-    """A comparison of a block of reduced gradients with their reference."""
-
-    @property
-    def whole_parameters(self) -> bool:
-        """Return whether a block must be exactly one complete parameter."""
-
-    def worst(
-        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
-    ) -> Finding:
-        """Collective: return the worst element of this rank's part, or of the `whole` block."""
-
-
 class Auditor:
-    """An audit of the gradients of `model` every `every` steps (0: never)."""
+    """An audit of the gradients of `model` every `every` steps."""
 
     def __init__(
         self,
@@ -71,7 +47,7 @@ class Auditor:
         transport: Transport,
         every: int,
         on_record: Callable[[AuditRecord], None] = lambda record: None,
-        check: Check | None = None,
+        check: BoundCheck | ExactCheck | None = None,
         parts: int = 1,
         seed: int = 0,
         evidence: Path | None = None,
@@ -84,27 +60,32 @@ class Auditor:
         """
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
-        _refuse_other_types(self._named)
+        others = [f"{name} ({p.dtype})" for name, p in self._named if p.dtype not in DTYPES]
+        if others:
+            raise UsageError(
+                f"audit: no bound is known for {len(others)} parameters, such as {others[0]}: "
+                "supported types are float16, float32 and float64"
+            )
         self._transport = transport
         self._every = every
         self._on_record = on_record
         self._check = check or BoundCheck(transport)
         lengths = [parameter.numel() for parameter in self._parameters]
         self._parts = Parts(lengths, parts, seed, self._check.whole_parameters)
-        self._block_elements = 0 if self._check.whole_parameters else BLOCK_ELEMENTS
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
+        self._pieces: list[Piece] = []
         self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
 
     def begin(self, step: int) -> None:
-        """Start copying gradients if `step` is audited; call before the backward pass."""
-        if not self.is_due(step):
+        """Start copying gradients if `step` (from 1) is audited; call before the backward pass."""
+        if step % self._every:
             return
         self._changed = None
-        pieces = self._parts.of_audit(step // self._every - 1)
-        self._blocks = make_blocks(pieces, self._parameters, self._block_elements)
-        self._local.begin(pieces)
+        self._pieces = self._parts.of_audit(step // self._every - 1)
+        self._blocks = make_blocks(self._pieces, self._parameters, self._check.whole_parameters)
+        self._local.begin(self._pieces)
 
     def end(self, step: int) -> None:
         """Collective: compare the gradients, after the reduction.
@@ -113,18 +94,18 @@ class Auditor:
         AuditMismatch on every rank if a gradient on any rank is beyond its bound, or if ranks hold
         different bits.
         """
-        if not self.is_due(step):
+        if step % self._every:
             return
         self._local.end()
         own, digests = NOTHING, []
         for block in self._blocks:
-            reduced = reduced_values(block, self._parameters)
+            local, reduced = self._values(block)
             digests.append(digest(reduced))
-            found = self._check.worst(block, local_values(block, self._local), reduced, whole=False)
+            found = self._check.worst(block, local, reduced, whole=False)
             own = max(own, found, key=lambda finding: finding.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
         # twice per step reduces reduced gradients again: there is nothing to compare them with.
-        findings, table = tell_all(own, [*digests, self._local.found_any], self._transport)
+        findings, table = gather_findings(own, [*digests, self._local.found_any], self._transport)
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():
             return
@@ -144,10 +125,6 @@ class Auditor:
         """
         self._changed = self._local.first_changed()
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a step (counted from 1) is audited."""
-        return self._every > 0 and step % self._every == 0
-
     def close(self) -> None:
         """Collective: close the transport."""
         self._local.end()
@@ -155,40 +132,33 @@ class Auditor:
 
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
         """Collective: compare one whole block on every rank, and raise AuditMismatch."""
-        reduced = reduced_values(block, self._parameters)
-        own = self._check.worst(block, local_values(block, self._local), reduced, whole=True)
+        local, reduced = self._values(block)
+        own = self._check.worst(block, local, reduced, whole=True)
         changed = -1 if self._changed is None else self._changed
-        findings, table = tell_all(own, [changed], self._transport)
-        groups = group(digests, findings)
-        differences = first_differences(reduced, groups, self._transport)
+        findings, table = gather_findings(own, [changed], self._transport)
+        trusted = trusted_ranks(digests, findings)
+        differences = first_differences(block, reduced, trusted[0], self._transport)
+        numbers = [int(number) for number in table[:, 0]]
+        lines = describe_mismatch(step, findings, differences, numbers, trusted, self._named)
         worst = max(findings, key=lambda finding: finding.ratio)
-        touched = describe_changed([int(number) for number in table[:, 0]], self._named)
-        lines = [headline(step, findings), *touched]
-        for rank, (finding, difference) in enumerate(zip(findings, differences, strict=True)):
-            if finding.ratio > 1:
-                lines.append(describe_finding(rank, finding, self._named))
-            elif difference:
-                place, own_value, theirs = difference
-                where = block.locate(place)
-                if worst.ratio <= 1:
-                    worst = replace(worst, parameter=where[0])
-                lines.append(
-                    describe_difference(rank, where, own_value, theirs, groups, self._named)
-                )
-        if not touched:
-            lines.append(conclusion(groups, findings[groups.trusted[0]].ratio > 1))
+        if worst.ratio <= 1:
+            for difference in filter(None, differences):
+                worst = replace(worst, parameter=difference.parameter)
         lines += self._leave_evidence(step, worst.parameter)
         lines.append("The optimizer has not used these gradients. Rounding cannot explain this")
         self._on_record(self._record(step, False, worst))
         raise AuditMismatch("\n".join(lines))
 
-    def _record(self, step: int, ok: bool, worst: Finding) -> AuditRecord:
-        pieces = [piece for block in self._blocks for piece in block.pieces]
+    def _values(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's local and its reduced gradients of a block."""
+        return block.local_values(self._local), block.reduced_values(self._parameters)
+
+    def _record(self, step: int, ok: bool, worst: LargestError) -> AuditRecord:
         return AuditRecord(
             step=step,
             ok=ok,
-            parameters=len({piece.parameter for piece in pieces}),
-            elements=sum(piece.stop - piece.start for piece in pieces),
+            parameters=len({piece.parameter for piece in self._pieces}),
+            elements=sum(piece.length for piece in self._pieces),
             worst_error_over_bound=worst.ratio,
             worst_parameter=self._named[worst.parameter][0] if self._named else "",
         )
@@ -198,14 +168,12 @@ class Auditor:
         if self._evidence is None:
             return []
         folder = self._evidence / f"step-{step:08d}"
-        copies = [
-            (piece.start, copy)
-            for block in self._blocks
-            for piece in block.pieces
+        tensors = {
+            f"local_from_{piece.start}": copy.cpu()
+            for piece in self._pieces
             if piece.parameter == parameter and (copy := self._local.get(piece)) is not None
-        ]
+        }
         gradient = self._parameters[parameter].grad
-        tensors = {f"local_from_{start}": copy.cpu() for start, copy in copies}
         if gradient is not None:
             tensors["reduced"] = flattened(gradient).cpu().contiguous().clone()
         try:
@@ -215,15 +183,6 @@ class Auditor:
         except Exception as error:  # a full disk must not hide the mismatch
             return [f"Its gradients could not be saved in {folder} ({error})"]
         return [f"Each rank's local and reduced gradients of that parameter are in {folder}"]
-
-
-def _refuse_other_types(named: list[tuple[str, torch.nn.Parameter]]) -> None:
-    others = [f"{name} ({p.dtype})" for name, p in named if p.dtype not in DTYPES]
-    if others:
-        raise UsageError(
-            f"audit: no bound is known for {len(others)} parameters, such as {others[0]}: "
-            "supported types are float16, float32 and float64"
-        )
 
 
 class NoAudit:

@@ -1,8 +1,10 @@
-"""The elements that an audit covers, and the copies of their local gradients."""
+"""The elements that an audit covers, in blocks, and the copies of their local gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,10 @@ class Piece(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 class Parts:
     """A random division of the parameters into `parts` parts, different in every cycle of audits.
@@ -28,36 +34,28 @@ class Parts:
     """
 
     def __init__(self, lengths: Sequence[int], parts: int, seed: int, whole: bool) -> None:
-        """Cut the parameters into pieces.
+        """Cut the parameters into pieces that cover every element once.
 
         `lengths`: number of elements of each parameter. `whole`: never cut a parameter.
-        Raises ValueError for fewer than one part.
         """
-        if parts < 1:
-            raise ValueError(f"{parts} parts")
-        self.parts = parts
+        self._parts = parts
         self._seed = seed
         wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else BLOCK_ELEMENTS
-        longest = max(lengths, default=1) if whole else min(wanted, BLOCK_ELEMENTS)
-        self._pieces = cut(lengths, max(longest, 1))
+        longest = max(1, max(lengths, default=1) if whole else min(wanted, BLOCK_ELEMENTS))
+        self._pieces = [
+            Piece(parameter, start, min(start + longest, length))
+            for parameter, length in enumerate(lengths)
+            for start in range(0, length, longest)
+        ]
 
     def of_audit(self, number: int) -> list[Piece]:
         """Return the pieces of one audit (counted from 0), in the order of the parameters."""
-        if self.parts == 1:
+        if self._parts == 1:
             return self._pieces
-        cycle, part = divmod(number, self.parts)
+        cycle, part = divmod(number, self._parts)
         generator = np.random.Generator(np.random.PCG64([self._seed, cycle]))
-        dealt = generator.permutation(len(self._pieces))[part :: self.parts]
+        dealt = generator.permutation(len(self._pieces))[part :: self._parts]
         return [self._pieces[place] for place in np.sort(dealt)]
-
-
-def cut(lengths: Sequence[int], longest: int) -> list[Piece]:
-    """Return pieces of at most `longest` elements that cover every element once."""
-    return [
-        Piece(parameter, start, min(start + longest, length))
-        for parameter, length in enumerate(lengths)
-        for start in range(0, length, longest)
-    ]
 
 
 class LocalGradients:
@@ -70,18 +68,16 @@ class LocalGradients:
         self._hooks: list[Any] = []
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Copy these pieces from now on until `end`.
+        """Copy these pieces, in the order of the parameters, from now on until `end`.
 
         With accumulation over several backward passes the last copy holds the accumulated gradient.
         """
         self.end()
         self._copies.clear()
         self._copied_from.clear()
-        wanted: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            wanted.setdefault(piece.parameter, []).append(piece)
-        for number, own in wanted.items():
-            hook = self._parameters[number].register_post_accumulate_grad_hook(self._copier(own))
+        for number, own in groupby(pieces, lambda piece: piece.parameter):
+            copier = self._copier(list(own))
+            hook = self._parameters[number].register_post_accumulate_grad_hook(copier)
             self._hooks.append(hook)
 
     def end(self) -> None:
@@ -110,7 +106,7 @@ class LocalGradients:
         return None
 
     def get(self, piece: Piece) -> torch.Tensor | None:
-        """Return the copy, of shape (stop - start,); None if this rank had no gradient."""
+        """Return the copy, of shape (piece.length,); None if this rank had no gradient."""
         return self._copies.get(piece)
 
     def _copier(self, pieces: list[Piece]) -> Callable[[torch.Tensor], None]:
@@ -122,6 +118,61 @@ class LocalGradients:
                 self._copies[piece] = flat[piece.start : piece.stop].clone()
 
         return copy
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pieces of one dtype that are compared together."""
+
+    number: int
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    def local_values(self, local: LocalGradients) -> torch.Tensor:
+        """Return this rank's local gradients, in the block's dtype, on the CPU; zero if missing."""
+        return self._join([local.get(piece) for piece in self.pieces])
+
+    def reduced_values(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """Return the reduced gradients, in the block's dtype, on the CPU; zero if missing."""
+        gradients = [(piece, parameters[piece.parameter].grad) for piece in self.pieces]
+        return self._join(
+            [
+                None if gradient is None else flattened(gradient)[piece.start : piece.stop]
+                for piece, gradient in gradients
+            ]
+        )
+
+    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        parts = [
+            torch.zeros(piece.length, dtype=self.dtype) if part is None else part.cpu()
+            for piece, part in zip(self.pieces, values, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return parameter number and flattened index of an element. Raises IndexError."""
+        for piece in self.pieces:
+            if position < piece.length:
+                return piece.parameter, piece.start + position
+            position -= piece.length
+        raise IndexError(position)
+
+
+def make_blocks(
+    pieces: Iterable[Piece], parameters: Sequence[torch.nn.Parameter], alone: bool
+) -> list[Block]:
+    """Group adjacent pieces of one dtype into blocks; with `alone`, each piece is a block."""
+    groups: list[tuple[torch.dtype, list[Piece]]] = []
+    room = 0
+    for piece in pieces:
+        dtype = parameters[piece.parameter].dtype
+        if groups and groups[-1][0] == dtype and piece.length <= room:
+            groups[-1][1].append(piece)
+        else:
+            groups.append((dtype, [piece]))
+            room = 0 if alone else BLOCK_ELEMENTS
+        room -= piece.length
+    return [Block(number, dtype, tuple(own)) for number, (dtype, own) in enumerate(groups)]
 
 
 def flattened(gradient: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import torch
 
-from hvdtrain.audit.findings import NOTHING, Block, Finding
+from hvdtrain.audit.capture import Block
+from hvdtrain.audit.findings import NOTHING, LargestError
 from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
 from hvdtrain.ring.bound import (
@@ -37,11 +38,11 @@ class BoundCheck:
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
-    ) -> Finding:
+    ) -> LargestError:
         """Collective: return the element with the largest error in units of its bound.
 
         It is the worst of this rank's segment, or of the `whole` block.
-        `local`, `reduced`: in the block's dtype, of shape (block.length,).
+        `local`, `reduced`: all elements of the block, in its dtype.
         """
         own, sums, magnitudes = self._summed(local.double().numpy(), whole)
         if own.start == own.stop:
@@ -58,7 +59,7 @@ class BoundCheck:
             ratios = error_over_bound(found, reference, bound, overflow)
         place = int(np.argmax(ratios))
         parameter, index = block.locate(own.start + place)
-        return Finding(
+        return LargestError(
             ratio=float(ratios[place]),
             block=block.number,
             parameter=parameter,
@@ -87,7 +88,7 @@ class BoundCheck:
             return slice(held.start // 2, held.stop // 2), sums, magnitudes
         all_gather(both, doubled, self._transport)
         halves = [both[place].reshape(2, -1) for place in doubled]
-        sums, magnitudes = (np.concatenate([half[i] for half in halves]) for i in (0, 1))
+        sums, magnitudes = np.concatenate(halves, axis=1)
         return slice(0, values.size), sums, magnitudes
 
 
@@ -115,7 +116,7 @@ class ExactCheck:
 
     def worst(
         self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
-    ) -> Finding:
+    ) -> LargestError:
         """Collective: return the differing element with the largest error on this rank.
 
         `local`, `reduced`: all elements of one parameter, in its dtype.
@@ -130,10 +131,9 @@ class ExactCheck:
         reference = expected.to(torch.float64).numpy()[wrong]
         with np.errstate(invalid="ignore"):
             errors = np.abs(found - reference)
-        errors[np.isnan(errors)] = math.inf
-        place = int(np.argmax(errors))
+        place = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
         parameter, index = block.locate(int(wrong[place]))
-        return Finding(
+        return LargestError(
             ratio=math.inf,
             block=block.number,
             parameter=parameter,

@@ -1,21 +1,27 @@
-"""The results of comparing one block of elements, and their exchange between ranks."""
+"""The findings of an audit: their exchange between ranks, and the diagnosis of a mismatch.
+
+A mismatch is a wrong reduction or a wrong copy on one rank; the diagnosis names which, and where.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.audit.capture import LocalGradients, Piece, flattened
-from hvdtrain.ring import Transport, gather
+from hvdtrain.audit.capture import Block
+from hvdtrain.errors import name_ranks
+from hvdtrain.ring import Transport, broadcast, gather
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LargestError:
     """The element of one rank's gradients with the largest error in units of its bound."""
 
     ratio: float  # error / bound
@@ -27,104 +33,150 @@ class Finding:
     bound: float
 
 
-NOTHING = Finding(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
+NOTHING = LargestError(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Block:
-    """Pieces of one dtype that are compared together."""
+class Difference:
+    """The first element of a block that differs from the trusted ranks' in any bit."""
 
-    number: int
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.pieces)
-
-    def locate(self, position: int) -> tuple[int, int]:
-        """Return parameter number and flattened index of an element. Raises IndexError."""
-        for piece in self.pieces:
-            if position < piece.stop - piece.start:
-                return piece.parameter, piece.start + position
-            position -= piece.stop - piece.start
-        raise IndexError(position)
+    parameter: int
+    index: int  # in the flattened parameter
+    value: float
+    trusted_value: float
 
 
-def make_blocks(
-    pieces: Iterable[Piece], parameters: list[torch.nn.Parameter], longest: int
-) -> list[Block]:
-    """Group adjacent pieces of one dtype into blocks of at most `longest` elements.
+def digest(values: torch.Tensor) -> int:
+    """Return the CRC-32 of the bytes: equal bits give equal digests on every rank."""
+    return zlib.crc32(_bytes_of(values).data)
 
-    A single piece may be longer.
+
+def gather_findings(
+    own: LargestError, further: Sequence[float], transport: Transport
+) -> tuple[list[LargestError], NDArray[np.float64]]:
+    """Collective: return every rank's finding, and its `further` numbers, shape (ranks, numbers).
+
+    They travel over the ring as float64, in which a CRC-32 is exact.
     """
-    groups: list[list[Piece]] = []
-    length = 0
-    for piece in pieces:
-        own = piece.stop - piece.start
-        same = groups and parameters[groups[-1][0].parameter].dtype == (
-            parameters[piece.parameter].dtype
-        )
-        if same and length + own <= longest:
-            groups[-1].append(piece)
-            length += own
-        else:
-            groups.append([piece])
-            length = own
+    table = gather(np.array([*astuple(own), *further], np.float64), transport)
+    width = len(astuple(own))
+    findings = [
+        LargestError(ratio, int(block), int(parameter), int(index), *values)
+        for ratio, block, parameter, index, *values in table[:, :width].tolist()
+    ]
+    return findings, table[:, width:]
+
+
+def trusted_ranks(digests: Sequence[float], findings: Sequence[LargestError]) -> list[int]:
+    """Return the largest set of ranks with equal bits; of equally large ones the more accurate.
+
+    `digests`, `findings`: those of one block, in rank order.
+    """
+    holders: dict[float, list[int]] = {}
+    for rank, value in enumerate(digests):
+        holders.setdefault(value, []).append(rank)
+    return max(
+        holders.values(),
+        key=lambda ranks: (len(ranks), -min(findings[r].ratio for r in ranks), -ranks[0]),
+    )
+
+
+def first_differences(
+    block: Block, reduced: torch.Tensor, trusted: int, transport: Transport
+) -> list[Difference | None]:
+    """Collective: return by rank how its `reduced` first differs from that of rank `trusted`."""
+    own = _bytes_of(reduced)
+    theirs = own.copy()
+    broadcast(theirs, transport, trusted)
+    found = np.zeros(5)
+    wrong = np.flatnonzero((own != theirs).any(axis=1))
+    if wrong.size:
+        place = int(wrong[0])
+        trusted_values = torch.from_numpy(theirs.reshape(-1)).view(reduced.dtype)
+        values = [float(v[place].double()) for v in (reduced, trusted_values)]
+        found[:] = [1, *block.locate(place), *values]
     return [
-        Block(number, parameters[group[0].parameter].dtype, tuple(group))
-        for number, group in enumerate(groups)
+        Difference(int(parameter), int(index), *values) if differs else None
+        for differs, parameter, index, *values in gather(found, transport).tolist()
     ]
 
 
-def local_values(block: Block, local: LocalGradients) -> torch.Tensor:
-    """Return this rank's local gradients of a block, in its dtype, on the CPU; zero if missing."""
-    values = torch.zeros(block.length, dtype=block.dtype)
-    start = 0
-    for piece in block.pieces:
-        stop = start + piece.stop - piece.start
-        copy = local.get(piece)
-        if copy is not None:
-            values[start:stop] = copy
-        start = stop
-    return values
+def describe_mismatch(
+    step: int,
+    findings: Sequence[LargestError],
+    differences: Sequence[Difference | None],
+    changed: Sequence[int],
+    trusted: list[int],
+    named: Named,
+) -> list[str]:
+    """Return the lines of the message on a mismatch.
+
+    By rank: `findings`, `differences`, and `changed`, the number of the first parameter whose
+    gradient was changed by code, or -1.
+    """
+    wrong = any(finding.ratio > 1 for finding in findings)
+    what = "reduced gradients are wrong" if wrong else "ranks hold different reduced gradients"
+    lines = [f"audit: {what} at step {step}"]
+    touched = [rank for rank, number in enumerate(changed) if number >= 0]
+    if touched:
+        lines.append(
+            f"{name_ranks(touched).capitalize()}: code changed parameter "
+            f"{named[changed[touched[0]]][0]}'s .grad between the backward pass and "
+            "optimizer.step(), while it was being reduced. Wait for the reduction before clipping "
+            "or unscaling: optimizer.synchronize(), then "
+            "`with optimizer.skip_synchronize(): optimizer.step()`"
+        )
+    for rank, (finding, difference) in enumerate(zip(findings, differences, strict=True)):
+        if finding.ratio > 1:
+            lines.append(f"  rank {rank}: {_describe_error(finding, named)}")
+        elif difference:
+            lines.append(
+                f"  rank {rank}: {_place(difference.parameter, difference.index, named)}: reduced "
+                f"{difference.value:.9g}, but {difference.trusted_value:.9g} on "
+                f"{name_ranks(trusted)} (both within the rounding bound)"
+            )
+    if not touched:
+        lines.append(_conclusion(trusted, findings))
+    return lines
 
 
-def reduced_values(block: Block, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the reduced gradients of a block, in its dtype, on the CPU; zero if missing."""
-    parts = []
-    for piece in block.pieces:
-        gradient = parameters[piece.parameter].grad
-        if gradient is None:
-            parts.append(torch.zeros(piece.stop - piece.start, dtype=block.dtype))
-        else:
-            parts.append(flattened(gradient)[piece.start : piece.stop].cpu())
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _describe_error(finding: LargestError, named: Named) -> str:
+    error = abs(finding.reduced - finding.reference)
+    limit = f"bound {finding.bound:.3g}" if finding.bound else "and not a bit may differ"
+    return (
+        f"{_place(finding.parameter, finding.index, named)}: reduced {finding.reduced:.9g}, "
+        f"reference {finding.reference:.9g}, error {error:.3g}, {limit}"
+    )
 
 
-def bits(values: torch.Tensor) -> NDArray[np.uint8]:
+def _conclusion(trusted: list[int], findings: Sequence[LargestError]) -> str:
+    """Return the probable cause: the reduction, a copy, or both."""
+    others = [rank for rank in range(len(findings)) if rank not in trusted]
+    if not others:
+        return (
+            "All ranks hold the same wrong values: the reduction is at fault (a rank's term lost "
+            "or counted twice, wrong scaling, data damaged before it was added), or code that "
+            "changes gradients before they are checked"
+        )
+    if findings[trusted[0]].ratio > 1:
+        return (
+            f"{name_ranks(others).capitalize()} and {name_ranks(trusted)} hold different values, "
+            "and neither are right: both the reduction and what followed it are at fault"
+        )
+    return (
+        f"{name_ranks(others).capitalize()}: the copy there differs from that of "
+        f"{name_ranks(trusted)}, which is right: delivery, memory, or code that changes gradients "
+        "is at fault there, or the rank is out of step with the others"
+    )
+
+
+def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a tensor, shape (elements, bytes per element)."""
     contiguous = values.contiguous()
     result: NDArray[np.uint8] = contiguous.view(torch.uint8).numpy()
     return result.reshape(len(contiguous), contiguous.element_size())
 
 
-def digest(values: torch.Tensor) -> int:
-    """Return the CRC-32 of the bytes: equal bits give equal digests on every rank."""
-    return zlib.crc32(bits(values).data)
-
-
-def tell_all(
-    own: Finding, further: Sequence[float], transport: Transport
-) -> tuple[list[Finding], NDArray[np.float64]]:
-    """Collective: return every rank's finding, and its `further` numbers, shape (ranks, numbers).
-
-    They travel over the ring as float64, in which a CRC-32 is exact.
-    """
-    table = gather(np.array([*astuple(own), *further], np.float64), transport)
-    width = len(astuple(NOTHING))
-    findings = [
-        Finding(row[0], int(row[1]), int(row[2]), int(row[3]), *row[4:])
-        for row in table[:, :width].tolist()
-    ]
-    return findings, table[:, width:]
+def _place(parameter: int, index: int, named: Named) -> str:
+    name, tensor = named[parameter]
+    return f"parameter {name}, index {[int(i) for i in np.unravel_index(index, tensor.shape)]}"

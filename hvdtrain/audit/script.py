@@ -33,8 +33,6 @@ from hvdtrain.ring import Transport
 from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.topology import Topology
 
-DEFAULT_EVERY = 100
-
 
 @dataclass
 class Progress:
@@ -85,7 +83,7 @@ class GradientAudit:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        every: int = DEFAULT_EVERY,
+        every: int = 100,
         parts: int = 1,
         compression: str = "none",
         on_record: Callable[[AuditRecord], None] = lambda record: None,
@@ -113,7 +111,6 @@ class GradientAudit:
             raise UsageError(f"GradientAudit: op={op!r}: {' or '.join(ERROR_BOUNDS)}")
         _refuse_sparse(model, optimizer)
         self._on_record = on_record
-        self._step = 1
         ring = transport or _ring_of_this_job()
         self._progress = Progress(ring.rank, ring.size, every)
         atexit.register(self._progress.warn_if_idle)
@@ -127,7 +124,7 @@ class GradientAudit:
             parts,
             evidence=None if evidence is None else Path(evidence),
         )
-        self._auditor.begin(self._step)
+        self._auditor.begin(1)
         if optimizer is not None and not isinstance(joined(), SingleProcess):
             self._follow(optimizer)
 
@@ -139,9 +136,8 @@ class GradientAudit:
         explains.
         """
         self._progress.calls += 1
-        self._auditor.end(self._step)
-        self._step += 1
-        self._auditor.begin(self._step)
+        self._auditor.end(self._progress.calls)
+        self._auditor.begin(self._progress.calls + 1)
 
     @property
     def checked(self) -> int:
@@ -207,16 +203,13 @@ def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _notice_first_backward(model: torch.nn.Module, progress: Progress) -> None:
-    hooks: list[Any] = []
-
     def notice(_: torch.Tensor) -> None:
         progress.trains = True
         for hook in hooks:
             hook.remove()
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(notice))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(notice) for parameter in trainable]
 
 
 def _ring_of_this_job() -> Transport:

@@ -7,13 +7,13 @@ every module.
 
 from __future__ import annotations
 
-import argparse
 import signal
+from argparse import HelpFormatter, RawDescriptionHelpFormatter
 from importlib import import_module
 
 from hvdtrain import __version__
 from hvdtrain.cli.flags import Parser
-from hvdtrain.run.failure import report_failure
+from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
 COMMANDS = (  # in the order of `hvdtrain --help`
@@ -48,13 +48,12 @@ def make_parser() -> Parser:
     for name in COMMANDS:
         command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
         keeps_lines = "\n" in command.DESCRIPTION.rstrip()
+        formatter = RawDescriptionHelpFormatter if keeps_lines else HelpFormatter
         own = parsers.add_parser(
             name,
             help=command.HELP,
             description=command.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter
-            if keeps_lines
-            else argparse.HelpFormatter,
+            formatter_class=formatter,
             allow_abbrev=False,
         )
         command.add_flags(own)

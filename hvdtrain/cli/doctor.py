@@ -9,19 +9,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
+from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, refuse_unknown, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.files import json_problems, write_json
-from hvdtrain.launcher.doctor.examination import (
-    Wishes,
-    as_json,
-    examine,
-    format_findings,
-    format_verdict,
-)
-from hvdtrain.launcher.doctor.facts import failed
+from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
+from hvdtrain.launcher.doctor.examination import Wishes, as_json, examine
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.ssh import SshOptions, SshSetup
+from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
@@ -53,8 +47,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Examine, print the findings, and return the exit code: 3 if a check fails."""
-    hosts, options, wishes = _read(arguments, unknown)
+    """Examine, print the findings, and return the exit code: 3 if a check fails.
+
+    Raises UsageError with all problems of the arguments.
+    """
+    problems: list[str] = []
+    attempt(problems, lambda: refuse_unknown(unknown, "doctor"))
+    interface = arguments["network_interface"]
+    if interface is not None and not INTERFACE.fullmatch(interface):
+        problems.append(f"--network-interface={interface}: not a valid name of a network interface")
+    problems += json_problems(arguments["json"])
+    hosts = attempt(problems, lambda: find_hosts(arguments))
+    options = attempt(problems, lambda: ssh_options(arguments))
+    if problems or hosts is None or options is None:
+        raise UsageError(*problems)
+    hosts = hosts or (Host("localhost"),)
+    wishes = Wishes(
+        output=str(Path(arguments["output"]).expanduser().absolute()),
+        interface=interface,
+        controller=arguments["controller"],
+        ring=not arguments["no_ring"],
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     with SshSetup(hosts, options) as ssh:
@@ -71,33 +84,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(number)
 
 
-def _read(
-    arguments: dict[str, Any], unknown: list[str]
-) -> tuple[tuple[Host, ...], SshOptions, Wishes]:
-    """Return hosts, ssh options and checks to make. Raises UsageError with all problems."""
-    problems: list[str] = []
-    if unknown:
-        problems.append(f"not understood: {' '.join(unknown)} (see hvdtrain doctor --help)")
-    interface = arguments["network_interface"]
-    if interface is not None and not INTERFACE.fullmatch(interface):
-        problems.append(f"--network-interface={interface}: not a valid name of a network interface")
-    problems += json_problems(arguments["json"])
-    hosts = attempt(problems, lambda: find_hosts(arguments))
-    options = attempt(problems, lambda: ssh_options(arguments))
-    if problems or hosts is None or options is None:
-        raise UsageError(*problems)
-    wishes = Wishes(
-        output=str(Path(arguments["output"]).expanduser().absolute()),
-        interface=interface,
-        controller=arguments["controller"],
-        ring=not arguments["no_ring"],
-    )
-    return hosts or (Host("localhost"),), options, wishes
-
-
 def _headline(hosts: tuple[Host, ...]) -> str:
-    if len(hosts) == 1:
-        return f"doctor: {hosts[0].address}"
+    count = f"{len(hosts)} hosts: " if len(hosts) > 1 else ""
     named = ", ".join(host.address for host in hosts[:SHOWN_HOSTS])
     more = f" and {len(hosts) - SHOWN_HOSTS} more" if len(hosts) > SHOWN_HOSTS else ""
-    return f"doctor: {len(hosts)} hosts: {named}{more}"
+    return f"doctor: {count}{named}{more}"

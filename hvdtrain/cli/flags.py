@@ -22,10 +22,7 @@ Found = TypeVar("Found")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError instead of exiting, so that one rank can report for all.
-
-    Flags may be spelled with `_` in place of `-`.
-    """
+    """A parser that accepts `_` for `-` in flags, and raises UsageError, for one rank to report."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -46,8 +43,8 @@ class Parser(argparse.ArgumentParser):
         if found and found[1].isupper():  # a command, not the value of a flag
             known = re.findall(r"[\w-]+", found[3])
             close = difflib.get_close_matches(found[2], known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(known)}"
-            message = f"{found[2]}: no such command{hint}"
+            hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            message = f"{found[2]}: no such command; {hint}"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
@@ -61,35 +58,26 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     for option in train_options().values():
         section = sections.get(option.group) or parser.add_argument_group(option.group)
         sections[option.group] = section
-        spellings = [f"--{option.name.replace('_', '-')}"]
-        if option.short:
-            spellings.insert(0, option.short)
-        if option.type is bool:
-            section.add_argument(
-                *spellings,
-                dest=option.name,
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=option.help.replace("%", "%%"),
-            )
-            continue
         default = "" if option.default is None else f" (default: {option.default})"
+        kind: dict[str, Any] = {
+            "type": option.type,
+            "choices": option.choices or None,
+            "metavar": None if option.choices else option.type.__name__.upper(),
+        }
+        if option.type is bool:
+            default, kind = "", {"action": argparse.BooleanOptionalAction}
         section.add_argument(
-            *spellings,
+            *([option.short] if option.short else []),
+            f"--{option.name.replace('_', '-')}",
             dest=option.name,
-            type=option.type,
-            choices=option.choices or None,
             default=argparse.SUPPRESS,
-            metavar=None if option.choices else option.type.__name__.upper(),
             help=(option.help + default).replace("%", "%%"),
+            **kind,
         )
 
 
 def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
-    """Return the configuration of a `train` command that another command starts.
-
-    Raises UsageError with every problem of the flags.
-    """
+    """Return the configuration of a `train` command that another command starts."""
     parser = Parser(prog=prog, allow_abbrev=False)
     add_train_flags(parser)
     arguments, unknown = parser.parse_known_args(flags)
@@ -108,13 +96,10 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--hostfile", "-hostfile", metavar="FILE", help="read hosts, one per line: NAME slots=N"
     )
-    group.add_argument(
-        "-p", "--ssh-port", type=int, metavar="PORT", help="connect to this sshd port"
-    )
-    group.add_argument(
-        "-i", "--ssh-identity-file", type=Path, metavar="FILE", help="log in with this key"
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="connect to this sshd port")
+    add("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="log in with this key")
+    add(
         "--network-interface",
         metavar="NAME",
         help="connect hosts over this interface (default: detected)",
@@ -122,7 +107,7 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
-    """Return the hosts of the flags, else of the site, else none. Raises UsageError."""
+    """Return the hosts of the flags, else of the site, else none."""
     if arguments["hosts"] is not None:
         return parse_host_list(arguments["hosts"])
     if arguments["hostfile"] is not None:
@@ -131,7 +116,6 @@ def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
 
 
 def ssh_options(arguments: dict[str, Any]) -> SshOptions:
-    """Return the ssh options of the flags. Raises UsageError with all problems."""
     return SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,23 @@ the time at which each gradient is ready, latency and bandwidth are measured her
     hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
         --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
 """
-FROM_0 = ("latency_us", "intra_latency_us", "cycle_time_ms", "fusion_bytes", "negotiation_us")
-ABOVE_0 = (
-    *("bandwidth_gbit_s", "intra_bandwidth_gbit_s", "step_time_s", "compute_speed"),
-    "time_limit_s",
-)
-AT_LEAST_1 = ("batch_size", "steps", "workers_per_host", "cores_per_host", "servers")
-OF_MODEL = ("model", "data", "batch_size", "steps", "step_time_s")
+Range = tuple[Callable[[float], bool], str]
+FROM_0: Range = (lambda value: 0 <= value <= MOST, f"from 0 to {MOST:g}")
+ABOVE_0: Range = (lambda value: LEAST <= value <= MOST, f"from {LEAST:g} to {MOST:g}")
+AT_LEAST_1: Range = (lambda value: value >= 1, "at least 1")
+RANGES: dict[str, Range] = {
+    "latency_us": FROM_0,
+    "intra_latency_us": FROM_0,
+    "bandwidth_gbit_s": ABOVE_0,
+    "intra_bandwidth_gbit_s": ABOVE_0,
+    "step_time_s": ABOVE_0,
+    "batch_size": AT_LEAST_1,
+    "workers_per_host": AT_LEAST_1,
+    "cores_per_host": AT_LEAST_1,
+    "max_workers": (lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),
+    "min_efficiency": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}
+NOT_WITH_PROFILE = ("model", "data", "batch_size", "step_time_s", "save_profile")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,22 +51,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", help="plan for this data, as in train (digits)")
     add("--data-dir", default="data", metavar="DIR", help="read data set files from DIR (data)")
     add("--batch-size", type=int, metavar="B", help="take B samples per worker (32)")
-    add("--steps", type=int, metavar="S", help="measure S steps (30)")
     add("--step-time-s", type=float, metavar="T", help="assume T seconds per step of one device")
     add("--profile", type=Path, metavar="FILE", help="read the step from FILE, see --save-profile")
     add("--save-profile", type=Path, metavar="FILE", help="write the measured step to FILE")
-    add("--compute-speed", type=float, default=1, metavar="X", help="assume X times this speed (1)")
-    _add_network_flags(parser.add_argument_group("network"))
-    _add_training_flags(parser.add_argument_group("gradient exchange"))
-    add = parser.add_argument_group("predictions").add_argument
-    add("--max-workers", type=int, default=1024, metavar="N", help="predict up to N workers (1024)")
-    add("--min-efficiency", type=float, default=0.5, metavar="E", help="require efficiency E (0.5)")
-    add("--json", metavar="FILE", help="write all inputs and predictions to FILE")
-    add("--output", type=Path, default=Path("runs", "plan"), help="write the plot here (runs/plan)")
-
-
-def _add_network_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("network").add_argument
     add("--latency-us", type=float, metavar="L", help="assume L us per message (default: measure)")
     add("--bandwidth-gbit-s", type=float, metavar="B", help="assume B Gbit/s per host, each way")
     add("--network", type=Path, metavar="FILE", help="read results of hvdtrain.lab.plan.probe")
@@ -66,21 +63,11 @@ def _add_network_flags(group: argparse._ArgumentGroup) -> None:
     add("--intra-bandwidth-gbit-s", type=float, metavar="B", help="B Gbit/s in a host (as outside)")
     add("--cores-per-host", type=int, metavar="C", help="share C cores per host (default: enough)")
     add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help="measure this one")
-    add("--time-limit-s", type=float, default=120, metavar="T", help="measure up to T s (120)")
-
-
-def _add_training_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--servers", type=int, metavar="K", help="use K parameter servers (one per host)")
-    add("--fusion-bytes", type=int, default=0, metavar="F", help="fuse F bytes (0: no fusion)")
-    add("--cycle-time-ms", type=float, default=1, metavar="C", help="use HOROVOD_CYCLE_TIME=C (1)")
-    add(
-        "--negotiation",
-        default="tree",
-        choices=("tree", "linear"),
-        help="assume this negotiation; linear: Horovod before June 2018 (tree)",
-    )
-    add("--negotiation-us", type=float, metavar="L", help="assume L us per message of it (latency)")
+    add = parser.add_argument_group("predictions").add_argument
+    add("--max-workers", type=int, default=1024, metavar="N", help="predict up to N workers (1024)")
+    add("--min-efficiency", type=float, default=0.5, metavar="E", help="require efficiency E (0.5)")
+    add("--json", metavar="FILE", help="write all inputs and predictions to FILE")
+    add("--output", type=Path, default=Path("runs", "plan"), help="write the plot here (runs/plan)")
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
@@ -98,7 +85,11 @@ def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topolog
         problems.append(
             "plan starts the workers that it measures: run it once, not under horovodrun"
         )
-    problems += _out_of_range(arguments)
+    problems += [
+        f"{_flag(name)}={value}: must be {text}"
+        for name, (holds, text) in RANGES.items()
+        if (value := arguments[name]) is not None and not holds(value)
+    ]
     problems += _contradictions(arguments)
     output = arguments["output"]
     if output.exists() and not output.is_dir():
@@ -109,42 +100,18 @@ def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topolog
         raise UsageError(*problems)
 
 
-def _out_of_range(arguments: dict[str, Any]) -> list[str]:
-    ranges: list[tuple[str, Callable[[float], bool], str]]
-    ranges = [(name, lambda value: 0 <= value <= MOST, f"from 0 to {MOST:g}") for name in FROM_0]
-    ranges += [
-        (name, lambda value: LEAST <= value <= MOST, f"from {LEAST:g} to {MOST:g}")
-        for name in ABOVE_0
-    ]
-    ranges += [(name, lambda value: value >= 1, "at least 1") for name in AT_LEAST_1]
-    ranges += [
-        ("max_workers", lambda value: 2 <= value <= MOST_WORKERS, f"from 2 to {MOST_WORKERS:,}"),
-        ("min_efficiency", lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    ]
-    return [
-        f"{_flag(name)}={value}: must be {text}"
-        for name, holds, text in ranges
-        if (value := arguments[name]) is not None and not (math.isfinite(value) and holds(value))
-    ]
-
-
 def _contradictions(arguments: dict[str, Any]) -> list[str]:
-    given = {name for name, value in arguments.items() if value is not None}
+    given = [name for name, value in arguments.items() if value is not None]
     problems = []
-    if "profile" in given:
-        too_many = [_flag(name) for name in (*OF_MODEL, "save_profile") if name in given]
-        if too_many:
-            problems.append(
-                f"{', '.join(too_many)}: not allowed with --profile, which replaces them"
-            )
-    if {"steps", "step_time_s"} <= given:
-        problems.append("--steps: has no effect with --step-time-s, which replaces the measurement")
-    flags = {"latency_us", "bandwidth_gbit_s"} & given
+    replaced = [_flag(name) for name in NOT_WITH_PROFILE if name in given]
+    if "profile" in given and replaced:
+        problems.append(f"{', '.join(replaced)}: not allowed with --profile, which replaces them")
+    flags = {"latency_us", "bandwidth_gbit_s"}.intersection(given)
     if len(flags) == 1:
         problems.append("--latency-us, --bandwidth-gbit-s: give both, or neither")
     if flags and "network" in given:
         problems.append("--network: not allowed with --latency-us and --bandwidth-gbit-s")
-    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"} & given
+    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"}.intersection(given)
     if len(inside) == 1:
         problems.append("--intra-latency-us, --intra-bandwidth-gbit-s: give both, or neither")
     if inside and arguments["workers_per_host"] == 1:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvdtrain.cli.flags import refuse_unknown
+from hvdtrain.cli.flags import attempt, refuse_unknown
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
-
-if TYPE_CHECKING:
-    from hvdtrain.lab.report.runs import Run
 
 FOLDER = "report"
 HELP = "plot runs, and compare them on one page"
@@ -36,26 +33,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
     """Read all runs, write their report, and return the exit code. Raises UsageError."""
     refuse_unknown(unknown, "report")
+    from hvdtrain.lab.report.runs import read_runs
+
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
-    runs = _read(paths, folder)
+    problems: list[str] = []
+    runs = attempt(problems, lambda: read_runs(paths))
+    if folder.exists() and not folder.is_dir():
+        problems.append(f"--output={folder}: is not a folder; choose another --output")
+    if problems or runs is None:
+        raise UsageError(*problems)
     from hvdtrain.lab.report import page  # imports matplotlib: only for readable runs
 
     say(str(page.write_report(runs, folder)))
     return EXIT_OK
-
-
-def _read(paths: list[Path], folder: Path) -> list[Run]:
-    """Return the runs. Raises UsageError with all problems of them and of the output folder."""
-    from hvdtrain.lab.report.runs import read_runs
-
-    problems: tuple[str, ...] = ()
-    if folder.exists() and not folder.is_dir():
-        problems = (f"--output={folder}: is not a folder; choose another --output",)
-    try:
-        runs = read_runs(paths)
-    except UsageError as error:
-        raise UsageError(*error.problems, *problems) from None
-    if problems:
-        raise UsageError(*problems)
-    return runs

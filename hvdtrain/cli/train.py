@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from hvdtrain.cli.flags import add_train_flags
@@ -11,14 +10,11 @@ from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
+add_flags = add_train_flags
 HELP = "train a model in one process, or on N workers under horovodrun -np N"
 DESCRIPTION = (
     "Train one model in this process; start N workers with `horovodrun -np N hvdtrain train ...`."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_train_flags(parser)
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:

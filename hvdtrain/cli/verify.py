@@ -8,30 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.lab.verify import DTYPES, FAULTS, OPERATIONS, VerifyOptions
 from hvdtrain.topology import Topology
 
-# Copies of the names in hvdtrain.lab.verify, which is slow to import; a test compares them.
-OPERATIONS = (
-    "allreduce-sum",
-    "allreduce-average",
-    "allreduce-min",
-    "allreduce-max",
-    "reducescatter-sum",
-    "reducescatter-average",
-    "allgather",
-    "broadcast",
-)
-DTYPES = ("float16", "float32", "float64", "int32", "int64")
-FAULTS = (
-    "bitflip",
-    "drop-rank",
-    "sum-for-mean",
-    "mean-for-sum",
-    "swap-results",
-    "stale",
-    "nan",
-    "half-precision",
-)
 SIZES = "0,4,4100,64K,4M"
 FULL_SIZES = "0,4,1K,4100,64K,65540,1M,4M,16M,64M"
 MOST_BYTES = 1 << 30
@@ -74,17 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
-    """Collective: verify and return the exit code. Raises UsageError."""
-    options = read_options(arguments, unknown, topology)
-    from hvdtrain.lab.verify import command
-
-    return command.run(command.VerifyOptions(**options), topology)
-
-
-def read_options(
-    arguments: dict[str, Any], unknown: list[str], topology: Topology
-) -> dict[str, Any]:
-    """Return the fields of VerifyOptions.
+    """Collective: verify and return the exit code.
 
     Raises UsageError with every problem of the flags, or if there are fewer than two workers.
     """
@@ -106,14 +75,10 @@ def read_options(
     sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
     if problems:
         raise UsageError(*problems)
-    return {
-        "operations": operations,
-        "dtypes": dtypes,
-        "sizes": sizes,
-        "fault": fault,
-        "json": arguments["json"],
-        "seed": arguments["seed"],
-    }
+    from hvdtrain.lab.verify.command import verify
+
+    json, seed = arguments["json"], arguments["seed"]
+    return verify(VerifyOptions(operations, dtypes, sizes, fault, json, seed), topology)
 
 
 def _choose(

@@ -31,14 +31,12 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
     if arguments["np"] < 1 or arguments["cuts"] < 1:
         raise UsageError(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
     read_train_flags("train", command[1:])  # report bad flags before anything starts
-    from hvdtrain.lab.verify_resume import ResumeTrial, verify_resume
+    from hvdtrain.lab.verify_resume import verify_resume
 
     return verify_resume(
-        ResumeTrial(
-            train_flags=command[1:],
-            workers=arguments["np"],
-            controller=arguments["controller"],
-            cuts=arguments["cuts"],
-            seed=arguments["seed"],
-        )
+        command[1:],
+        workers=arguments["np"],
+        controller=arguments["controller"],
+        cuts=arguments["cuts"],
+        seed=arguments["seed"],
     )

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.config.fields import (
+    GIVEN,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Check,
+    FlagGroup,
     are_weights,
     flag,
+    free_flag,
     is_file_name,
-    one_of,
-    positive,
     profiled_steps,
-    require,
 )
 from hvdtrain.errors import UsageError
 
@@ -25,129 +28,112 @@ DEFAULT_EPOCHS = 10
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(FlagGroup):
     """The task, the network, its initial weights, floating-point type and device."""
 
     task: str | None = flag(
-        None, "train this hvdtrain.Task, package.module:Class, instead of classification"
+        None, "train this hvdtrain.Task, package.module:Class, instead of classification", GIVEN
     )
     model: str = flag(
         "lenet",
         "train lenet, mlp, resnet18-small, any classification network of torchvision, or "
         "package.module:callable(input_shape, classes)",
+        GIVEN,
     )
-    num_classes: int | None = flag(None, "set the number of outputs, if above the data's classes")
-    pretrained: str | None = flag(
-        None, "start from the weights in this file, checkpoint or run folder", learns=False
+    num_classes: int | None = flag(
+        None, "set the number of outputs, if above the data's classes", POSITIVE
+    )
+    pretrained: str | None = free_flag(
+        None,
+        "start from the weights in this file, checkpoint or run folder",
+        Check(bool, " is empty: give a file or a folder"),
     )
     dtype: str = flag("float32", "set the type of parameters and data", ("float32", "float64"))
-    device: str = flag(
-        "auto", "compute on this device; auto: CUDA if available", ("auto", "cpu", "cuda"), False
+    device: str = free_flag(
+        "auto", "compute on this device; auto: CUDA if available", ("auto", "cpu", "cuda")
     )
-
-    def __post_init__(self) -> None:
-        require(
-            (bool(self.model), "--model is empty"),
-            (self.task != "", "--task is empty"),
-            positive("num_classes", self.num_classes),
-            (self.pretrained != "", "--pretrained is empty: give a file or a folder"),
-            *(one_of(self, name) for name in ("dtype", "device")),
-        )
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(FlagGroup):
     """The data set, and how its samples are placed, read and augmented."""
 
     data: str = flag(
         "digits",
         "train on digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, "
         "valid/CLASS/*.jpg), synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
+        GIVEN,
     )
-    data_dir: str = flag("data", "read data set files from this folder", learns=False)
+    data_dir: str = free_flag("data", "read data set files from this folder")
     data_placement: str = flag(
         "shared",
         "place the samples; per-host: each host reads its own part ({host} in a path: its number)",
         ("shared", "per-host"),
     )
     valid_split: float | None = flag(
-        None, "hold out this fraction of a folder without train/ and valid/ for validation"
+        None,
+        "hold out this fraction of a folder without train/ and valid/ for validation",
+        Check(lambda part: 0 < part < 1, "={}: must be above 0 and below 1"),
     )
     image_size: int | None = flag(
-        None, "resize folder images to this many pixels square (default: 224, or by model)"
+        None,
+        "resize folder images to this many pixels square (default: 224, or by model)",
+        POSITIVE,
     )
     hflip: float | None = flag(
-        None, "mirror training images with this probability (default: by data set)"
+        None,
+        "mirror training images with this probability (default: by data set)",
+        Check(lambda probability: 0 <= probability <= 1, "={}: must be from 0 to 1"),
     )
     crop_padding: int | None = flag(
-        None, "pad training images by this many pixels, then crop the original size at random"
+        None,
+        "pad training images by this many pixels, then crop the original size at random",
+        NOT_NEGATIVE,
     )
     crop_scale: float | None = flag(
-        None, "crop at least this fraction of a folder's training image at random (default: .08)"
+        None,
+        "crop at least this fraction of a folder's training image at random (default: .08)",
+        Check(lambda part: 0 < part <= 1, "={}: must be above 0, and at most 1"),
     )
-    max_image_pixels: int | None = flag(
-        None, "reject images of more than this many pixels (default: 89478485)", learns=False
+    max_image_pixels: int | None = free_flag(
+        None, "reject images of more than this many pixels (default: 89478485)", POSITIVE
     )
-    workers: int | None = flag(
+    workers: int | None = free_flag(
         None,
         "read ahead with this many processes per worker (default: its cores, at most 8; 0: none)",
-        learns=False,
+        NOT_NEGATIVE,
         short="-j",
     )
     skip_bad_samples: bool = flag(False, "skip and count images that cannot be read")
 
-    def __post_init__(self) -> None:
-        require(
-            (bool(self.data), "--data is empty"),
-            one_of(self, "data_placement"),
-            (
-                self.valid_split is None or 0 < self.valid_split < 1,
-                f"--valid-split={self.valid_split}: must be above 0 and below 1",
-            ),
-            positive("image_size", self.image_size),
-            (
-                self.hflip is None or 0 <= self.hflip <= 1,
-                f"--hflip={self.hflip}: must be from 0 to 1",
-            ),
-            positive("crop_padding", self.crop_padding, zero=True),
-            (
-                self.crop_scale is None or 0 < self.crop_scale <= 1,
-                f"--crop-scale={self.crop_scale}: must be above 0, and at most 1",
-            ),
-            positive("max_image_pixels", self.max_image_pixels),
-            positive("workers", self.workers, zero=True),
-        )
-
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(FlagGroup):
     """The samples of a step. At most one of the two batch sizes may be given."""
 
     global_batch_size: int | None = flag(
-        None, f"take this many samples per step in all (default: {DEFAULT_GLOBAL_BATCH_SIZE})"
+        None,
+        f"take this many samples per step in all (default: {DEFAULT_GLOBAL_BATCH_SIZE})",
+        POSITIVE,
     )
-    batch_size: int | None = flag(None, "take this many samples per step and worker", learns=False)
-    grad_accum_steps: int = flag(1, "split each step into this many forward and backward passes")
-    rank_weights: str | None = flag(
-        None, "share out batches by a weight per worker, such as 1,1,2 (default: 1)", learns=False
+    batch_size: int | None = free_flag(None, "take this many samples per step and worker", POSITIVE)
+    grad_accum_steps: int = flag(
+        1, "split each step into this many forward and backward passes", POSITIVE
+    )
+    rank_weights: str | None = free_flag(
+        None,
+        "share out batches by a weight per worker, such as 1,1,2 (default: 1)",
+        Check(are_weights, "={}: must be comma-separated numbers of at least 0, not all 0"),
     )
 
-    def __post_init__(self) -> None:
-        require(
-            positive("global_batch_size", self.global_batch_size),
-            positive("batch_size", self.batch_size),
-            (
-                self.global_batch_size is None or self.batch_size is None,
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.global_batch_size is not None and self.batch_size is not None:
+            found.append(
                 f"--batch-size={self.batch_size} and --global-batch-size="
-                f"{self.global_batch_size}: give one of them (the first is per worker)",
-            ),
-            positive("grad_accum_steps", self.grad_accum_steps),
-            (
-                self.rank_weights is None or are_weights(self.rank_weights),
-                f"--rank-weights={self.rank_weights}: must be comma-separated numbers of at least "
-                "0, not all 0",
-            ),
-        )
+                f"{self.global_batch_size}: give one of them (the first is per worker)"
+            )
+        return found
 
     def resolve(self, workers: int) -> int:
         """Return the global batch size for this many workers."""
@@ -168,62 +154,50 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(FlagGroup):
     """The optimizer, its learning rate, and what is done to gradients and weights."""
 
     opt: str = flag("sgd", "update with this optimizer of torch.optim, named in lower case")
-    lr: float = flag(0.05, "set the learning rate, before --scale-lr")
-    momentum: float = flag(0.9, "set the momentum, for optimizers that have one")
-    weight_decay: float = flag(0.0, "set the weight decay")
+    lr: float = flag(0.05, "set the learning rate, before --scale-lr", NOT_NEGATIVE)
+    momentum: float = flag(0.9, "set the momentum, for optimizers that have one", NOT_NEGATIVE)
+    weight_decay: float = flag(0.0, "set the weight decay", NOT_NEGATIVE)
     scale_lr: str = flag(
         "none",
         "multiply --lr by global batch / --lr-base-batch-size, or its square root",
         ("none", "linear", "sqrt"),
     )
-    lr_base_batch_size: int = flag(256, "state the global batch size that --lr is meant for")
-    clip_grad: float | None = flag(None, "clip the norm of the reduced gradient to this value")
+    lr_base_batch_size: int = flag(
+        256, "state the global batch size that --lr is meant for", POSITIVE
+    )
+    clip_grad: float | None = flag(
+        None, "clip the norm of the reduced gradient to this value", POSITIVE
+    )
     model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
-    model_ema_decay: float = flag(0.9998, "keep this fraction of the moving average at each step")
-
-    def __post_init__(self) -> None:
-        require(
-            positive("lr", self.lr, zero=True),
-            positive("momentum", self.momentum, zero=True),
-            positive("weight_decay", self.weight_decay, zero=True),
-            positive("lr_base_batch_size", self.lr_base_batch_size),
-            positive("clip_grad", self.clip_grad),
-            (
-                0 <= self.model_ema_decay < 1,
-                f"--model-ema-decay={self.model_ema_decay}: must be at least 0 and below 1",
-            ),
-            one_of(self, "scale_lr"),
-        )
+    model_ema_decay: float = flag(
+        0.9998,
+        "keep this fraction of the moving average at each step",
+        Check(lambda part: 0 <= part < 1, "={}: must be at least 0 and below 1"),
+    )
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(FlagGroup):
     """The length of the run, and the learning rate over time."""
 
-    epochs: int | None = flag(
+    epochs: int | None = free_flag(
         None,
         f"make this many passes over the data (default: {DEFAULT_EPOCHS}, or up to --max-steps)",
-        learns=False,
+        POSITIVE,
     )
-    max_steps: int | None = flag(None, "end after this many steps, if earlier", learns=False)
+    max_steps: int | None = free_flag(None, "end after this many steps, if earlier", POSITIVE)
     sched: str = flag(
         "constant",
         "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
         ("constant", "cosine", "step"),
     )
-    warmup_epochs: float = flag(0.0, "raise the learning rate linearly over this many epochs")
-
-    def __post_init__(self) -> None:
-        require(
-            positive("epochs", self.epochs),
-            positive("max_steps", self.max_steps),
-            positive("warmup_epochs", self.warmup_epochs, zero=True),
-            one_of(self, "sched"),
-        )
+    warmup_epochs: float = flag(
+        0.0, "raise the learning rate linearly over this many epochs", NOT_NEGATIVE
+    )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the length of the run in steps."""
@@ -234,7 +208,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(FlagGroup):
     """Number formats of computation and exchange, batch norm, and determinism."""
 
     amp: str = flag(
@@ -246,81 +220,59 @@ class PrecisionConfig:
         False, "use only algorithms and an exchange that repeat bit for bit, else fail"
     )
 
-    def __post_init__(self) -> None:
-        require(*(one_of(self, name) for name in ("amp", "compression")))
-
 
 @dataclass(frozen=True)
-class CheckConfig:
+class CheckConfig(FlagGroup):
     """Checks of gradients and parameters during the run."""
 
-    audit_every: int = flag(
-        0, "audit reduced gradients against the ring every so many steps (0: never)", learns=False
+    audit_every: int = free_flag(
+        0, "audit reduced gradients against the ring every so many steps (0: never)", NOT_NEGATIVE
     )
-    audit: str = flag(
+    audit: str = free_flag(
         "bound",
         "accept audits within the rounding bound, or only equal bits (needs a known order of sums)",
         ("bound", "exact"),
-        learns=False,
     )
-    audit_parts: int = flag(
-        1, "audit one of this many parts of the gradients at a time, in turn", learns=False
+    audit_parts: int = free_flag(
+        1, "audit one of this many parts of the gradients at a time, in turn", POSITIVE
     )
-    hash_every: int = flag(
-        1000, "compare all ranks' parameters every so many steps (0: only at saves)", learns=False
+    hash_every: int = free_flag(
+        1000, "compare all ranks' parameters every so many steps (0: only at saves)", NOT_NEGATIVE
     )
-
-    def __post_init__(self) -> None:
-        require(
-            positive("audit_every", self.audit_every, zero=True),
-            positive("audit_parts", self.audit_parts),
-            one_of(self, "audit"),
-            positive("hash_every", self.hash_every, zero=True),
-        )
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(FlagGroup):
     """The folder of the run, its seed, reports and checkpoints."""
 
-    output: str = flag("runs", "write runs below this folder", learns=False)
-    experiment: str | None = flag(
-        None, "name this run (default: MODEL-DATA, or TASK)", learns=False
+    output: str = free_flag("runs", "write runs below this folder")
+    experiment: str | None = free_flag(
+        None,
+        "name this run (default: MODEL-DATA, or TASK)",
+        Check(is_file_name, "={!r}: must be one folder name"),
     )
-    seed: int = flag(0, "seed initial parameters, sample order and dropout")
-    log_interval: int = flag(10, "print progress every so many steps", learns=False)
-    eval_interval: int = flag(1, "evaluate every so many epochs, and at the end", learns=False)
-    checkpoint_interval: int = flag(
-        0, "save every so many steps, besides at each evaluation (0: only then)", learns=False
+    seed: int = flag(
+        0,
+        "seed initial parameters, sample order and dropout",
+        Check(lambda seed: 0 <= seed < 2**63, "={}: must be from 0 to 2^63 - 1"),
     )
-    keep_checkpoints: int = flag(3, "keep this many checkpoints, besides the best", learns=False)
-    profile: str | None = flag(
-        None, "profile these steps, such as 20-22, into the run's profile/", learns=False
+    log_interval: int = free_flag(10, "print progress every so many steps", POSITIVE)
+    eval_interval: int = free_flag(1, "evaluate every so many epochs, and at the end", POSITIVE)
+    checkpoint_interval: int = free_flag(
+        0, "save every so many steps, besides at each evaluation (0: only then)", NOT_NEGATIVE
     )
-    resume: str | None = flag(
+    keep_checkpoints: int = free_flag(3, "keep this many checkpoints, besides the best", POSITIVE)
+    profile: str | None = free_flag(
+        None,
+        "profile these steps, such as 20-22, into the run's profile/",
+        Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
+    )
+    resume: str | None = free_flag(
         None,
         "auto: continue the run of --output and --experiment from its newest good checkpoint, or "
         "start it; a checkpoint's folder: continue from there",
-        learns=False,
+        Check(bool, " is empty: give auto, or a checkpoint's path"),
     )
-
-    def __post_init__(self) -> None:
-        require(
-            positive("log_interval", self.log_interval),
-            positive("eval_interval", self.eval_interval),
-            positive("checkpoint_interval", self.checkpoint_interval, zero=True),
-            positive("keep_checkpoints", self.keep_checkpoints),
-            (
-                self.profile is None or profiled_steps(self.profile) is not None,
-                f"--profile={self.profile}: give the first and the last step, such as 20-22",
-            ),
-            (self.resume != "", "--resume is empty: give auto, or a checkpoint's path"),
-            (0 <= self.seed < 2**63, f"--seed={self.seed}: must be from 0 to 2^63 - 1"),
-            (
-                self.experiment is None or is_file_name(self.experiment),
-                f"--experiment={self.experiment!r}: must be one folder name",
-            ),
-        )
 
 
 @dataclass(frozen=True)

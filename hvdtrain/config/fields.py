@@ -3,45 +3,62 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
-from typing import Any
+import re
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
 
 
+class Check(NamedTuple):
+    """A condition that a value must meet, and the problem otherwise, as text after its flag."""
+
+    holds: Callable[[Any], object]
+    problem: str
+
+
+GIVEN = Check(bool, " is empty")
+POSITIVE = Check(lambda number: 0 < number < math.inf, "={}: must be above 0")
+NOT_NEGATIVE = Check(lambda number: 0 <= number < math.inf, "={}: must be at least 0")
+Allowed = Check | tuple[str, ...]  # the latter: choices
+
+
 def flag(
-    default: Any, text: str, choices: tuple[str, ...] = (), learns: bool = True, short: str = ""
+    default: Any, text: str, allowed: Allowed = (), learns: bool = True, short: str = ""
 ) -> Any:
     """Return a dataclass field that is also a command-line flag; `text` is its help.
 
-    `learns`: the value affects what is learned, so a resumed run must have the same. `short`: an
-    alternative spelling of the flag.
+    `allowed`: choices, or a check of values other than None. `learns`: the value affects what is
+    learned, so a resumed run must have the same. `short`: an alternative spelling of the flag.
     """
+    choices = () if isinstance(allowed, Check) else allowed
+    if choices:
+        allowed = Check(choices.__contains__, f"={{}}: choose from {', '.join(choices)}")
     metadata = {"help": text, "choices": choices, "learns": learns, "short": short}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"check": allowed})
 
 
-def require(*checks: tuple[bool, str]) -> None:
-    """Raise UsageError with the messages of all checks, (holds, message), that do not hold."""
-    problems = [problem for holds, problem in checks if not holds]
-    if problems:
-        raise UsageError(*problems)
+def free_flag(default: Any, text: str, allowed: Allowed = (), short: str = "") -> Any:
+    """Return a `flag` that does not affect what is learned, and so may change in a resumed run."""
+    return flag(default, text, allowed, learns=False, short=short)
 
 
-def positive(name: str, value: float | None, zero: bool = False) -> tuple[bool, str]:
-    """Return a check that `value` is None, or finite and above zero (`zero`: or zero)."""
-    text = f"--{name.replace('_', '-')}={value}: must be {'at least' if zero else 'above'} 0"
-    if value is None:
-        return True, text
-    finite = isinstance(value, int) or math.isfinite(value)
-    return finite and (value > 0 or (zero and value == 0)), text
+class FlagGroup:
+    """A group of flags, which reports all of its problems on construction."""
 
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise UsageError(*problems)
 
-def one_of(config: Any, name: str) -> tuple[bool, str]:
-    """Return a check that the field `name` of `config` has one of its choices."""
-    choices = config.__dataclass_fields__[name].metadata["choices"]
-    value = getattr(config, name)
-    return value in choices, f"--{name.replace('_', '-')}={value}: choose from {', '.join(choices)}"
+    def problems(self) -> list[str]:
+        """Return a message for each field whose check fails."""
+        found = []
+        for own in fields(self):  # type: ignore[arg-type]
+            value, check = getattr(self, own.name), own.metadata["check"]
+            if value is not None and check and not check.holds(value):
+                found.append(f"--{own.name.replace('_', '-')}{check.problem.format(value)}")
+        return found
 
 
 def are_weights(text: str) -> bool:
@@ -50,19 +67,15 @@ def are_weights(text: str) -> bool:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         return False
-    return (
-        all(math.isfinite(weight) and weight >= 0 for weight in weights)
-        and 0 < sum(weights) < math.inf
-    )
+    return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
     """Return the first and last step of a range such as "20-22", or None if it is malformed."""
-    first, dash, last = text.partition("-")
-    numbers = all(part.isascii() and part.isdigit() and len(part) < 19 for part in (first, last))
-    if not dash or not numbers or not 1 <= int(first) <= int(last):
+    match = re.fullmatch(r"(\d{1,18})-(\d{1,18})", text, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         return None
-    return int(first), int(last)
+    return int(match[1]), int(match[2])
 
 
 def is_file_name(text: str) -> bool:

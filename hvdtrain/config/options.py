@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import Check
 from hvdtrain.errors import UsageError
 
 MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
@@ -42,6 +43,7 @@ class Option:
     choices: tuple[str, ...]
     learns: bool
     short: str
+    check: Check | tuple[()]
 
 
 def train_options() -> dict[str, Option]:
@@ -58,10 +60,7 @@ def train_options() -> dict[str, Option]:
                 type=kind,
                 optional=types.NoneType in kinds,
                 default=field.default,
-                help=field.metadata["help"],
-                choices=field.metadata["choices"],
-                learns=field.metadata["learns"],
-                short=field.metadata["short"],
+                **field.metadata,
             )
     return options
 
@@ -80,7 +79,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return ELSEWHERE.get(close[0], close[0]) if close else None
 
 
-_BOOLEANS = {"true": True, "false": False}
+BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
 
 
@@ -129,7 +128,7 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
     if node.tag == NULL and option.optional:
         return None
     try:
-        return _BOOLEANS[node.value.lower()] if option.type is bool else option.type(node.value)
+        return BOOLEANS[node.value.lower()] if option.type is bool else option.type(node.value)
     except (ValueError, KeyError):
         kind = option.type.__name__
         raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None

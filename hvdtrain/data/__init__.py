@@ -1,35 +1,32 @@
 """Data sets by name, and their distribution over ranks and steps.
 
-builtin         digits, Fashion-MNIST and CIFAR-10; the import of torchvision
-download        downloads of Fashion-MNIST and CIFAR-10
-image_files     the image files and classes of a folder
-image_folder    the data set of such a folder
+builtin         digits, Fashion-MNIST and CIFAR-10, with downloads; generated images
+image_folder    images in one folder per class
 plugin          a user's data set
-synthetic       generated images
-splits          the types of splits and data sets
-options         reading options
+splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
-streaming       reader processes
 sampler         the order of samples, and the share of each rank
-feeding         batches of one rank; a host's own part of the samples
-fingerprint     detection of changed data
+feeding         batches of one rank; reader processes; a host's own part of the samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from hvdtrain.data.builtin import load_cifar10, load_digits, load_fashion_mnist
-from hvdtrain.data.image_folder import PREFIX as FOLDER_PREFIX
-from hvdtrain.data.image_folder import load_image_folder
+from hvdtrain.data.builtin import (
+    SYNTHETIC,
+    load_cifar10,
+    load_digits,
+    load_fashion_mnist,
+    make_synthetic,
+)
+from hvdtrain.data.image_folder import IMAGE_FOLDER, load_image_folder
 from hvdtrain.data.plugin import load_plugin
 from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
 from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
-from hvdtrain.data.synthetic import PREFIX, make_synthetic
 from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.plugins import is_plugin
@@ -50,28 +47,22 @@ __all__ = [
 ]
 
 NAMES = ("digits", "fashion-mnist", "cifar10", "imagefolder:DIR", "synthetic:SHAPE")
-IN_MEMORY: dict[str, Callable[[Path, torch.dtype], Dataset]] = {
-    "digits": lambda data_dir, dtype: load_digits(dtype),
-    "fashion-mnist": load_fashion_mnist,
-    "cifar10": load_cifar10,
-}
-USUAL_CHANGES = {"cifar10": (0.5, 4)}  # defaults of --hflip and --crop-padding
 
 
 def load_dataset(
-    name: str,
-    data_dir: Path,
-    seed: int,
-    dtype: torch.dtype,
-    options: ReadOptions | None = None,
+    name: str, data_dir: Path, seed: int, dtype: torch.dtype, options: ReadOptions | None = None
 ) -> Dataset:
     """Return the data set that `--data` names, with inputs of type `dtype`. Raises UsageError."""
     options = options or ReadOptions()
-    if name.startswith(FOLDER_PREFIX):
+    if name.startswith(IMAGE_FOLDER):
         return load_image_folder(name, seed, dtype, options)
-    if name in IN_MEMORY:
-        dataset = IN_MEMORY[name](data_dir, dtype)
-    elif name.startswith(PREFIX):
+    if name == "digits":
+        dataset = load_digits(dtype)
+    elif name == "fashion-mnist":
+        dataset = load_fashion_mnist(data_dir, dtype)
+    elif name == "cifar10":
+        dataset = load_cifar10(data_dir, dtype)
+    elif name.startswith(SYNTHETIC):
         dataset = make_synthetic(name, seed, dtype)
     elif is_plugin(name):
         dataset = load_plugin(name, dtype, options)
@@ -79,12 +70,25 @@ def load_dataset(
         raise UsageError(
             f"--data={name}: unknown; choose from {', '.join(NAMES)}, or package.module:callable"
         )
-    options.refuse_those_of_folders(name)
-    hflip, crop_padding = USUAL_CHANGES.get(name, (0.0, 0))
-    hflip = hflip if options.hflip is None else options.hflip
-    crop_padding = crop_padding if options.crop_padding is None else options.crop_padding
+    _refuse_options_of_folders(name, options)
+    usual = (0.5, 4) if name == "cifar10" else (0.0, 0)
+    hflip = usual[0] if options.hflip is None else options.hflip
+    crop_padding = usual[1] if options.crop_padding is None else options.crop_padding
     if not hflip and not crop_padding:
         return dataset
     train = AugmentedSplit(dataset.train, seed, hflip, crop_padding)
     note = f"crops out of {crop_padding} more pixels, mirrored at {hflip:g}"
     return replace(dataset, train=train, note=note)
+
+
+def _refuse_options_of_folders(name: str, options: ReadOptions) -> None:
+    given = {
+        "--crop-scale": options.crop_scale,
+        "--max-image-pixels": options.max_pixels,
+        "--valid-split": options.valid_split,
+        "--skip-bad-samples": options.skip_bad or None,
+    }
+    wrong = [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    if wrong:
+        ending = f"has no meaning for --data={name}, only for image folders"
+        raise UsageError(*(f"{flag}: {ending}" for flag in wrong))

@@ -1,32 +1,82 @@
-"""Digits of scikit-learn, Fashion-MNIST and CIFAR-10, and the import of torchvision.
+"""Digits of scikit-learn, Fashion-MNIST, CIFAR-10 and synthetic images; torchvision's import.
 
 Sources: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747; A. Krizhevsky, "Learning
-multiple layers of features from tiny images", 2009. torchvision reads the files of both.
+multiple layers of features from tiny images", 2009. torchvision downloads and reads both.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import socket
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 
-from hvdtrain.data.splits import Dataset, ImageFormat, TensorSplit
+from hvdtrain.data.sampler import Indices
+from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Shape, TensorSplit
 from hvdtrain.errors import UsageError
 
+CLASSES = 10
+DIGITS_FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn: 64 pixels, label
+DIGITS_SHAPE = (1, 8, 8)
+LARGEST_PIXEL = 16
+VALID_EVERY = 5  # every fifth image of each class is for validation
 FASHION_FOLDER = Path("FashionMNIST", "raw")
 FASHION_SHAPE = (1, 28, 28)
-CLASSES = 10
-NAMES = (
+FASHION_NAMES = (
     *("t-shirt", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
 FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
+CIFAR10_FOLDER = Path("cifar-10-batches-py")
+CIFAR10_SHAPE = (3, 32, 32)
+# torchvision's class, and the files whose presence makes a download unnecessary.
+KNOWN = {
+    "fashion-mnist": ("FashionMNIST", [FASHION_FOLDER / name for name in FILES]),
+    "cifar10": ("CIFAR10", [CIFAR10_FOLDER / "batches.meta"]),
+}
+TIMEOUT_S = 15.0
+LOCK_TIMEOUT_S = 1800.0
+
+
+def load_digits(dtype: torch.dtype) -> Dataset:
+    """Return 1,797 images of 8x8, pixels from 0 to 1, in a fixed split stratified by class.
+
+    Raises UsageError if scikit-learn is not installed.
+    """
+    # Importing scikit-learn would take a second or two per worker.
+    package = importlib.util.find_spec("sklearn")
+    path = Path(package.origin).parent / DIGITS_FILE if package and package.origin else None
+    if path is None or not path.is_file():
+        raise UsageError(
+            "--data=digits: its file comes with scikit-learn: pip install scikit-learn"
+        )
+    table = np.loadtxt(path, delimiter=",")
+    labels = table[:, -1].astype(np.int64)
+    inputs = torch.as_tensor(table[:, :-1] / LARGEST_PIXEL, dtype=dtype).reshape(-1, *DIGITS_SHAPE)
+    is_valid = np.zeros(len(labels), dtype=bool)
+    for label in range(CLASSES):
+        is_valid[np.flatnonzero(labels == label)[::VALID_EVERY]] = True
+    splits = [
+        TensorSplit(inputs[mask], torch.from_numpy(labels)[mask])
+        for mask in map(torch.from_numpy, (~is_valid, is_valid))
+    ]
+    return _of_ten_classes("digits", DIGITS_SHAPE, splits)
+
+
+def _of_ten_classes(
+    name: str, shape: Shape, splits: list[TensorSplit], names: tuple[str, ...] = ()
+) -> Dataset:
+    images = ImageFormat(*shape)
+    return Dataset(name, shape, CLASSES, splits[0], splits[1], names=names, images=images)
 
 
 def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
@@ -42,44 +92,28 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
             f"{', '.join(missing)}. Put the unpacked IDX files there, or name the folder that "
             "holds FashionMNIST/raw with --data-dir"
         )
-    datasets = import_torchvision().datasets
-    splits: list[TensorSplit] = []
-    for train in (True, False):
+    splits = []
+    for part in ("train", "t10k"):
         try:
-            read = datasets.FashionMNIST(str(data_dir), train=train)
+            read = import_torchvision().datasets.FashionMNIST(str(data_dir), train=part == "train")
         except Exception as error:  # the parser raises errors of many types
-            part = "train" if train else "t10k"
             raise UsageError(
                 f"--data=fashion-mnist: the {part}-* files in {folder} cannot be read "
                 f"({type(error).__name__}: {error}). Are they the unpacked originals?"
             ) from error
-        inputs = read.data.to(dtype).div_(255).unsqueeze(1)
-        if len(inputs) != len(read.targets) or len(inputs) == 0:
+        inputs, labels = read.data.to(dtype).div_(255).unsqueeze(1), read.targets.to(torch.int64)
+        if len(inputs) != len(labels) or len(inputs) == 0:
             raise UsageError(
-                f"--data=fashion-mnist: {len(inputs)} images and {len(read.targets)} labels in "
-                f"{folder}: the files do not belong together"
+                f"--data=fashion-mnist: {len(inputs)} images and {len(labels)} labels in {folder}: "
+                "the files do not belong together"
             )
-        if inputs.shape[1:] != FASHION_SHAPE or not set(read.targets.tolist()) <= set(
-            range(CLASSES)
-        ):
+        if inputs.shape[1:] != FASHION_SHAPE or labels.max() >= CLASSES:
             raise UsageError(
-                f"--data=fashion-mnist: images of another size than 28x28, or labels beyond "
+                "--data=fashion-mnist: images of another size than 28x28, or labels beyond "
                 f"{CLASSES - 1}, in {folder}: these are files of another data set"
             )
-        splits.append(TensorSplit(inputs, read.targets.to(torch.int64)))
-    return Dataset(
-        name="fashion-mnist",
-        shape=FASHION_SHAPE,
-        classes=CLASSES,
-        train=splits[0],
-        valid=splits[1],
-        names=NAMES,
-        images=ImageFormat(*FASHION_SHAPE),
-    )
-
-
-CIFAR10_FOLDER = Path("cifar-10-batches-py")
-CIFAR10_SHAPE = (3, 32, 32)
+        splits.append(TensorSplit(inputs, labels))
+    return _of_ten_classes("fashion-mnist", FASHION_SHAPE, splits, FASHION_NAMES)
 
 
 def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
@@ -98,51 +132,95 @@ def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
             ) from error
         inputs = torch.from_numpy(read.data).permute(0, 3, 1, 2).to(dtype).div_(255)
         splits.append(TensorSplit(inputs.contiguous(), torch.tensor(read.targets)))
-    return Dataset(
-        name="cifar10",
-        shape=CIFAR10_SHAPE,
-        classes=CLASSES,
-        train=splits[0],
-        valid=splits[1],
-        names=tuple(read.classes),
-        images=ImageFormat(*CIFAR10_SHAPE),
-    )
+    return _of_ten_classes("cifar10", CIFAR10_SHAPE, splits, tuple(read.classes))
 
 
-FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn's package: 64 pixels, label
-DIGITS_SHAPE = (1, 8, 8)
-LARGEST_PIXEL = 16
-VALID_EVERY = 5  # every fifth image of each class is for validation
+def fetch(name: str, data_dir: Path) -> None:
+    """Download Fashion-MNIST or CIFAR-10 if it is not in `data_dir` yet.
 
-
-def load_digits(dtype: torch.dtype) -> Dataset:
-    """Return 1,797 images of 8x8, pixels from 0 to 1, in a fixed split stratified by class.
-
-    Raises UsageError if scikit-learn is not installed.
+    One process per host calls this; a lock keeps other jobs out. Raises UsageError, with the files
+    to install by hand, if the download fails.
     """
-    table = np.loadtxt(_digits_file(), delimiter=",")
-    labels = table[:, -1].astype(np.int64)
-    inputs = torch.as_tensor(table[:, :-1] / LARGEST_PIXEL, dtype=dtype).reshape(-1, 1, 8, 8)
-    targets = torch.from_numpy(labels)
-    is_valid = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        is_valid[np.flatnonzero(labels == label)[::VALID_EVERY]] = True
-    train, valid = (
-        TensorSplit(inputs[torch.from_numpy(mask)], targets[torch.from_numpy(mask)])
-        for mask in (~is_valid, is_valid)
-    )
-    return Dataset("digits", DIGITS_SHAPE, CLASSES, train, valid, images=ImageFormat(*DIGITS_SHAPE))
-
-
-def _digits_file() -> Path:
-    """Find the file without importing scikit-learn, which takes a second or two per worker."""
-    package = importlib.util.find_spec("sklearn")
-    path = Path(package.origin).parent / FILE if package and package.origin else None
-    if path is None or not path.is_file():
+    reader, files = KNOWN.get(name, ("", []))
+    if all((data_dir / file).is_file() for file in files):
+        return
+    before = socket.getdefaulttimeout()
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(data_dir / f".{name}.lock", timeout=LOCK_TIMEOUT_S):
+            socket.setdefaulttimeout(TIMEOUT_S)  # urllib has no default timeout
+            getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
+    except Exception as error:  # no network, no permission, a wrong checksum, a full disk
+        missing = [str(file) for file in files if not (data_dir / file).is_file()]
+        reason = " ".join(str(error).split())
         raise UsageError(
-            "--data=digits: its file comes with scikit-learn: pip install scikit-learn"
+            f"--data={name}: its files are not in {data_dir}, and cannot be downloaded "
+            f"({type(error).__name__}: {reason}). Put there by hand: {', '.join(missing)} "
+            "(unpacked), or name the folder that holds them with --data-dir"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+SYNTHETIC = "synthetic:"
+SYNTAX = re.compile(r"synthetic:(\d+)x(\d+)x(\d+)((?:,(?:classes|samples)=\d+)*)")
+TRAIN_SAMPLES = 65_536
+VALID_SAMPLES = 4_096
+POOL = 251  # noise images; prime, so that each is combined with every class
+NOISE = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class SyntheticSplit:
+    """Samples first .. first + samples - 1 of the synthetic data.
+
+    Sample i is the pattern of class i mod classes plus one of a pool of noise images. Classes are
+    thus learnable, and every sample is a pure function of the seed and its number. Images repeat
+    after pool x classes samples, so validation accuracy is meaningless.
+    """
+
+    patterns: torch.Tensor  # one for each class
+    noise: torch.Tensor  # the pool
+    first: int
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
+        numbers = torch.from_numpy(indices) + self.first
+        labels = numbers % len(self.patterns)
+        return self.patterns[labels] + self.noise[numbers % len(self.noise)], labels
+
+
+def read_spec(spec: str) -> tuple[Shape, int, int]:
+    """Return shape, classes and training samples of synthetic:CxHxW[,classes=K][,samples=M].
+
+    Raises UsageError if `spec` is malformed.
+    """
+    match = SYNTAX.fullmatch(spec)
+    options = dict(part.split("=") for part in match.group(4).split(",")[1:]) if match else {}
+    sizes = [int(text) for text in match.groups()[:3]] if match else []
+    classes = int(options.get("classes", CLASSES))
+    samples = int(options.get("samples", TRAIN_SAMPLES))
+    repeated = match is not None and match.group(4).count("=") > len(options)
+    if not match or repeated or min([*sizes, samples]) < 1 or classes < 2:
+        raise UsageError(
+            f"--data={spec}: expected synthetic:CHANNELSxHEIGHTxWIDTH[,classes=K][,samples=M], "
+            "such as synthetic:1x28x28 (at least 1 each, and 2 classes)"
         )
-    return path
+    return (sizes[0], sizes[1], sizes[2]), classes, samples
+
+
+def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
+    """Return images of any shape, without files and in little memory (see `read_spec`)."""
+    shape, classes, samples = read_spec(spec)
+    generator = np.random.Generator(np.random.PCG64([seed, 0x5EED]))
+    patterns = torch.as_tensor(generator.standard_normal((classes, *shape)), dtype=dtype)
+    noise = torch.as_tensor(NOISE * generator.standard_normal((POOL, *shape)), dtype=dtype)
+    train = SyntheticSplit(patterns, noise, 0, samples)
+    valid = SyntheticSplit(patterns, noise, samples, VALID_SAMPLES)
+    return Dataset(spec, shape, classes, train, valid)
 
 
 _SCHEMAS = tuple(
@@ -163,9 +241,3 @@ def import_torchvision() -> types.ModuleType:
     for schema in _SCHEMAS:
         _library.define(schema)
     return importlib.import_module("torchvision")
-
-
-def import_transforms() -> types.ModuleType:
-    """Import torchvision.transforms.v2."""
-    import_torchvision()
-    return importlib.import_module("torchvision.transforms.v2")

@@ -1,4 +1,4 @@
-"""Images in one folder per class, read and transformed one by one.
+"""Images in one folder per class: found by their names, read and transformed one by one.
 
 The transforms are torchvision's. Their random numbers depend only on (seed, epoch, sample), not on
 the rank or process that reads a sample.
@@ -9,25 +9,28 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from hvdtrain.data.builtin import import_transforms
-from hvdtrain.data.image_files import Labelled, find_files, left_out
+from hvdtrain.data.builtin import import_torchvision
+from hvdtrain.data.feeding import BadSample, StreamedSplit
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
-from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
 
-PREFIX = "imagefolder:"
+IMAGE_FOLDER = "imagefolder:"
+# The types that Pillow reads and that are in use for pictures.
+EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png"),
+    *(".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+)
 IMAGE_SIZE = 224
 CROP_SCALE = 0.08  # as torchvision's RandomResizedCrop, and its references for ImageNet
 HFLIP = 0.5
@@ -38,6 +41,160 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MAX_PIXELS = 89_478_485
 SKIPPING = "Repair or remove it, or give --skip-bad-samples to skip unreadable images"
 
+Labelled = list[tuple[str, int]]  # files with class numbers
+Changes = Callable[[Image.Image], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The images in the folders of all classes."""
+
+    files: Labelled
+    classes: list[str]
+    others: list[str]  # files of other types
+
+
+def images_under(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the images below a folder, and the files of other types, both sorted.
+
+    Hidden files of other types are ignored.
+    """
+    images: list[str] = []
+    others: list[str] = []
+    for file in sorted(_files_under(folder)):
+        if file.lower().endswith(EXTENSIONS):
+            images.append(file)
+        elif not Path(file).name.startswith("."):
+            others.append(file)
+    return images, others
+
+
+def _files_under(folder: Path) -> Iterator[str]:
+    """Yield the files below `folder`; follow links to folders, except to enclosing ones."""
+    real = folder.resolve()
+    named = real if ".." in folder.parts else folder.absolute()
+    around = frozenset(map(_identity, [*real.parents, *named.parents]))
+    if _identity(folder) in around:
+        return
+    within = {folder: around}
+    for root, folders, names in os.walk(folder, followlinks=True):
+        place = Path(root)
+        own = within.pop(place) | {_identity(place)}
+        folders[:] = [name for name in folders if _identity(place / name) not in own]
+        within |= {place / name: own for name in folders}
+        yield from (str(place / name) for name in names)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return device and inode of a folder, or None if it cannot be accessed."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def left_out(others: Sequence[str]) -> str:
+    """Return a note such as '2 files of other types left out (such as a/notes.txt)'."""
+    return f"{counted(len(others), 'file')} of other types left out (such as {others[0]})"
+
+
+def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Found]:
+    """Return the images to train on and to validate with: those in train/ and valid/ of `folder`
+    or, with `valid_split`, in its classes. `name`: the value of `--data`, for messages.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--data={name}: {folder} is not a folder")
+    inside = {path.name for path in _entries(name, folder)}
+    valid = next((part for part in ("valid", "val", "validation") if part in inside), None)
+    if "train" in inside and valid:
+        if valid_split is not None:
+            raise UsageError(
+                f"--valid-split={valid_split}: {folder} has train/ and {valid}/ already"
+            )
+        return _both_parts(name, folder / "train", folder / valid)
+    if "train" in inside or valid:
+        raise UsageError(
+            f"--data={name}: {folder} has {valid or 'train'}/, but no "
+            f"{'train/' if valid else 'valid/'}. Make both, or neither and give --valid-split"
+        )
+    if valid_split is None:
+        raise UsageError(
+            f"--data={name}: {folder} has no train/ and valid/. Make them, or state the part of "
+            "its images that is for validation: --valid-split 0.2"
+        )
+    found = _classes_in(name, folder)
+    train_files, valid_files = _cut(found.files, valid_split)
+    if not train_files or not valid_files:
+        raise UsageError(
+            f"--valid-split={valid_split}: of {len(found.files)} images in {folder} it leaves "
+            f"{len(train_files)} to train on and {len(valid_files)} to validate with"
+        )
+    return replace(found, files=train_files), Found(valid_files, found.classes, [])
+
+
+def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
+    problems: list[str] = []
+    parts = []
+    for folder in folders:
+        try:
+            parts.append(_classes_in(name, folder))
+        except UsageError as error:
+            problems += error.problems
+    if problems:
+        raise UsageError(*problems)
+    train, valid = parts
+    if train.classes != valid.classes:
+        first, second = set(train.classes), set(valid.classes)
+        raise UsageError(
+            f"--data={name}: {folders[0]} and {folders[1]} must have folders for the same classes; "
+            f"only in the first: {sorted(first - second)[:5]}, "
+            f"only in the second: {sorted(second - first)[:5]}"
+        )
+    return train, valid
+
+
+def _classes_in(name: str, folder: Path) -> Found:
+    """Return the images in a folder of classes. Raises UsageError with all classes without any."""
+    classes = sorted(path.name for path in _entries(name, folder) if path.is_dir())
+    if len(classes) < 2:
+        raise UsageError(
+            f"--data={name}: {folder} has {counted(len(classes), 'folder')} of classes "
+            f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
+        )
+    found = Found([], classes, [])
+    problems = []
+    for label, class_name in enumerate(classes):
+        images, others = images_under(folder / class_name)
+        if not images:
+            problems.append(
+                f"--data={name}: {folder / class_name} has no images ({', '.join(EXTENSIONS)})"
+                + (f"; {left_out(others)}" if others else "")
+            )
+        found.files.extend((file, label) for file in images)
+        found.others.extend(others)
+    if problems:
+        raise UsageError(*problems)
+    return found
+
+
+def _entries(name: str, folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise UsageError(f"--data={name}: {folder} cannot be read: {error.strerror}") from error
+
+
+def _cut(files: Labelled, valid_split: float) -> tuple[Labelled, Labelled]:
+    """Split off the same fraction of each class, evenly spread over its sorted files."""
+    parts: tuple[Labelled, Labelled] = [], []
+    seen: Counter[int] = Counter()
+    for file, label in files:
+        before, after = (int((seen[label] + step) * valid_split + 1e-9) for step in (0, 1))
+        parts[after > before].append((file, label))
+        seen[label] += 1
+    return parts
+
 
 def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Return the picture in grey or RGB, rotated according to its EXIF data.
@@ -45,8 +202,10 @@ def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) ->
     Raises BadSample, with the file name, if it cannot be decoded or has more than `max_pixels`: a
     small file may unpack to gigabytes.
     """
+    # Pillow compares the stated size: above its limit it warns, above twice the limit it raises.
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
-        with warnings.catch_warnings(), _pillow_limit(max_pixels):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about oddities of the file; errors raise
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
@@ -57,23 +216,14 @@ def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) ->
     except Exception as error:  # decoders raise errors of many types
         reason = _reason(error, max_pixels)
         raise BadSample(f"{path} cannot be read as an image: {reason}") from error
-
-
-@contextmanager
-def _pillow_limit(max_pixels: int) -> Iterator[None]:
-    """Set Pillow's limit of the stated size of an image: above it warns, above twice it raises."""
-    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
-    try:
-        yield
     finally:
         Image.MAX_IMAGE_PIXELS = usual
 
 
 def _reason(error: Exception, max_pixels: int) -> str:
     if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
-        size = re.search(r"\d+", str(error))
-        pixels = f"{int(size[0]):,} pixels" if size else "too many pixels"
-        return f"it has {pixels}, and --max-image-pixels={max_pixels} is the limit"
+        pixels = int(re.findall(r"\d+", str(error))[0])
+        return f"it has {pixels:,} pixels, and --max-image-pixels={max_pixels} is the limit"
     if isinstance(error, UnidentifiedImageError):
         return "it is damaged, or of a type that Pillow does not support"
     return getattr(error, "strerror", None) or str(error)
@@ -90,7 +240,9 @@ def _with_8_bits(picture: Image.Image) -> Image.Image:
 
 def centred(picture: Image.Image, form: ImageFormat) -> torch.Tensor:
     """Return the resized, centre-cropped picture as a uint8 tensor (channels, height, width)."""
-    functional = import_transforms().functional
+    import_torchvision()
+    from torchvision.transforms.v2 import functional
+
     size = [form.height, form.width]
     if form.crop:
         shorter = round(min(size) / CENTRE)
@@ -105,6 +257,20 @@ def normalised(pixels: torch.Tensor, form: ImageFormat, dtype: torch.dtype) -> t
     """Normalise uint8 pixels (..., channels, height, width) to the network's input in `dtype`."""
     mean, std = (torch.tensor(v, dtype=dtype)[:, None, None] for v in (form.mean, form.std))
     return (pixels.to(dtype) / 255 - mean) / std
+
+
+@cache
+def _changes(form: ImageFormat, hflip: float, crop_scale: float) -> Changes:
+    """Return the transforms from a picture to uint8 pixels, made once per process."""
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    flip = v2.RandomHorizontalFlip(hflip)
+    if crop_scale == 1:
+        return lambda picture: flip(centred(picture, form))
+    crop = v2.RandomResizedCrop((form.height, form.width), scale=(crop_scale, 1.0))
+    changes: Changes = v2.Compose([crop, flip, v2.PILToTensor()])
+    return changes
 
 
 @dataclass(frozen=True)
@@ -124,8 +290,8 @@ class ImageSamples:
 
     def fingerprint(self) -> list[str]:
         """Return each file's path below their common folder, and its class."""
-        ends = (self.files[0][0], self.files[-1][0])
-        start = len(os.path.commonpath([Path(path).parent for path in ends])) + 1
+        ends = [Path(self.files[end][0]).parent for end in (0, -1)]
+        start = len(os.path.commonpath(ends)) + 1
         return [f"{path[start:]} (class {label})" for path, label in self.files]
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -134,7 +300,7 @@ class ImageSamples:
         with torch.random.fork_rng(devices=[]):
             (own,) = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)
             torch.manual_seed(int(own >> np.uint64(1)))
-            pixels = self._change(picture)
+            pixels = _changes(self.form, self.hflip, self.crop_scale)(picture)
         return pixels, label
 
     def empty(self) -> Batch:
@@ -144,23 +310,6 @@ class ImageSamples:
     def finish(self, batch: Batch) -> Batch:
         pixels, labels = batch
         return normalised(pixels, self.form, self.dtype), labels
-
-    @cached_property
-    def _change(self) -> Callable[[Image.Image], torch.Tensor]:
-        transforms = import_transforms()
-        flip = transforms.RandomHorizontalFlip(self.hflip)
-        if self.crop_scale == 1:
-            return lambda picture: flip(centred(picture, self.form))
-        size = (self.form.height, self.form.width)
-        crop = transforms.RandomResizedCrop(size, scale=(self.crop_scale, 1.0))
-        changes: Callable[[Image.Image], torch.Tensor] = transforms.Compose(
-            [crop, flip, transforms.PILToTensor()]
-        )
-        return changes
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the transforms, which each reading process makes itself."""
-        return {name: value for name, value in vars(self).items() if name != "_change"}
 
 
 def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOptions) -> Dataset:
@@ -174,29 +323,26 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
             f"--crop-padding={options.crop_padding}: has no meaning for image folders; "
             "see --crop-scale"
         )
-    folder = Path(name.removeprefix(PREFIX)).expanduser()
-    found = find_files(name, folder, options.valid_split)
+    train, valid = _find(
+        name, Path(name.removeprefix(IMAGE_FOLDER)).expanduser(), options.valid_split
+    )
     size = options.image_size or IMAGE_SIZE
     form = ImageFormat(3, size, size, crop=True, mean=MEAN, std=STD)
     hflip = HFLIP if options.hflip is None else options.hflip
     crop_scale = CROP_SCALE if options.crop_scale is None else options.crop_scale
     largest = options.max_pixels or MAX_PIXELS
-    train, valid = (
-        StreamedSplit(samples, options.readers, options.skip_bad, stay, SKIPPING)
-        for samples, stay in (
-            (ImageSamples(found.train, form, dtype, seed, hflip, crop_scale, largest), True),
-            (ImageSamples(found.valid, form, dtype, seed, max_pixels=largest), False),
-        )
-    )
+    training = ImageSamples(train.files, form, dtype, seed, hflip, crop_scale, largest)
+    validation = ImageSamples(valid.files, form, dtype, seed, max_pixels=largest)
     note = f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
     note += f"{counted(options.readers, 'reader')} a worker"
+    others = train.others + valid.others
     return Dataset(
         name,
         (form.channels, size, size),
-        len(found.classes),
-        train,
-        valid,
-        note=f"{note}; {left_out(found.others)}" if found.others else note,
-        names=tuple(found.classes),
+        len(train.classes),
+        StreamedSplit(training, options.readers, options.skip_bad, stay=True, advice=SKIPPING),
+        StreamedSplit(validation, options.readers, options.skip_bad, stay=False, advice=SKIPPING),
+        note=f"{note}; {left_out(others)}" if others else note,
+        names=tuple(train.classes),
         images=form,
     )

@@ -9,13 +9,14 @@ the first data set, to convert image files to such samples.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hvdtrain import plugins
-from hvdtrain.data.fingerprint import texts_of
+from hvdtrain.data.feeding import BadSample, StreamedSplit
 from hvdtrain.data.splits import (
     Batch,
     Dataset,
@@ -24,8 +25,8 @@ from hvdtrain.data.splits import (
     Shape,
     TensorSplit,
     check_split,
+    texts_of,
 )
-from hvdtrain.data.streaming import BadSample, StreamedSplit
 from hvdtrain.errors import UsageError
 
 
@@ -39,56 +40,54 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
             f"--data={name}: returned {type(made).__name__}; expected hvdtrain.Dataset, or two "
             "torch data sets (train, valid) of (image, class)"
         )
-    _check_description(name, made)
+    _refuse(f"--data={name}", _wrong_in_description(made))
     for part, split in (("train", made.train), ("valid", made.valid)):
         check_split("--data", name, part, split)
         if isinstance(split, TensorSplit):
-            _check_tensors(name, part, split, made)
+            _refuse(f"--data={name}: {part} split", _wrong_in_tensors(split, made))
             split.inputs = split.inputs.to(dtype)
     return made
 
 
-def _check_description(name: str, data: Dataset) -> None:
+def _refuse(what: str, problems: Iterable[str]) -> None:
+    if found := [f"{what}: {problem}" for problem in problems]:
+        raise UsageError(*found)
+
+
+def _wrong_in_description(data: Dataset) -> Iterator[str]:
     sizes = tuple(data.shape) if isinstance(data.shape, tuple | list) else ()
-    problems = []
     if len(sizes) != 3 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        problems.append(f"shape must be (channels, height, width), and is {data.shape}")
+        yield f"shape must be (channels, height, width), and is {data.shape}"
     if not isinstance(data.classes, int) or data.classes < 2:
-        problems.append(f"classes must be a whole number of 2 or more, and is {data.classes}")
+        yield f"classes must be a whole number of 2 or more, and is {data.classes}"
     elif data.names and len(data.names) != data.classes:
-        problems.append(f"{len(data.names)} names for {data.classes} classes")
+        yield f"{len(data.names)} names for {data.classes} classes"
     if data.images is not None:
         channels = getattr(data.images, "channels", None)
         if not isinstance(data.images, ImageFormat) or channels not in (1, 3):
-            problems.append(
-                f"images must be an hvdtrain.ImageFormat of 1 or 3 channels, and is {data.images}"
-            )
+            yield f"images must be an hvdtrain.ImageFormat of 1 or 3 channels, and is {data.images}"
         elif sizes[:1] != (channels,):
-            problems.append(f"its images have {channels} channels, its shape is {data.shape}")
-    if problems:
-        raise UsageError(*(f"--data={name}: {problem}" for problem in problems))
+            yield f"its images have {channels} channels, its shape is {data.shape}"
 
 
-def _check_tensors(name: str, part: str, split: TensorSplit, data: Dataset) -> None:
+def _wrong_in_tensors(split: TensorSplit, data: Dataset) -> Iterator[str]:
     inputs, labels = split.inputs, split.labels
     kinds = [type(values).__name__ for values in (inputs, labels)]
     if kinds != ["Tensor", "Tensor"]:
-        raise UsageError(f"--data={name}: {part} split: expected tensors, not {kinds}")
-    problems = []
+        yield f"expected tensors, not {kinds}"
+        return
     if tuple(inputs.shape[1:]) != tuple(data.shape) or inputs.shape[:1] != labels.shape:
-        problems.append(
+        yield (
             f"inputs {list(inputs.shape)} and labels {list(labels.shape)} do not match each "
             f"other, or the shape {list(data.shape)}"
         )
     if not inputs.is_floating_point() or not bool(inputs.isfinite().all()):
-        problems.append("inputs must be finite floating-point numbers, without NaN")
+        yield "inputs must be finite floating-point numbers, without NaN"
     if labels.dtype != torch.int64 or not bool(((labels >= 0) & (labels < data.classes)).all()):
-        problems.append(
+        yield (
             f"labels must be int64 from 0 to {data.classes - 1}, and are {labels.dtype} from "
             f"{labels.min()} to {labels.max()}"
         )
-    if problems:
-        raise UsageError(*(f"--data={name}: {part} split: {problem}" for problem in problems))
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class TorchSamples:
         return len(self.samples)
 
     def fingerprint(self) -> list[str] | None:
-        """Return the fingerprint of the torch data set, if it has one."""
         return texts_of(self.samples)
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -142,11 +140,11 @@ def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:
 
 
 def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> Dataset:
-    train, valid = made
     if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in made):
         raise UsageError(f"--data={name}: expected map-style data sets with a length")
     if not all(plugins.call("--data", name, part.__len__) for part in made):
         raise UsageError(f"--data={name}: a data set has no samples")
+    train = made[0]
     first = plugins.call("--data", name, train.__getitem__, 0)
     image = first[0] if isinstance(first, tuple | list) and len(first) == 2 else first
     names = getattr(train, "classes", None)
@@ -160,18 +158,13 @@ def _wrapped(name: str, made: Any, dtype: torch.dtype, options: ReadOptions) -> 
             f"--data={name}: images must be tensors (channels, height, width); the first is a "
             f"{type(image).__name__} of shape {list(shape)}"
         )
-    train_split, valid_split = (
-        StreamedSplit(
-            TorchSamples(name, part, shape, len(names), dtype), options.readers, False, stay
-        )
-        for part, stay in ((train, True), (valid, False))
-    )
+    samples = [TorchSamples(name, part, shape, len(names), dtype) for part in made]
     return Dataset(
         name,
         shape,
         len(names),
-        train_split,
-        valid_split,
+        train=StreamedSplit(samples[0], options.readers, may_skip=False, stay=True),
+        valid=StreamedSplit(samples[1], options.readers, may_skip=False, stay=False),
         names=tuple(map(str, names)),
         images=getattr(train, "image_format", None),
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +34,9 @@ class GlobalBatchSampler:
         if parts and sum(parts) != samples:
             raise ValueError(f"parts {list(parts)} of {samples} samples")
         self._parts = tuple(parts) or (samples,)
+        self._seed = seed
         self.samples = samples
         self.global_batch_size = global_batch_size
-        self.seed = seed
 
     @property
     def steps_per_epoch(self) -> int:
@@ -46,7 +45,7 @@ class GlobalBatchSampler:
 
     def order(self, epoch: int) -> Indices:
         """Return a permutation of all sample indices for this epoch (int64, shape (samples,))."""
-        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         orders = [generator.permutation(part) for part in self._parts]
         if len(orders) == 1:
             return orders[0]
@@ -67,24 +66,6 @@ class GlobalBatchSampler:
             yield order[position : position + self.global_batch_size]
 
 
-class SharesLike(Protocol):
-    """The distribution of a batch over ranks."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Return a weight for each rank, proportional to its share of the samples."""
-
-    def of(self, indices: Indices, rank: int) -> Indices:
-        """Return the part of a batch for `rank`. The parts of all ranks make up the batch."""
-
-    def sizes(self, length: int) -> list[int]:
-        """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""
-
-    @property
-    def slack(self) -> int:
-        """Return by how many samples a rank's part may fall short in some batch."""
-
-
 class Shares:
     """The distribution of a global batch over ranks, in contiguous parts.
 
@@ -92,7 +73,7 @@ class Shares:
     parts, rounded so that they always add up to the whole. Parts may be empty.
     """
 
-    slack = 0
+    slack = 0  # by how many samples a rank's part may fall short of `sizes` in some batch
 
     def __init__(self, size: int, weights: Sequence[float] | None = None) -> None:
         """Raise ValueError unless `weights` has `size` finite values, not negative, not all 0."""
@@ -106,10 +87,12 @@ class Shares:
         self._cumulative[-1] = 1.0
 
     def of(self, indices: Indices, rank: int) -> Indices:
+        """Return the part of a batch for `rank`. The parts of all ranks make up the batch."""
         start, stop = (self._edge(len(indices), edge) for edge in (rank, rank + 1))
         return indices[start:stop]
 
     def sizes(self, length: int) -> list[int]:
+        """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""
         edges = [self._edge(length, edge) for edge in range(len(self._cumulative))]
         return [stop - start for start, stop in itertools.pairwise(edges)]
 
@@ -119,7 +102,10 @@ class Shares:
 
 
 class PlacedShares:
-    """The distribution of samples held by single hosts, over the ranks of their host."""
+    """The distribution of samples held by single hosts, over the ranks of their host.
+
+    `weights`, `of`, `sizes` and `slack`: as those of `Shares`.
+    """
 
     def __init__(
         self, parts: Sequence[int], host_of_rank: Sequence[int], weights: Sequence[float]
@@ -152,10 +138,12 @@ class PlacedShares:
         return self._shares[host].of(on_host, self._place[rank])
 
     def sizes(self, length: int) -> list[int]:
-        total = self._edges[-1]
-        edges = [edge * length // total for edge in self._edges]
+        edges = [edge * length // self._edges[-1] for edge in self._edges]
         of_host = [stop - start for start, stop in itertools.pairwise(edges)]
         return [
             self._shares[host].sizes(of_host[host])[place]
             for host, place in zip(self._hosts, self._place, strict=True)
         ]
+
+
+SharesLike = Shares | PlacedShares

@@ -1,7 +1,9 @@
-"""Types of splits and data sets, and their checks."""
+"""Types of splits and data sets, their checks, and fingerprints that detect changed samples."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +20,9 @@ Shape = tuple[int, int, int]
 class Split(Protocol):
     """Samples that are read by number, in batches.
 
-    A split may also offer `fingerprint()`: one text for each sample, or one for all, by which a
-    resumed run detects that its data have changed (hvdtrain/data/fingerprint.py).
+    A split may also offer `fingerprint()`, by which a resumed run detects that its data have
+    changed: one text for each sample, in order, such as its name and label, or a single text that
+    changes whenever its samples do. Otherwise only the number of samples is compared.
     """
 
     def __len__(self) -> int: ...
@@ -59,13 +62,15 @@ class Splits:
     note: str = ""
 
 
+@dataclass(eq=False)
 class TensorSplit:
-    """Samples held in memory: a tensor of inputs, and one of labels."""
+    """Samples held in memory.
 
-    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """`inputs`: (samples, channels, height, width), floating point; `labels`: int64."""
-        self.inputs = inputs
-        self.labels = labels
+    `inputs`: (samples, channels, height, width), floating point; `labels`: int64.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,7 +80,6 @@ class TensorSplit:
         return self.inputs[chosen], self.labels[chosen]
 
     def fingerprint(self) -> list[str]:
-        """Return each sample's label and shape (hvdtrain/data/fingerprint.py)."""
         shape = list(self.inputs.shape[1:])
         return [f"label {label} of shape {shape}" for label in self.labels.tolist()]
 
@@ -135,18 +139,70 @@ class ReadOptions:
     readers: int = 0
     skip_bad: bool = False
 
-    def refuse_those_of_folders(self, data: str) -> None:
-        """Raise UsageError for options that do not apply to data sets in memory."""
-        chosen = {
-            "--crop-scale": self.crop_scale,
-            "--max-image-pixels": self.max_pixels,
-            "--valid-split": self.valid_split,
-            "--skip-bad-samples": self.skip_bad or None,
-        }
-        problems = [
-            f"{flag}={value}: has no meaning for --data={data}, only for image folders"
-            for flag, value in chosen.items()
-            if value is not None
-        ]
-        if problems:
-            raise UsageError(*problems)
+
+MOST_MARKS = 512
+Fingerprint = dict[str, Any]  # plain values, for checkpoints
+
+
+def texts_of(holder: object) -> list[str] | None:
+    """Return the texts of `holder.fingerprint()` as a list, or None if it has none."""
+    offered = getattr(holder, "fingerprint", None)
+    texts = offered() if offered else None
+    return [texts] if isinstance(texts, str) else None if texts is None else list(map(str, texts))
+
+
+def fingerprint(split: Split) -> Fingerprint:
+    """Return the number of samples, and cumulative digests of the texts at equally spaced marks.
+
+    The spacing is a power of two, so that the marks of two fingerprints can be compared. No sample
+    is read.
+    """
+    texts, distance = texts_of(split) or [], 1
+    while distance * MOST_MARKS < len(texts):
+        distance *= 2
+    digest, marks = hashlib.sha256(), []
+    for number, text in enumerate(texts, start=1):
+        digest.update(f"{len(text)}:{text}".encode())
+        if number % distance == 0:
+            marks.append(digest.hexdigest()[:16])
+    return {
+        "samples": len(split),
+        "texts": len(texts),
+        "distance": distance,
+        "marks": marks,
+        "digest": digest.hexdigest(),
+    }
+
+
+def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | None:
+    """Return a description of the change from `old` to `new`, or None.
+
+    `split`: the new split, if available, for names.
+    """
+    before, now = old["samples"], new["samples"]
+    if before != now:
+        text = f"{before} samples then and {now} now"
+    elif old["digest"] != new["digest"]:
+        text = f"{now} samples as before, but with other names or labels"
+    else:
+        return None
+    if not (old["texts"] == before and new["texts"] == now):  # not one for each sample
+        return text
+    first, distance = _first_difference(old, new)
+    last = min(first + distance, now) - 1
+    if first >= now:
+        return f"{text}; the first {now} are the same"
+    place = f"number {first}" if first == last else f"one of the numbers {first} to {last}"
+    texts = texts_of(split)
+    names = dict.fromkeys((texts[first], texts[last])) if texts else {}
+    ending = f", now {' to '.join(names)}" if names else ""
+    return f"{text}; the first that differs is {place}{ending}"
+
+
+def _first_difference(old: Fingerprint, new: Fingerprint) -> tuple[int, int]:
+    """Return the first sample that may differ, and the number of samples in which one does."""
+    distance = max(old["distance"], new["distance"])
+    ratios = (distance // old["distance"], distance // new["distance"])
+    marks = [one["marks"][r - 1 :: r] for one, r in zip((old, new), ratios, strict=True)]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*marks, strict=False))
+    return sum(1 for _ in same) * distance, distance

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from hvdtrain.data.feeding import Loaded, may_skip, stream
-from hvdtrain.data.fingerprint import texts_of
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.splits import Batch, Dataset, Split, TensorSplit
+from hvdtrain.data.splits import Batch, Dataset, Split, TensorSplit, texts_of
 
 # SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
 # OOPSLA 2014. Its n-th number can be computed without those before.
@@ -42,10 +41,7 @@ def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np
 
 
 class ChangedSplit:
-    """Base class of a split that changes the batches of another, reading ahead if that does.
-
-    Derived classes define `change`.
-    """
+    """Base class of a split that changes the batches of another, reading ahead if that does."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -55,7 +51,6 @@ class ChangedSplit:
         return len(self._split)
 
     def fingerprint(self) -> list[str] | None:
-        """Return the fingerprint of the underlying split."""
         return texts_of(self._split)
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
@@ -84,38 +79,33 @@ class AugmentedSplit(ChangedSplit):
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
         inputs, labels = batch
+
+        def draw(purpose: int) -> torch.Tensor:
+            return torch.from_numpy(uniform(self._seed, epoch, purpose, indices)).to(inputs.device)
+
         if self._hflip > 0:
-            mirrored = self._draw(epoch, FLIP, indices, inputs) < self._hflip
+            mirrored = draw(FLIP) < self._hflip
             inputs = torch.where(mirrored[:, None, None, None], inputs.flip(3), inputs)
         if self._padding > 0:
             places = 2 * self._padding + 1
-            tops, lefts = (
-                (self._draw(epoch, purpose, indices, inputs) * places).long()
-                for purpose in (ROW, COLUMN)
-            )
-            inputs = _windows(functional.pad(inputs, (self._padding,) * 4), inputs, tops, lefts)
+            tops, lefts = ((draw(purpose) * places).long() for purpose in (ROW, COLUMN))
+            padded = functional.pad(inputs, (self._padding,) * 4)
+            inputs = _windows(padded, inputs.shape, tops, lefts)
         return inputs, labels
-
-    def _draw(
-        self, epoch: int, purpose: int, indices: Indices, inputs: torch.Tensor
-    ) -> torch.Tensor:
-        numbers = uniform(self._seed, epoch, purpose, indices)
-        return torch.from_numpy(numbers).to(inputs.device)
 
 
 def _windows(
-    padded: torch.Tensor, inputs: torch.Tensor, tops: torch.Tensor, lefts: torch.Tensor
+    padded: torch.Tensor, shape: torch.Size, tops: torch.Tensor, lefts: torch.Tensor
 ) -> torch.Tensor:
-    """Cut out of each padded image a window of the size of `inputs`, with the given corner."""
-    samples, channels, height, width = inputs.shape
-    device = inputs.device
-    rows = tops[:, None] + torch.arange(height, device=device)
-    columns = lefts[:, None] + torch.arange(width, device=device)
+    """Cut out of each padded image a window with the given corner: together of `shape`."""
+    samples, channels, rows, columns = (
+        torch.arange(length, device=padded.device) for length in shape
+    )
     return padded[
-        torch.arange(samples, device=device)[:, None, None, None],
-        torch.arange(channels, device=device)[None, :, None, None],
-        rows[:, None, :, None],
-        columns[:, None, None, :],
+        samples[:, None, None, None],
+        channels[:, None, None],
+        (tops[:, None] + rows)[:, None, :, None],
+        (lefts[:, None] + columns)[:, None, None, :],
     ]
 
 
@@ -134,20 +124,15 @@ class ResizedSplit(ChangedSplit):
 def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
     """Return the data set with images of `size` (height, width); data in memory is resized once."""
     channels, height, width = dataset.shape
-    note = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
-    return replace(
-        dataset,
-        shape=(channels, *size),
-        train=_resized_split(dataset.train, size),
-        valid=_resized_split(dataset.valid, size),
-        note=f"{dataset.note}, {note}" if dataset.note else note,
+    train, valid = (
+        TensorSplit(resize(split.inputs, size), split.labels)
+        if isinstance(split, TensorSplit)
+        else ResizedSplit(split, size)
+        for split in (dataset.train, dataset.valid)
     )
-
-
-def _resized_split(split: Split, size: tuple[int, int]) -> Split:
-    if isinstance(split, TensorSplit):
-        return TensorSplit(resize(split.inputs, size), split.labels)
-    return ResizedSplit(split, size)
+    note = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
+    note = f"{dataset.note}, {note}" if dataset.note else note
+    return replace(dataset, shape=(channels, *size), train=train, valid=valid, note=note)
 
 
 def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

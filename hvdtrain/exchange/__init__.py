@@ -1,11 +1,11 @@
-"""The interface to the other ranks (Exchange), and its implementation for a single process.
+"""The interface to the other ranks (Exchange), its form for a single process, and agreement.
 
-The training loop receives an Exchange and does not depend on its implementation.
-`hvdtrain.exchange.horovod` holds the implementation over Horovod.
+`hvdtrain.exchange.horovod` holds the implementation over Horovod; the loop depends on neither.
 """
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +15,17 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hvdtrain.errors import EXIT_FAILED, AgreedFailure, HvdtrainError, PeerFailure, UsageError
+from hvdtrain.errors import (
+    EXIT_FAILED,
+    AgreedFailure,
+    HvdtrainError,
+    PeerFailure,
+    TrainingError,
+    UsageError,
+    name_ranks,
+)
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
-from hvdtrain.ring.transports import Transport
-from hvdtrain.ring.transports.in_process import in_process_ring
+from hvdtrain.ring.transports import Transport, in_process_ring
 
 Result = TypeVar("Result")
 _joined: Exchange | None = None
@@ -26,13 +33,10 @@ _joined: Exchange | None = None
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced over ranks.
+    """How gradients are reduced over ranks."""
 
-    `op`: sum or average. `compression`: none or fp16, the type in which they are sent.
-    """
-
-    op: str = "average"
-    compression: str = "none"
+    op: str = "average"  # or sum
+    compression: str = "none"  # or fp16: the type in which they are sent
 
     def weight(self, ranks: int) -> int:
         """Return the factor for each rank's gradient so that the reduction is the sum."""
@@ -44,21 +48,15 @@ SUM = Reduction("sum")
 
 
 class Exchange(Protocol):
-    """Collectives over all ranks, and the optimizer that reduces gradients."""
+    """Collectives over all ranks, and the optimizer that reduces gradients.
 
-    @property
-    def rank(self) -> int: ...
+    The bodies are those of a single process, and only SingleProcess inherits them.
+    """
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def controller(self) -> str:
-        """Return 'gloo' or 'mpi'; 'none' for a single process."""
-
-    @property
-    def repeatable(self) -> bool:
-        """Return whether sums are added in the same order in every run."""
+    rank: int
+    size: int
+    controller: str  # gloo or mpi; none for a single process
+    repeatable: bool  # whether sums are added in the same order in every run
 
     def distribute(
         self,
@@ -73,78 +71,15 @@ class Exchange(Protocol):
         are dense (`make_gradients_dense`). `grad_accum_steps`: number of backward passes whose
         gradients are accumulated before they are reduced.
         """
-
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until every `.grad` is reduced over ranks.
-
-        The next `optimizer.step()` uses the gradients without reducing them again.
-        """
-
-    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
-        """Collective: begin to sum `values` over ranks; return a function that waits for the sum.
-
-        The sum has the shape and dtype of `values`.
-        """
-
-    def broadcast_object(self, value: Any, name: str) -> Any:
-        """Collective: return rank 0's `value` on every rank."""
-
-    def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        """Collective: return every rank's `value`, in rank order."""
-
-    def peer_failures(self) -> AbstractContextManager[None]:
-        """Return a context manager that converts the library's error to PeerFailure.
-
-        This is the error that a collective raises when another rank fails.
-        """
-
-    def summation_order(self) -> KnownOrder:
-        """Return the order in which ranks are summed. Raises UsageError if it is unknown."""
-
-    def ring(self) -> Transport:
-        """Collective: return a ring over all ranks, independent of this exchange's reductions."""
-
-    def start_timeline(self, path: Path) -> None:
-        """Start to record, on rank 0, the library's operations on each tensor."""
-
-    def stop_timeline(self) -> None:
-        """Stop the recording of `start_timeline`."""
-
-    def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
-        """Call `give_up`, in a thread, if a collective exceeds the stall limit.
-
-        The limit is that of Horovod's environment variables; without one, nothing is watched.
-        """
-
-    def close(self) -> None:
-        """Collective: leave the group of ranks together."""
-
-    def abandon(self) -> None:
-        """Make the other ranks' collectives fail, because this rank is about to end."""
-
-
-class SingleProcess:
-    """The exchange of a single process, without Horovod; it can be run in a debugger."""
-
-    rank = 0
-    size = 1
-    controller = "none"
-    repeatable = True
-
-    def distribute(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module,
-        grad_accum_steps: int = 1,
-        reduction: Reduction = AVERAGE,
-    ) -> torch.optim.Optimizer:
         make_gradients_dense(model, optimizer)
         return optimizer
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the missing gradients of trainable parameters to zero, as Horovod does.
+        """Collective: wait until every `.grad` is reduced over ranks.
 
-        Otherwise weight decay would change unused parameters on several ranks but not on one.
+        The next `optimizer.step()` uses the gradients without reducing them again. Missing ones of
+        trainable parameters are zero: otherwise weight decay would change unused parameters on
+        several ranks but not on one.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -152,38 +87,58 @@ class SingleProcess:
                     parameter.grad = torch.zeros_like(parameter)
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Collective: begin to sum `values` over ranks; return a function that awaits the sum."""
         return lambda: values
 
     def broadcast_object(self, value: Any, name: str) -> Any:
+        """Collective: return rank 0's `value` on every rank."""
         return value
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
+        """Collective: return every rank's `value`, in rank order."""
         return [value]
 
     def peer_failures(self) -> AbstractContextManager[None]:
+        """Return a context that raises PeerFailure where a failure elsewhere ends a collective."""
         return nullcontext()
 
     def summation_order(self) -> KnownOrder:
+        """Return the order in which ranks are summed. Raises UsageError if it is unknown."""
         return OPEN_MPI_RING  # of one rank, all orders are equal
 
     def ring(self) -> Transport:
+        """Collective: return a ring over all ranks, independent of this exchange's reductions."""
         (transport,) = in_process_ring(1)
         return transport
 
     def start_timeline(self, path: Path) -> None:
-        """Do nothing: there is no library to record."""
+        """Start to record, on rank 0, the library's operations on each tensor."""
+        return
 
     def stop_timeline(self) -> None:
-        """Do nothing."""
+        """Stop the recording of `start_timeline`."""
+        return
 
     def watch_stalls(self, give_up: Callable[[PeerFailure], None]) -> None:
-        """Do nothing: no collective waits."""
+        """Call `give_up`, in a thread, if a collective exceeds Horovod's stall limit, if set."""
+        return
 
     def close(self) -> None:
-        """Do nothing."""
+        """Collective: leave the group of ranks together."""
+        return
 
     def abandon(self) -> None:
-        """Do nothing."""
+        """Make the other ranks' collectives fail, because this rank is about to end."""
+        return
+
+
+class SingleProcess(Exchange):
+    """The exchange of a single process, without Horovod; it can be run in a debugger."""
+
+    rank = 0
+    size = 1
+    controller = "none"
+    repeatable = True
 
 
 def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -241,3 +196,43 @@ def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result
     if failures:
         raise AgreedFailure(failures, exchange.size)
     return result
+
+
+def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:
+    """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
+    buffers = dict(model.named_buffers()) if with_buffers else {}
+    digest = hashlib.sha256()
+    for name, tensor in sorted((dict(model.named_parameters()) | buffers).items()):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_equal_on_all_ranks(
+    model: torch.nn.Module, exchange: Exchange, when: str, with_buffers: bool = False
+) -> None:
+    """Collective: raise TrainingError, naming the ranks, unless all hold rank 0's parameters.
+
+    `when`: point of the run, for the message. Buffers are compared only on request, because
+    batch-norm statistics may differ between ranks.
+    """
+    own = params_sha256(model, with_buffers)
+    hashes = exchange.all_gather_object(own, "hvdtrain.params_sha256")
+    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if different:
+        raise TrainingError(
+            f"parameters differ between ranks {when}: {name_ranks(different)} held other values "
+            "than rank 0"
+        )
+
+
+def copied_to_cpu(value: Any) -> Any:
+    """Return the same structure with tensors copied to memory of their own on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        return {key: copied_to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied_to_cpu(item) for item in value)
+    return value

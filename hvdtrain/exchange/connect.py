@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -77,7 +77,8 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
     If it has chosen none, as plain mpirun does, return the source address of the route to mpirun's
     host. Raises PreflightError if neither is known.
     """
-    for interface in _chosen(environment):
+    chosen = ",".join(environment.get(name, "") for name in _CHOSEN)
+    for interface in filter(None, chosen.split(",")):
         try:
             return interface_address(interface)
         except OSError:  # not on this host, or a network ("10.0.0.0/8") instead of a name
@@ -90,11 +91,6 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
         "ring: the network interface at which the other workers reach this host is unknown; "
         f"none of {', '.join(_CHOSEN)} names one: set NCCL_SOCKET_IFNAME to its name, such as eth0"
     )
-
-
-def _chosen(environment: Mapping[str, str]) -> Iterator[str]:
-    for name in _CHOSEN:
-        yield from filter(None, environment.get(name, "").split(","))
 
 
 def interface_address(interface: str) -> str:

@@ -58,10 +58,7 @@ def reduce_before_step(
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` of the same optimizer on another rank, and keep the dtype of each value.
-
-    (`load_state_dict` casts to the dtype of the parameter, which changes the result of ASGD.)
-    """
+    """Load another rank's `state_dict`; keep dtypes, which `load_state_dict` casts (ASGD's)."""
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -84,13 +81,11 @@ def carrier_of(optimizer: Optimizer) -> Any:
 
 
 def is_reduced(carrier: Any) -> bool:
-    """Return whether every gradient has been reduced since the last backward pass and step.
-
-    If no parameter has a gradient, `model.zero_grad()` has dropped the reduced ones.
-    """
+    """Return whether every gradient has been reduced since the last backward pass and step."""
     return (
         carrier._synchronized
         and not carrier._handles
+        # If there is none, `model.zero_grad()` has dropped the reduced ones.
         and any(parameter.grad is not None for parameter in carrier._requires_update)
     )
 
@@ -131,3 +126,39 @@ class Flight:
         assert parameter.grad is not None
         self._begun[parameter] = parameter.grad, parameter.grad._version
         return handle
+
+
+class Trainable:
+    """The trainable parameters of a model and an optimizer when the optimizer is distributed."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+        self._named = dict(model.named_parameters())
+        self._before = self._now(optimizer)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise TrainingError if others are trainable now: Horovod would silently omit new ones."""
+        before, now = self._before, self._now(optimizer)
+        if before == now:
+            return
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        changes = [
+            f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
+            for group, verb in (
+                ((now[0] - before[0]) | (now[1] - before[1]), "added or unfrozen"),
+                ((before[0] - now[0]) | (before[1] - now[1]), "removed or frozen"),
+            )
+            if group
+        ]
+        raise TrainingError(
+            "the trainable parameters have changed since the optimizer was distributed: "
+            f"{' and '.join(changes)}. Horovod reduces only the parameters of that time: "
+            "freeze and unfreeze before distribute(), or distribute a new optimizer"
+        )
+
+    def _now(self, optimizer: Optimizer) -> tuple[set[int], set[int]]:
+        """Return the ids of the trainable parameters of the model and of the optimizer."""
+        in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+        return (
+            {id(p) for p in self._named.values() if p.requires_grad},
+            {id(p) for p in in_optimizer if p.requires_grad},
+        )

@@ -9,11 +9,10 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -22,16 +21,23 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain import slurm
-from hvdtrain.errors import PeerFailure, PreflightError, TrainingError, UsageError
-from hvdtrain.exchange import AVERAGE, Reduction, agree, make_gradients_dense
+from hvdtrain.errors import PeerFailure, PreflightError, UsageError
+from hvdtrain.exchange import (
+    AVERAGE,
+    Reduction,
+    agree,
+    check_equal_on_all_ranks,
+    copied_to_cpu,
+    make_gradients_dense,
+)
 from hvdtrain.exchange.connect import interface_address, own_address
 from hvdtrain.exchange.distributed_optimizer import (
+    Trainable,
     carrier_of,
     is_reduced,
     load_exactly,
     reduce_before_step,
 )
-from hvdtrain.exchange.parameters import check_equal_on_all_ranks, copied_to_cpu
 from hvdtrain.exchange.waiting import (
     StallWatch,
     coarse_timer,
@@ -51,7 +57,6 @@ ABANDON_TIMEOUT_S = 2.0
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 Tensors = list[torch.Tensor]
-Trainable = tuple[frozenset[int], frozenset[int]]
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
 ENVIRONMENT_DEFAULTS = {
@@ -63,21 +68,13 @@ ENVIRONMENT_DEFAULTS = {
 }
 
 
-class Distributed(NamedTuple):
-    """The parameters of a model by name, and those that were trainable at `distribute`."""
-
-    named: dict[str, torch.nn.Parameter]
-    watched: Trainable
-
-
 class HorovodExchange:
     """The exchange of all ranks of a job; one per process: Horovod cannot be initialised twice."""
 
     def __init__(self) -> None:
-        """Collective: initialise Horovod.
+        """Collective: initialise Horovod. Raises PreflightError if that fails.
 
-        Raises PreflightError if that fails, and UsageError if Horovod has not connected any of the
-        processes that the launcher started.
+        Raises UsageError if it has not connected any of the processes that the launcher started.
         """
         for name, value in ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
@@ -94,9 +91,6 @@ class HorovodExchange:
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
         self.stalls = StallWatch()
-        self._distributed: WeakKeyDictionary[torch.optim.Optimizer, Distributed] = (
-            WeakKeyDictionary()
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
         """Return the same object, so that layers that hold it can be copied."""
@@ -114,9 +108,8 @@ class HorovodExchange:
 
         Optimizer state is sent first, as a state_dict, and parameters last: Horovod's
         broadcast_optimizer_state may take a dummy step that changes parameters on other ranks.
-        Returns the same optimizer. Raises TrainingError, naming the ranks, if parameters differ
-        afterwards, AgreedFailure if rank 0's state does not fit, and UsageError if the optimizer is
-        already distributed.
+        Raises TrainingError, naming the ranks, if parameters differ afterwards, AgreedFailure if
+        rank 0's state does not fit, and UsageError if the optimizer is already distributed.
         """
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
@@ -135,8 +128,7 @@ class HorovodExchange:
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
         with coarse_timer():
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        named = dict(model.named_parameters())
-        self._distributed[optimizer] = Distributed(named, _trainable(named, optimizer))
+        carrier.watched = Trainable(model, optimizer)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return optimizer
 
@@ -144,16 +136,13 @@ class HorovodExchange:
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until Horovod has reduced every gradient.
 
-        Raises TrainingError if code has changed a gradient meanwhile, or if the set of trainable
-        parameters of the model or the optimizer has changed since `distribute`: Horovod would
-        silently omit new ones.
+        Raises TrainingError if code has changed a gradient meanwhile, or the set of trainable
+        parameters since `distribute`.
         """
         carrier = carrier_of(optimizer)
         if is_reduced(carrier):
             return
-        known = self._distributed[optimizer]
-        if _trainable(known.named, optimizer) != known.watched:
-            raise TrainingError(_explain_unwatched(known, optimizer))
+        carrier.watched.check(optimizer)
         # Parameters without a gradient on this rank may have one on others: begin all, then wait.
         for parameter in carrier._requires_update:
             if carrier._handles.get(parameter, (None, None))[0] is None:
@@ -179,12 +168,8 @@ class HorovodExchange:
         awaited; grouped: one group, which Horovod fuses, but only up to HOROVOD_FUSION_THRESHOLD.
         """
         if submission == "grouped":
-            reduced = hvd.grouped_allreduce(tensors, op=REDUCTIONS[op], name=name)
-            return list(reduced)
-        return _finish(
-            hvd.allreduce_async(tensor, op=REDUCTIONS[op], name=f"{name}.{number}")
-            for number, tensor in enumerate(tensors)
-        )
+            return list(hvd.grouped_allreduce(tensors, op=REDUCTIONS[op], name=name))
+        return _each(hvd.allreduce_async, tensors, name, op=REDUCTIONS[op])
 
     def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         """Collective: return this rank's rows of each tensor's sum or average; see `all_reduce`.
@@ -193,39 +178,27 @@ class HorovodExchange:
         """
         if submission == "grouped":
             return list(hvd.grouped_reducescatter(tensors, op=REDUCTIONS[op], name=name))
-        return _finish(
-            hvd.reducescatter_async(tensor, op=REDUCTIONS[op], name=f"{name}.{number}")
-            for number, tensor in enumerate(tensors)
-        )
+        return _each(hvd.reducescatter_async, tensors, name, op=REDUCTIONS[op])
 
     def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
         """Collective: return every rank's tensors, joined in rank order; see `all_reduce`."""
         if submission == "grouped":
             return list(hvd.grouped_allgather(tensors, name=name))
-        return _finish(
-            hvd.allgather_async(tensor, name=f"{name}.{number}")
-            for number, tensor in enumerate(tensors)
-        )
+        return _each(hvd.allgather_async, tensors, name)
 
     def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
-        """Collective: return rank `root`'s tensors; `submission` has no effect here.
-
-        Horovod has no grouped broadcast, and does not fuse broadcasts.
-        """
-        return _finish(
-            hvd.broadcast_async(tensor, root, name=f"{name}.{number}")
-            for number, tensor in enumerate(tensors)
-        )
+        """Collective: return rank `root`'s tensors. Horovod neither groups nor fuses broadcasts."""
+        return _each(hvd.broadcast_async, tensors, name, root_rank=root)
 
     @waits
+    @coarse_timer()
     def broadcast_object(self, value: Any, name: str) -> Any:
-        with coarse_timer():
-            return hvd.broadcast_object(value, 0, name=name)
+        return hvd.broadcast_object(value, 0, name=name)
 
     @waits
+    @coarse_timer()
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        with coarse_timer():
-            return list(hvd.allgather_object(value, name=name))
+        return list(hvd.allgather_object(value, name=name))
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
@@ -272,11 +245,9 @@ class HorovodExchange:
     def ring(self) -> Transport:
         """Collective: return a ring over all ranks that does not use Horovod's operations.
 
-        It uses sockets on both controllers. The addresses are exchanged through Horovod, and so is
-        a secret if the launcher has given none. It does not share Horovod's MPI: two threads that
-        wait in Open MPI at the same time can both hang for half a minute, and one rank that leaves
-        finalizes MPI for the rings of all others. Raises PreflightError if the network interface is
-        unknown.
+        It uses sockets on both controllers, and does not share Horovod's MPI: two threads that wait
+        in Open MPI at the same time can both hang for half a minute, and one rank that leaves
+        finalizes MPI for all others. Raises PreflightError if the network interface is unknown.
         """
         listener = listen(own_address())
         own = (listener.getsockname()[:2], RING_TOKEN in os.environ)
@@ -287,38 +258,10 @@ class HorovodExchange:
         return TcpTransport(self.rank, listener, addresses, token)
 
 
-def _trainable(
-    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> Trainable:
-    """Return the ids of the trainable parameters of the model and of the optimizer."""
-    in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
-    return (
-        frozenset(id(p) for p in named.values() if p.requires_grad),
-        frozenset(id(p) for p in in_optimizer if p.requires_grad),
-    )
-
-
-def _explain_unwatched(known: Distributed, optimizer: torch.optim.Optimizer) -> str:
-    before, now = known.watched, _trainable(known.named, optimizer)
-    names = {id(parameter): name for name, parameter in known.named.items()}
-    changes = [
-        f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
-        for group, verb in (
-            ((now[0] - before[0]) | (now[1] - before[1]), "added or unfrozen"),
-            ((before[0] - now[0]) | (before[1] - now[1]), "removed or frozen"),
-        )
-        if group
-    ]
-    return (
-        "the trainable parameters have changed since the optimizer was distributed: "
-        f"{' and '.join(changes)}. Horovod reduces only the parameters of that time: "
-        "freeze and unfreeze before distribute(), or distribute a new optimizer"
-    )
-
-
-def _finish(handles: Iterable[int]) -> Tensors:
-    """Collective: wait for all operations; consuming `handles` begins all of them first."""
-    return [_result(handle) for handle in list(handles)]
+def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:
+    """Collective: begin an operation for each tensor; return the results."""
+    handles = [begin(it, name=f"{name}.{number}", **options) for number, it in enumerate(tensors)]
+    return [_result(handle) for handle in handles]
 
 
 def _result(handle: int) -> torch.Tensor:
@@ -329,10 +272,7 @@ def _result(handle: int) -> torch.Tensor:
 
 
 def ring_of_horovod() -> Transport:
-    """Collective: return a ring over the ranks of a script that has called hvd.init() itself.
-
-    Raises UsageError if it has not.
-    """
+    """Collective: return a ring over a script's ranks. Raises UsageError before hvd.init()."""
     if not hvd.is_initialized():
         raise UsageError("GradientAudit: call hvd.init() first")
     return HorovodExchange().ring()
@@ -358,23 +298,18 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
     return port
 
 
-def prove() -> int:
-    """Collective: check one all-reduce whose result is known. Returns the exit code.
+def prove() -> None:
+    """Collective: exit with code 1 unless an all-reduce gives its known result.
 
-    `launch/setup` runs it as `horovodrun -np 2 python -m hvdtrain.exchange.horovod` on each
-    controller.
+    `launch/setup` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each controller.
     """
     exchange = HorovodExchange()
-    own = torch.arange(1000, dtype=torch.float64) + 1000 * exchange.rank
-    total = exchange.sum_later(own, "hvdtrain.prove")()
-    ranks = exchange.size
-    expected = ranks * torch.arange(1000, dtype=torch.float64) + 1000 * sum(range(ranks))
+    ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64)
+    total = exchange.sum_later(values + 1000 * exchange.rank, "hvdtrain.prove")()
     exchange.close()
-    if ranks < 2 or not torch.equal(total, expected):
-        print(f"all-reduce over {ranks} ranks gave a wrong sum", file=sys.stderr)
-        return 1
-    return 0
+    if ranks < 2 or not torch.equal(total, ranks * values + 1000 * sum(range(ranks))):
+        sys.exit(f"all-reduce over {ranks} ranks gave a wrong sum")
 
 
 if __name__ == "__main__":
-    sys.exit(prove())
+    prove()

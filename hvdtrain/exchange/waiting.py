@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +23,14 @@ REST_OF_WAIT = 0.05  # after that, poll at intervals of this fraction of the tim
 COARSE_S = 1e-3
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # linux/prctl.h
 
+LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+TRAIN_LIMIT_S = 1800  # default of `train`; others may load or save for long while a rank waits
+_LOOK_S = 0.5
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 
 @contextlib.contextmanager
 def new_threads_do_not_push() -> Iterator[None]:
@@ -33,9 +41,9 @@ def new_threads_do_not_push() -> Iterator[None]:
     the threads of other ranks, which are rarely running at that moment. Its share of the core stays
     the same, and on a free core nothing changes. A class chosen by the user is kept.
     """
-    before = _threads()
+    before = _thread_ids()
     yield
-    for thread in _threads() - before:
+    for thread in _thread_ids() - before:
         with contextlib.suppress(OSError):  # the thread has ended, or the call is not permitted
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -62,57 +70,35 @@ def coarse_timer() -> Iterator[None]:
         library.prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(max(before_ns, 1)), 0, 0, 0)
 
 
-def _threads() -> set[int]:
-    return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}
-
-
-LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-TRAIN_LIMIT_S = 1800  # default of `train`; others may load or save for long while a rank waits
-_DEFAULT_WARNING_S = 60.0  # Horovod's own
-_LOOK_S = 0.5
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
 class StallWatch:
     """The time that this process has been waiting in its current collective."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
 
-    def begin(self) -> float | None:
-        """Record the start of a collective. Returns the argument for `end`."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time a collective, which may be part of another one."""
         before, self._since_s = self._since_s, time.monotonic()
-        return before
+        try:
+            yield
+        finally:
+            self._since_s = None if before is None else time.monotonic()
 
-    def end(self, before: float | None) -> None:
-        """Record the end of a collective; `before`: from `begin`, not None inside another one."""
-        self._since_s = None if before is None else time.monotonic()
-
-    def start(
-        self, give_up: Callable[[PeerFailure], None], environment: Mapping[str, str] = os.environ
-    ) -> None:
-        """Call `give_up`, in a thread, when a collective exceeds the limit of `environment`.
-
-        Without a limit nothing is watched.
-        """
-        limit_s = _seconds(environment, LIMIT, 0.0)
-        if limit_s <= 0 or environment.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+    def start(self, give_up: Callable[[PeerFailure], None]) -> None:
+        """Call `give_up`, in a thread, when a collective exceeds the limit; without one, return."""
+        limit_s = _seconds(LIMIT, 0.0)
+        if limit_s <= 0 or os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
             return
         # Leave Horovod, which can name the ranks, time for its up to three periodic checks.
-        patience_s = limit_s + 3 * _seconds(environment, WARNING, _DEFAULT_WARNING_S)
+        patience_s = limit_s + 3 * _seconds(WARNING, 60.0)  # Horovod's default
 
         def watch() -> None:
             while (since_s := self._since_s) is None or time.monotonic() - since_s < patience_s:
                 time.sleep(_LOOK_S)
-            give_up(
-                PeerFailure(
-                    f"nothing was received from the other ranks for {patience_s:g} s "
-                    f"({LIMIT}={limit_s:g}): one of them has stopped, or its host is frozen"
-                )
-            )
+            reason = f"nothing was received from the other ranks for {patience_s:g} s"
+            cause = "one of them has stopped, or its host is frozen"
+            give_up(PeerFailure(f"{reason} ({LIMIT}={limit_s:g}): {cause}"))
 
         threading.Thread(target=watch, name="stall-watch", daemon=True).start()
 
@@ -124,15 +110,16 @@ def waits(
 
     @functools.wraps(method)
     def counted(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        before = self.stalls.begin()
-        try:
+        with self.stalls.waiting():
             return method(self, *args, **kwargs)
-        finally:
-            self.stalls.end(before)
 
     return counted
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    text = environment.get(name, "")
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
     return float(text) if text.isdigit() else default
+
+
+def _thread_ids() -> set[int]:
+    return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}

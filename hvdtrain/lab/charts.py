@@ -25,6 +25,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 GREY = "#555555"
 WIDTH, HEIGHT = 6.4, 4.0  # inches: text stays legible on a phone
+ROW_HEIGHT = 0.42  # inches, of the plots with a row for each name
 DPI = 160
 LEGEND_ROW = 0.2  # inches
 LONGEST_LABEL = 44
@@ -100,10 +101,8 @@ def set_text(text: Any) -> None:
 def shorten(name: str) -> str:
     """Return a label of one line; a long name loses its middle, as runs differ at their ends."""
     name = " ".join(name.split())
-    if len(name) <= LONGEST_LABEL:
-        return name
     half = (LONGEST_LABEL - 1) // 2
-    return f"{name[:half]}…{name[-half:]}"
+    return name if len(name) <= LONGEST_LABEL else f"{name[:half]}…{name[-half:]}"
 
 
 def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> None:
@@ -139,18 +138,9 @@ def legend_below(
 
 def name_kinds(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Add a legend of the kinds of line, beside the title."""
-    axes.legend(
-        handles,
-        labels,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(labels),
-        frameon=False,
-        fontsize=8,
-        handlelength=1.6,
-        columnspacing=1.0,
-        borderaxespad=0.1,
-    )
+    style: dict[str, Any] = {"bbox_to_anchor": (1, 1), "borderaxespad": 0.1, "frameon": False}
+    style |= {"ncols": len(labels), "handlelength": 1.6, "columnspacing": 1.0, "fontsize": 8}
+    axes.legend(handles, labels, loc="lower right", **style)
 
 
 def is_wide(values: Iterable[float]) -> bool:

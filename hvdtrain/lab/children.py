@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.launcher.command import engine_environment
 from hvdtrain.launcher.processes import marked
@@ -38,19 +38,6 @@ Result = dict[str, Any]
 
 class ChildFailure(Exception):
     """The failure of a child to finish, with the reason as its text."""
-
-
-class Child(Protocol):
-    """A process started by this one."""
-
-    def exit_code(self) -> int | None:
-        """Return the exit code; None while the process is running."""
-
-    def processes(self) -> list[int]:
-        """Return the ids of this process and of all that it has started."""
-
-    def end(self) -> None:
-        """End this process and all that it has started; return once they are gone."""
 
 
 class Forked:
@@ -104,23 +91,29 @@ class Commanded:
                 ) from error
 
     def exit_code(self) -> int | None:
+        """Return the exit code; None while the process is running."""
         return self._process.poll()
 
     def processes(self) -> list[int]:
+        """Return the ids of this process and of all that it has started."""
         return list(marked(MARK, self._mark))
 
     def end(self) -> None:
+        """End this process and all that it has started; return once they are gone."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         end_marked(MARK, self._mark)
 
 
+Child = Forked | Commanded
+
+
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Ensure that whatever is started in this context ends with this process.
 
-    A separate guard process ends them, so that this also holds where this one is killed or stopped.
+    A separate guard process ends them, also where this one is killed or stopped.
     """
     mark = secrets.token_hex(8)
     argv = [sys.executable, "-m", __name__, mark]
@@ -135,12 +128,6 @@ def guarded() -> Iterator[None]:
             guard.stdin.close()  # after an error, without ALL_IS_WELL, the guard ends the rest
 
 
-def guard(mark: str) -> None:
-    """Wait for the guarded process; end what it has left unless it reported success."""
-    if sys.stdin.buffer.read() != ALL_IS_WELL:
-        end_marked(GROUP_MARK, mark)
-
-
 def fork_server() -> ForkServerContext:
     """Start the fork server, which imports in the background; its forks compute with one thread."""
     os.environ.update(ONE_THREAD)
@@ -148,6 +135,21 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
     return context
+
+
+def run_command(
+    argv: Sequence[str], environment: Mapping[str, str], folder: Path, time_limit_s: float
+) -> None:
+    """Run a command to its end, with one compute thread per process and its log in `folder`.
+
+    Raises ChildFailure.
+    """
+    deadline = time.monotonic() + time_limit_s
+    child = Commanded(argv, folder / "process-0.log", {**environment, **ONE_THREAD})
+    try:
+        watch([child], folder, deadline, time_limit_s)
+    finally:
+        child.end()
 
 
 def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: float) -> None:
@@ -162,15 +164,11 @@ def all_ended(children: Sequence[Child], folder: Path) -> bool:
     """Return whether all have exited with 0. Raises ChildFailure when one has failed."""
     codes = [child.exit_code() for child in children]
     if any(codes):
-        _wait_for_the_others(children)
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until and any(child.exit_code() is None for child in children):
+            time.sleep(POLL_S)
         raise ChildFailure(explain(folder, codes))
     return all(code == 0 for code in codes)
-
-
-def _wait_for_the_others(children: Sequence[Child]) -> None:
-    until = time.monotonic() + GRACE_S
-    while time.monotonic() < until and any(child.exit_code() is None for child in children):
-        time.sleep(POLL_S)
 
 
 def explain(folder: Path, codes: Sequence[int | None]) -> str:
@@ -199,5 +197,6 @@ def end_marked(name: str, mark: str) -> None:
         time.sleep(POLL_S)
 
 
-if __name__ == "__main__":
-    guard(sys.argv[1])
+if __name__ == "__main__":  # the guard, which waits for the end of the guarded process
+    if sys.stdin.buffer.read() != ALL_IS_WELL:
+        end_marked(GROUP_MARK, sys.argv[1])

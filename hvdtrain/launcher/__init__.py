@@ -1,4 +1,1 @@
-"""Installing, checking, starting and supervising the workers.
-
-Standard library and layer 0 only: it must run where torch and Horovod are not installed yet.
-"""
+"""Check, start and supervise the workers: standard library only, as torch may be missing."""

@@ -11,9 +11,8 @@ import struct
 
 ANYWHERE = "0.0.0.0"  # listen on all interfaces
 _SIOCGIFCONF = 0x8912  # Linux: all interfaces that have an IPv4 address
-_RECORD = struct.calcsize("16s24x")  # struct ifreq: the name, then a sockaddr in a union
-_MOST_BYTES = 1024 * _RECORD
-_LABEL = re.compile(r":.*")  # alias suffix of a second address, as in "eth0:1"
+_RECORD = struct.Struct("16s4x4s16x")  # struct ifreq: the name, then a sockaddr in a union
+_MOST_BYTES = 1024 * _RECORD.size
 
 
 def interfaces() -> list[tuple[str, str]]:
@@ -23,23 +22,16 @@ def interfaces() -> list[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request)
     length = struct.unpack("iL", answer)[0]
-    data = buffer.tobytes()[:length]
     found = []
-    for start in range(0, length, _RECORD):
-        name = data[start : start + 16].split(b"\0")[0].decode(errors="replace")
-        address = socket.inet_ntoa(data[start + 20 : start + 24])
-        found.append((_LABEL.sub("", name), address))
+    for name, address in _RECORD.iter_unpack(buffer.tobytes()[:length]):
+        label = name.partition(b"\0")[0].decode(errors="replace")
+        found.append((label.partition(":")[0], socket.inet_ntoa(address)))  # "eth0:1": an alias
     return found
 
 
-def interface_of(address: str, among: list[tuple[str, str]]) -> str | None:
+def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None if there is none."""
-    return next((name for name, own in among if own == address), None)
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether the address is a loopback address, unreachable from other machines."""
-    return ipaddress.ip_address(address).is_loopback
+    return next((name for name, own in interfaces() if own == address), None)
 
 
 def resolves_here(name: str) -> bool:
@@ -70,11 +62,8 @@ def name_problem(name: str) -> str | None:
     """Return the problem with a host's name or address; None if it is valid."""
     if not name:
         return "the name of a host is missing"
-    if len(name) > LONGEST_NAME:
-        what: str | None = f"a host's name has at most {LONGEST_NAME} characters, not {len(name)}"
-    else:
-        what = _wrong_address(name) if ":" in name else _wrong_name(name)
-    return f"{shown(name)}: {what}" if what else None
+    problem = _wrong_name(name)
+    return f"{shown(name)}: {problem}" if problem else None
 
 
 def user_problem(user: str) -> str | None:
@@ -99,6 +88,10 @@ def name_key(name: str) -> str:
 
 
 def _wrong_name(name: str) -> str | None:
+    if len(name) > LONGEST_NAME:
+        return f"a host's name has at most {LONGEST_NAME} characters, not {len(name)}"
+    if ":" in name:
+        return _wrong_address(name)
     if not name.isascii():
         return "a host's name is ASCII; write an international name in its xn-- form"
     if name.startswith("-"):

@@ -21,18 +21,20 @@ import time
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
-from hvdtrain.launcher.command import Placement, worker_environment
+from hvdtrain.launcher.command import worker_environment
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     Connection,
     ConnectionLost,
     Message,
-    WorkerPulse,
+    Orders,
     connect,
+    read_orders,
+    remove_ticket,
 )
-from hvdtrain.launcher.tickets import Orders, read_orders, remove_ticket
 from hvdtrain.launcher.worker import CANNOT_START, Worker, run_guarded
 from hvdtrain.log import complain
+from hvdtrain.pulse import WorkerPulse
 
 TICK_S = 0.1
 AWAY_S = 3.0
@@ -44,9 +46,10 @@ MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as 
 class Agent:
     """The supervisor of one worker, on the worker's host."""
 
-    def __init__(self, job: str, orders: Orders, placement: Placement, channel: Connection) -> None:
-        self._job = job
-        self._orders, self._placement, self._channel = orders, placement, channel
+    def __init__(
+        self, job: str, orders: Orders, environment: dict[str, str], channel: Connection
+    ) -> None:
+        self._job, self._channel = job, channel
         self._connected = True
         self._left = False
         self.engine_signal = 0
@@ -58,9 +61,16 @@ class Agent:
         output, writing = os.pipe()
         beats, pulse = os.pipe()
         os.set_blocking(output, False)
-        self.pulse = WorkerPulse(beats)
+        self._pulse = WorkerPulse(beats)
         self._output = output
-        self._worker = self._start(writing, pulse)
+        self._worker: Worker | None = None
+        try:
+            self._worker = Worker(orders, environment, writing, pulse)
+        except OSError as error:
+            self._exit_code = CANNOT_START
+            reason = _explain_start(error, orders)
+            self._send({"output": f"hvdtrain: error on {socket.gethostname()}: {reason}\n"})
+            self._send({"ended": CANNOT_START})
         for fd in (writing, pulse):
             os.close(fd)
         self._selector.register(output, selectors.EVENT_READ, self._read_output)
@@ -76,19 +86,7 @@ class Agent:
         code = self._exit_code
         return EXIT_FAILED if code is None else code if code >= 0 else 128 - code
 
-    def _start(self, output: int, pulse: int) -> Worker | None:
-        environment = worker_environment(self._orders, self._placement, os.environ)
-        try:
-            return Worker(self._orders, environment, output, pulse)
-        except OSError as error:
-            self._exit_code = CANNOT_START
-            reason = explain_start(error, self._orders)
-            self._send({"output": f"hvdtrain: error on {socket.gethostname()}: {reason}\n"})
-            self._send({"ended": CANNOT_START})
-            return None
-
     def _poll(self) -> None:
-        """Do the periodic work between messages."""
         now = time.monotonic()
         if now - self._polled_s > AWAY_S:  # this process did not read: the machine was suspended
             self._channel.heard_s = now
@@ -97,27 +95,25 @@ class Agent:
             self._send({"engine_signal": self.engine_signal})
             self.engine_signal = 0
         waited_s = now - self._pending_since_s
-        if self._pending and (waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES):
+        if waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES:
             self._forward(b"")
-        code = self._worker.poll() if self._worker and self._exit_code is None else None
-        if code is not None:
+        if self._worker and self._exit_code is None and (code := self._worker.poll()) is not None:
             self._ended(code)
         if now - self._alive_sent_s >= ALIVE_EVERY_S:
             self._alive_sent_s = now
             state = self._worker.state if self._worker else ""
-            self._send({"alive": self.pulse.report() | {"state": state}})
+            self._send({"alive": self._pulse.report() | {"state": state}})
         if self._connected and self._channel.is_silent:
             self._lose()
 
     def _ended(self, code: int) -> None:
-        """Send the remaining output and the exit code of a worker that has ended."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._output, 1 << 16):
                 self._forward(data)
         self._forward(b"")
-        self.pulse.read()
+        self._pulse.read()
         self._exit_code = code
-        self._send({"ended": code, "pulse": self.pulse.report()})
+        self._send({"ended": code, "pulse": self._pulse.report()})
         if not self._connected:
             self._left = True
 
@@ -127,26 +123,28 @@ class Agent:
             data = os.read(self._output, 1 << 16)
             if not data:
                 self._selector.unregister(self._output)
-        *whole, rest = (self._pending + data).rpartition(b"\n")
-        if not self._pending or whole[0]:
+        whole, newline, rest = (self._pending + data).rpartition(b"\n")
+        if not self._pending or whole:
             self._pending_since_s = time.monotonic()
         self._pending = rest
-        if whole[1]:
-            self._send({"output": _text(whole[0] + b"\n")})
+        self._send_output(whole + newline)
 
     def _forward(self, data: bytes) -> None:
         """Send all pending output and `data`, including an unterminated line."""
-        text, self._pending = self._pending + data, b""
-        if text:
-            self._send({"output": _text(text)})
+        output, self._pending = self._pending + data, b""
+        self._send_output(output)
+
+    def _send_output(self, output: bytes) -> None:
+        if output:
+            self._send({"output": output.decode("utf-8", "surrogateescape")})
 
     def _read_pulse(self) -> None:
-        before = self.pulse.speaker
-        if not self.pulse.read():
-            self._selector.unregister(self.pulse)
-        if self._worker and self.pulse.speaker != before:
-            self._worker.find_speaker(self.pulse.speaker)
-        if figures := self.pulse.take_figures():
+        before = self._pulse.speaker
+        if not self._pulse.read():
+            self._selector.unregister(self._pulse)
+        if self._worker and self._pulse.speaker != before:
+            self._worker.find_speaker(self._pulse.speaker)
+        if figures := self._pulse.take_figures():
             self._send({"figures": figures})
 
     def _read_channel(self) -> None:
@@ -179,8 +177,7 @@ class Agent:
         self._channel.close()
         if self._exit_code is not None:
             self._left = True
-            return
-        if self._worker:
+        elif self._worker:
             self._worker.stop(signal.SIGTERM)
             self._worker.kill_after(ORPHAN_GRACE_S)
 
@@ -192,8 +189,7 @@ class Agent:
                 self._lose()
 
 
-def explain_start(error: OSError, orders: Orders) -> str:
-    """Return the reason why a worker could not be started."""
+def _explain_start(error: OSError, orders: Orders) -> str:
     command = orders.command[0]
     if error.filename == orders.folder:
         return f"{orders.folder}, the working directory of launch: {error.strerror}"
@@ -201,22 +197,14 @@ def explain_start(error: OSError, orders: Orders) -> str:
     return f"{command}: {error.strerror}{hint}"
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
-
-
 def main() -> int:
-    """Run the agent under its guard; return the worker's exit code."""
-    return run_guarded(_work)
-
-
-def _work() -> int:
+    """Run the agent in a child of its guard; return the worker's exit code."""
     job = sys.argv[1]
     try:
-        placement = Placement.from_environment(os.environ)
         orders, address = read_orders(job)
+        environment = worker_environment(orders, os.environ)
         introduction = {
-            "rank": placement.rank,
+            "rank": int(environment["RANK"]),
             "host": os.environ.get("HOROVOD_HOSTNAME", ""),
             "hostname": socket.gethostname(),
             "pid": os.getpid(),
@@ -227,7 +215,7 @@ def _work() -> int:
         if isinstance(error, ConnectionLost):  # the job is over: its orders are obsolete
             remove_ticket(job)
         return EXIT_FAILED
-    agent = Agent(job, orders, placement, channel)
+    agent = Agent(job, orders, environment, channel)
 
     def note_signal(number: int, frame: FrameType | None) -> None:
         agent.engine_signal = number
@@ -235,7 +223,7 @@ def _work() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, note_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see spared_by_slurm
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see processes.spared_by_slurm
     code = agent.run()
     remove_ticket(job)
     sys.stdout.flush()
@@ -243,4 +231,4 @@ def _work() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_guarded(main))

@@ -17,7 +17,7 @@ from hvdtrain.launcher.protocol import (
     Connection,
     ConnectionLost,
     Message,
-    knows_token,
+    is_proof,
     prove,
 )
 from hvdtrain.listener import GuardedListener
@@ -26,6 +26,9 @@ BACKLOG = 1024
 AWAY_S = 3.0  # between two polls
 MOST_STRANGERS = 128  # unauthenticated connections, besides all agents of the job
 PATIENCE_S = 0.5  # for an unanswered challenge, once there are more
+
+OnMessage = Callable[[int, Message], None]  # receives rank and message
+OnLost = Callable[[int], None]  # receives the rank whose connection is lost
 
 
 class Channel:
@@ -52,19 +55,11 @@ class Channel:
 
     @property
     def connected(self) -> list[int]:
-        """The ranks whose agents are connected."""
+        """Return the ranks whose agents are connected."""
         return sorted(self._agents)
 
-    def poll(
-        self,
-        timeout_s: float,
-        on_message: Callable[[int, Message], None],
-        on_lost: Callable[[int], None],
-    ) -> None:
-        """Accept connections and read messages for at most `timeout_s` of waiting.
-
-        `on_message` receives rank and message, `on_lost` the rank whose connection is lost.
-        """
+    def poll(self, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
+        """Accept connections and read messages for at most `timeout_s` of waiting."""
         self._watch_listener()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
@@ -130,7 +125,7 @@ class Channel:
         self._guard.enter(connection)
         self._selector.register(connection, selectors.EVENT_READ, connection)
 
-    def _admit(self, connection: Connection, on_message: Callable[[int, Message], None]) -> None:
+    def _admit(self, connection: Connection, on_message: OnMessage) -> None:
         """Check the answer to the challenge; drop the connection unless it is right."""
         challenge, _ = self._strangers[connection]
         try:
@@ -139,7 +134,7 @@ class Channel:
                 return
             introduction = messages[0]
             rank = int(introduction.get("rank", -1))
-            proven = knows_token(self._token, challenge, introduction)
+            proven = is_proof(introduction.get("proof"), self._token, "agent", challenge)
             if not proven or rank in self._agents or not 0 <= rank < self.workers:
                 raise ConnectionLost("not an agent of this job")
             own = str(introduction.get("challenge"))
@@ -152,12 +147,7 @@ class Channel:
         self._agents[rank] = connection
         on_message(rank, {"hello": introduction})
 
-    def _receive(
-        self,
-        connection: Connection,
-        on_message: Callable[[int, Message], None],
-        on_lost: Callable[[int], None],
-    ) -> None:
+    def _receive(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> None:
         rank = next((r for r, agent in self._agents.items() if agent is connection), None)
         if rank is None:
             return  # dropped earlier in this round
@@ -175,7 +165,5 @@ class Channel:
             self._selector.unregister(connection)
         self._strangers.pop(connection, None)
         self._guard.leave(connection)
-        for rank, agent in list(self._agents.items()):
-            if agent is connection:
-                del self._agents[rank]
+        self._agents = {r: agent for r, agent in self._agents.items() if agent is not connection}
         connection.close()

@@ -17,11 +17,6 @@ from hvdtrain.log import complain, say
 
 PORT = 2222  # docker/sshd_config
 USER_KEY, HOST_KEY = "id_ed25519", "host_ed25519"
-CONFIGURATION = f"""\
-Host *
-    Port {PORT}
-    StrictHostKeyChecking yes
-"""
 
 
 def main() -> int:
@@ -39,20 +34,22 @@ def main() -> int:
 def make_keys(folder: Path) -> bool:
     """Create the files of ~/.ssh in `folder`; return False if they all exist already.
 
-    Raises UsageError if only some exist, and PreflightError if they cannot be written.
+    Raises UsageError if only some exist, and PreflightError if they cannot be made.
     """
     names = (USER_KEY, HOST_KEY, "authorized_keys", "known_hosts", "config")
     present = [name for name in names if (folder / name).exists()]
     if len(present) == len(names):
         return False
     if present:
-        raise UsageError(
-            f"{folder} holds {', '.join(present)}, but not all key files of a cluster: "
-            "give an empty folder"
-        )
+        held = f"{folder} holds {', '.join(present)}, but not all key files of a cluster"
+        raise UsageError(f"{held}: give an empty folder")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _fill(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+            _write_files(Path(scratch))
+            for path in sorted(Path(scratch).iterdir(), reverse=True):  # authorized_keys is last
+                path.chmod(0o600)
+                path.rename(folder / path.name)
     except OSError as error:
         raise PreflightError(
             f"the cluster's keys cannot be written to {folder}: {error.strerror or error}"
@@ -60,26 +57,15 @@ def make_keys(folder: Path) -> bool:
     return True
 
 
-def _fill(folder: Path) -> None:
-    """Write to a scratch folder, then move whole files from there, authorized_keys last."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
-        new = Path(scratch)
-        user, host = _key(new / USER_KEY), _key(new / HOST_KEY)
-        (new / "authorized_keys").write_text(user)
-        (new / "known_hosts").write_text(f"* {host}")
-        (new / "config").write_text(CONFIGURATION)
-        for path in sorted(new.iterdir(), reverse=True):
-            path.chmod(0o600)
-            path.rename(folder / path.name)
-
-
-def _key(path: Path) -> str:
-    """Generate a key pair; return the public half."""
-    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain", "-f", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise PreflightError(f"ssh-keygen failed: {(done.stderr or done.stdout).strip()}")
-    return path.with_suffix(".pub").read_text()
+def _write_files(folder: Path) -> None:
+    for name in (USER_KEY, HOST_KEY):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain", "-f", name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise PreflightError(f"ssh-keygen failed: {(done.stderr or done.stdout).strip()}")
+    (folder / "authorized_keys").write_text((folder / f"{USER_KEY}.pub").read_text())
+    (folder / "known_hosts").write_text(f"* {(folder / f'{HOST_KEY}.pub').read_text()}")
+    (folder / "config").write_text(f"Host *\n    Port {PORT}\n    StrictHostKeyChecking yes\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.tickets import Orders
+from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import Topology
 
@@ -23,6 +23,16 @@ PASSED_ON = frozenset(
     + ("PYTHONPATH", "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
 )
 SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
+# Variables that the engines set for workers, and their settings: taken from this host.
+ENGINE_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
+# Variables that belong to a host and a login rather than to the user's work.
+HOST_NAMES = frozenset(
+    ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
+    + ("XDG_RUNTIME_DIR", "_")
+)
+HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
+# Rank 0's address, set by the launcher once hosts are selected.
+MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,11 @@ def agent_argv(job: str) -> list[str]:
 
 def horovodrun_argv(engine: EngineOptions, worker: Sequence[str]) -> list[str]:
     """Return the horovodrun command that starts one process of `worker` for each worker."""
-    here = Path(sys.executable)
-    argv = [str(here.parent / "horovodrun"), "-np", str(engine.workers), f"--{engine.controller}"]
+    horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    argv = [horovodrun, "-np", str(engine.workers), f"--{engine.controller}"]
     argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in engine.hosts)]
-    argv += ["--disable-cache"]  # its cached checks go stale when hosts change
-    argv += ["--start-timeout", str(engine.start_timeout_s)]
+    # The cached checks go stale when hosts change.
+    argv += ["--disable-cache", "--start-timeout", str(engine.start_timeout_s)]
     if engine.interface:
         argv += ["--network-interface", engine.interface]
     if engine.controller == "mpi" and engine.mpi_prefix:
@@ -62,31 +72,31 @@ def horovodrun_argv(engine: EngineOptions, worker: Sequence[str]) -> list[str]:
 def engine_environment(
     environment: Mapping[str, str], settings: Mapping[str, str], ssh_folder: Path | None
 ) -> dict[str, str]:
-    """Return the environment of horovodrun: what it needs of `environment`, over `settings`.
-
-    `ssh_folder`, which holds the `ssh` that keeps host keys checked, is first on PATH.
-    """
+    """Return `settings`, what horovodrun needs of `environment`, and `ssh_folder` first on PATH."""
     kept = {
         name: value
         for name, value in environment.items()
-        if name in PASSED_ON or (name.startswith(ENGINE_PREFIXES) and not _is_secret(name))
+        if name in PASSED_ON
+        or (name.startswith(ENGINE_PREFIXES) and not any(word in name for word in SECRET_WORDS))
     }
-    folders = [str(ssh_folder)] if ssh_folder else []
-    folders += [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-    return {**settings, **kept, "PATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
+    path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
+    return {**settings, **kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def search_path(environment: Mapping[str, str]) -> str:
+    """Return PATH with Python's own folder first, which holds `python` and horovodrun."""
+    return os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun that horovodrun finds: in Python's own folder first, then on PATH."""
-    here = str(Path(sys.executable).parent)
-    return shutil.which("mpirun", path=os.pathsep.join([here, os.environ.get("PATH", os.defpath)]))
+    """Return the mpirun that horovodrun finds."""
+    return shutil.which("mpirun", path=search_path(os.environ))
 
 
 def find_controller(wanted: str) -> str:
-    """Return `gloo` or `mpi` for `auto`, `gloo` or `mpi`.
+    """Return `gloo` or `mpi`; raise UsageError for `mpi` without an mpirun that horovodrun can use.
 
     `auto` prefers Open MPI: configured to yield, it is faster where workers fill the cores.
-    Raises UsageError for `mpi` without an mpirun that horovodrun can use.
     """
     if wanted == "gloo":
         return wanted
@@ -107,105 +117,45 @@ def is_open_mpi(mpirun: str) -> bool:
 
 
 def mpi_prefix() -> str | None:
-    """Return Python's own prefix if Open MPI is installed there, else None.
-
-    Other hosts have it in the same folder, which is not on the PATH of shells that ssh starts.
-    """
+    """Return Python's own prefix if Open MPI is there: shells of ssh lack it on PATH; else None."""
     mpirun, folder = find_mpirun(), Path(sys.prefix)
     return str(folder) if mpirun and Path(mpirun).is_relative_to(folder) else None
 
 
-def _is_secret(name: str) -> bool:
-    return any(word in name for word in SECRET_WORDS)
-
-
-@dataclass(frozen=True)
-class EngineSetting:
-    """One environment variable set for a job, and the reason."""
-
-    name: str
-    value: str
-    why: str
+FUSION, IDLE = "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
+STALL_CHECK, STALL_END = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+SETTING_REASONS = {
+    FUSION: "each tensor by itself: runs repeat, and it is the fastest on few workers",
+    IDLE: "Open MPI spins while it waits, which takes compute time from full cores",
+    STALL_CHECK: "Horovod warns when some ranks wait for others",
+    STALL_END: "Horovod ends the job after so long a wait (--watchdog-timeout-s)",
+}
 
 
 def settings_for(
     controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, ours: bool
-) -> list[EngineSetting]:
-    """Return a job's settings without those set by the user.
-
-    `ours`: the workers run `hvdtrain train`, which configures its stall check itself.
-    """
-    stall_s = str(max(1, round(watchdog_timeout_s)))
-    found = [
-        EngineSetting(
-            "HOROVOD_FUSION_THRESHOLD",
-            "0",
-            "each tensor by itself: runs repeat, and it is the fastest on few workers",
-        ),
-    ]
-    if controller == "mpi":
-        found.append(
-            EngineSetting(
-                "OMPI_MCA_mpi_yield_when_idle",
-                "1",
-                "Open MPI spins while it waits, which takes compute time from full cores",
-            )
-        )
-    if not ours:
-        found += [
-            EngineSetting(
-                "HOROVOD_STALL_CHECK_TIME_SECONDS",
-                str(max(1, min(60, round(watchdog_timeout_s / 2)))),
-                "Horovod warns when some ranks wait for others",
-            ),
-            EngineSetting(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-                stall_s,
-                "Horovod ends the job after so long a wait (--watchdog-timeout-s)",
-            ),
-        ]
-    return [setting for setting in found if setting.name not in environment]
-
-
-# Variables that the engines set for workers, and their settings: taken from this host.
-ENGINE_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
-# Variables that belong to a host and a login rather than to the user's work.
-HOST_NAMES = frozenset(
-    ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
-    + ("XDG_RUNTIME_DIR", "_")
-)
-HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
-# Rank 0's address, set by the launcher once hosts are selected.
-MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
-_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Rank and size of one worker, in the job and on its host."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Placement:
-        """Read what horovodrun or mpirun has set; raise UsageError when neither has."""
-        topology = Topology.from_environment(environment)
-        sizes = [environment[name] for name in _LOCAL_SIZES if name in environment]
-        if not topology.launched or not sizes:
-            raise UsageError("agents are started by `hvdtrain launch`, through horovodrun")
-        return cls(topology.rank, topology.size, topology.local_rank, int(sizes[0]))
-
-
-def worker_environment(
-    orders: Orders, placement: Placement, environment: Mapping[str, str]
 ) -> dict[str, str]:
+    """Return the variables to set for a job, without those that the user has set."""
+    values = {FUSION: "0"}
+    if controller == "mpi":
+        values[IDLE] = "1"
+    if not ours:  # `train` configures its stall check itself
+        values[STALL_CHECK] = str(max(1, min(60, round(watchdog_timeout_s / 2))))
+        values[STALL_END] = str(max(1, round(watchdog_timeout_s)))
+    return {name: value for name, value in values.items() if name not in environment}
+
+
+def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the user's, this host's and the engine's variables, plus RANK, MASTER_ADDR and so on.
 
-    The host's cores are divided among its workers, unless the user sets OMP_NUM_THREADS.
+    `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. The host's
+    cores are divided among its workers, unless the user sets OMP_NUM_THREADS.
     """
+    place = Topology.from_environment(environment)
+    local_size = environment.get("HOROVOD_LOCAL_SIZE")
+    local_size = local_size or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if not place.launched or not local_size:
+        raise UsageError("agents are started by `hvdtrain launch`, through horovodrun")
     of_host = {
         name: value
         for name, value in environment.items()
@@ -217,17 +167,17 @@ def worker_environment(
         if name not in HOST_NAMES and not name.startswith(HOST_PREFIXES)
     }
     of_job = {
-        "RANK": str(placement.rank),
-        "WORLD_SIZE": str(placement.size),
-        "LOCAL_RANK": str(placement.local_rank),
-        "LOCAL_WORLD_SIZE": str(placement.local_size),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
         RING_TOKEN: orders.ring_token,
     }
     cores = len(os.sched_getaffinity(0))
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // placement.local_size)),
+        "OMP_NUM_THREADS": str(max(1, cores // int(local_size))),
         "PYTHONUNBUFFERED": "1",  # logs must not lag behind
         "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,16 +21,17 @@ from hvdtrain.launcher.command import (
     engine_environment,
     horovodrun_argv,
     mpi_prefix,
+    search_path,
 )
-from hvdtrain.launcher.doctor.facts import Finding
-from hvdtrain.launcher.doctor.preflight import Preflight, preflight
+from hvdtrain.launcher.doctor import Finding
+from hvdtrain.launcher.doctor.examination import Preflight, preflight
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.launcher.protocol import Orders, Ticket, remove_ticket
 from hvdtrain.launcher.ranks import JobOutcome, Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
-from hvdtrain.launcher.stopping import StopRequests
 from hvdtrain.launcher.supervise import Supervisor, Watch
-from hvdtrain.launcher.tickets import Orders, Ticket, remove_ticket
 from hvdtrain.pulse import RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -42,17 +42,11 @@ MASTER_PORTS = range(20000, 30000)  # below the ephemeral ports of operating sys
 
 
 @dataclass(frozen=True)
-class WorkerCommands:
-    """The commands of each worker, at the first start and at restarts."""
-
-    command: list[str]
-    restarted: list[str]  # `train` with --resume auto; a script's own command
-
-
-@dataclass(frozen=True)
 class JobPlan:
     """The options of `hvdtrain launch`, resolved."""
 
+    command: list[str]  # of each worker, at the first start
+    restarted: list[str]  # the same at restarts: `train` with --resume auto
     workers: int
     min_workers: int
     hosts: tuple[Host, ...]
@@ -65,39 +59,23 @@ class JobPlan:
     verbose: bool
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The hosts of one start, with the slots in use, and the network interface."""
-
-    hosts: tuple[Host, ...]
-    interface: str | None
-
-    @property
-    def workers(self) -> int:
-        return sum(host.slots for host in self.hosts)
-
-
 class LaunchJob:
     """A job: its first start, and restarts after failures as often as the plan allows."""
 
     def __init__(
         self,
         plan: JobPlan,
-        work: WorkerCommands,
         logs: Logs,
         stop: StopRequests,
         notify: Callable[[str], None],
         show: Callable[[Watch], None],
     ) -> None:
         """`notify` receives lines for the user; `show` the job's state, several times a second."""
-        self._plan, self._work, self._logs, self._stop = plan, work, logs, stop
+        self._plan, self._logs, self._stop = plan, logs, stop
         self._notify, self._show = notify, show
 
     def run(self) -> JobOutcome:
-        """Run to the end and return the last outcome.
-
-        Raises PreflightError if the hosts fail the checks before the first start.
-        """
+        """Return the last outcome; raise PreflightError if the first start fails its checks."""
         furthest, fruitless, pause_s = 0, 0, FIRST_PAUSE_S
         outcome = JobOutcome(EXIT_OK)
         for start in range(self._plan.restarts + 1):
@@ -108,8 +86,7 @@ class LaunchJob:
                 if not start:
                     raise
                 return replace(outcome, text=f"{outcome.text}\nnot restarted: {error}")
-            left = self._plan.restarts - start
-            if outcome.exit_code == EXIT_OK or not outcome.may_retry or not left:
+            if not outcome.may_retry or start == self._plan.restarts:
                 return outcome
             self._notify(outcome.text)
             lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
@@ -117,10 +94,8 @@ class LaunchJob:
             pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
             furthest = max(furthest, outcome.steps)
             if fruitless >= FRUITLESS:
-                text = (
-                    f"{FRUITLESS} starts in a row made no progress past step {furthest}: given up"
-                )
-                return replace(outcome, text=f"{outcome.text}\n{text}")
+                text = f"{outcome.text}\n{FRUITLESS} starts in a row made no progress past step"
+                return replace(outcome, text=f"{text} {furthest}: given up")
             self._notify(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
             time.sleep(pause_s)
         raise AssertionError("a range of at least one start")
@@ -154,21 +129,19 @@ class LaunchJob:
             ticket = Ticket(job, self._orders(token, start).as_text())
             stack.callback(remove_ticket, job)
             found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address)
-            placed = self._place(hosts, found, start)
-            channel.workers = placed.workers
-            engine = engine_of(plan, placed, [ssh.name_of(host) for host in placed.hosts])
-            ranks = [Rank(number) for number in range(placed.workers)]
-            self._logs.note(
-                f"start {start + 1}: {placed.workers} workers on {_names(placed.hosts)}"
-            )
+            plan = self._place(hosts, found, start)
+            channel.workers = plan.workers
+            names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
+            engine = engine_of(plan, ssh)
+            self._logs.note(f"start {start + 1}: {plan.workers} workers on {names}")
             supervisor = Supervisor(
                 command=horovodrun_argv(engine, agent_argv(job)),
                 environment=engine_environment(os.environ, plan.settings, ssh.path)
-                | master_of(placed, found),
+                | master_of(plan.hosts, found),
                 channel=channel,
                 logs=self._logs,
                 limits=plan.limits,
-                watch=Watch(ranks),
+                watch=Watch([Rank(number) for number in range(plan.workers)]),
                 requested=lambda: list(self._stop.numbers),
                 show=self._show,
             )
@@ -176,27 +149,23 @@ class LaunchJob:
                 return supervisor.run()
 
     def _orders(self, token: str, start: int) -> Orders:
-        environment = dict(os.environ)
-        bin_folder = str(Path(sys.executable).parent)  # `python` is the one that runs hvdtrain
-        environment["PATH"] = os.pathsep.join([bin_folder, environment.get("PATH", os.defpath)])
+        path = {"PATH": search_path(os.environ)}  # `python` is the one that runs hvdtrain
         return Orders(
             token=token,
-            command=self._work.restarted if start else self._work.command,
+            command=self._plan.restarted if start else self._plan.command,
             folder=str(Path.cwd()),
-            environment=environment | dict(self._plan.settings) | {RESTART: str(start)},
+            environment={**os.environ, **path, **self._plan.settings, RESTART: str(start)},
         )
 
-    def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> Placed:
-        """Place the workers: the first start needs every host, a restart only --min-np slots."""
+    def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> JobPlan:
+        """Return the plan of this start: the first needs every host, a restart --min-np slots."""
         plan = self._plan
         problems = [item for item in found.findings if item.status == "fail"]
         for item in found.findings:
             if item.status == "warn":
                 self._notify(f"warning: {explain(item)}")
-        if not start:
-            if problems:
-                raise PreflightError("\n".join(map(explain, problems)))
-            return Placed(take_slots(hosts, plan.workers), found.interface)
+        if problems and not start:
+            raise PreflightError("\n".join(map(explain, problems)))
         unfit = {item.host for item in problems}
         fit = [host for host in hosts if host.address not in unfit and "" not in unfit]
         slots = sum(host.slots for host in fit)
@@ -207,14 +176,13 @@ class LaunchJob:
             )
         for item in problems:
             self._notify(f"left out: {explain(item)}")
-        return Placed(take_slots(fit, min(plan.workers, slots)), found.interface)
+        workers, interface = min(plan.workers, slots), plan.interface or found.interface
+        placed = take_slots(fit, workers)
+        return replace(plan, workers=workers, hosts=placed, interface=interface)
 
 
 def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
-    """Return the address on which to listen for agents: loopback, one interface's, or all.
-
-    Raises PreflightError if `interface` has no IPv4 address.
-    """
+    """Return the address on which to listen for agents: loopback, one interface's, or all."""
     if all(is_local(host) for host in hosts):
         return "127.0.0.1"
     if interface is None:
@@ -231,10 +199,10 @@ def explain(finding: Finding) -> str:
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
-def master_of(placed: Placed, found: Preflight) -> dict[str, str]:
+def master_of(hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port."""
-    first, address = placed.hosts[0], "127.0.0.1"
-    others = [host for host in placed.hosts if not is_local(host)]
+    first, address = hosts[0], "127.0.0.1"
+    others = [host for host in hosts if not is_local(host)]
     if not is_local(first):
         address = first.name
     elif others:  # rank 0 is on this machine: the address that the others have connected to
@@ -242,17 +210,13 @@ def master_of(placed: Placed, found: Preflight) -> dict[str, str]:
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}
 
 
-def _names(hosts: Sequence[Host]) -> str:
-    return ", ".join(f"{host.address}:{host.slots}" for host in hosts)
-
-
-def engine_of(plan: JobPlan, placed: Placed, names: Sequence[str]) -> EngineOptions:
-    """Return the options of horovodrun; `names` are the hosts' names in a form it accepts."""
+def engine_of(plan: JobPlan, ssh: SshSetup) -> EngineOptions:
+    """Return the options of horovodrun for the hosts of a plan, by names that it accepts."""
     return EngineOptions(
-        workers=placed.workers,
+        workers=plan.workers,
         controller=plan.controller,
-        hosts=tuple(zip(names, (host.slots for host in placed.hosts), strict=True)),
-        interface=plan.interface or placed.interface,
+        hosts=tuple((ssh.name_of(host), host.slots) for host in plan.hosts),
+        interface=plan.interface,
         start_timeout_s=max(1, round(plan.limits.start_timeout_s)),
         verbose=plan.verbose,
         mpi_prefix=mpi_prefix(),

@@ -23,7 +23,7 @@ class Logs:
         self._show = show
         self._files: dict[int, IO[str]] = {}
         self._partial: dict[int, str] = {}
-        self._ended: dict[int, bool] = {}  # whether the file ends with a newline
+        self._gaps: dict[int, str] = {}  # a newline before the next note where one is missing
         self._lossy = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +39,8 @@ class Logs:
 
     def open(self, rank: int) -> None:
         """Open the log of a worker, so that it is there even if the worker prints nothing."""
-        with self._tolerating():
-            if rank not in self._files:
+        if rank not in self._files:
+            with self._tolerating():
                 path = self.path(rank)
                 self._files[rank] = open_kept(path, errors="surrogateescape", newline="")
 
@@ -51,7 +51,7 @@ class Logs:
             if rank in self._files:
                 self._files[rank].write(text)
                 self._files[rank].flush()
-        self._ended[rank] = text.endswith("\n")
+        self._gaps[rank] = "" if text.endswith("\n") else "\n"
         *lines, self._partial[rank] = (self._partial.get(rank, "") + text).split("\n")
         return self._shown(rank, lines)
 
@@ -61,29 +61,25 @@ class Logs:
         return self._shown(rank, [rest] if rest else [])
 
     def _shown(self, rank: int, lines: list[str]) -> list[str]:
-        # A progress bar rewrites its line: only its last state is kept.
-        lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-        # Multi-byte characters may arrive in two pieces.
-        raw = [line.encode("utf-8", "surrogateescape") for line in lines]
-        lines = [line.decode("utf-8", "replace") for line in raw]
+        shown = []
         for line in lines:
-            self._show(rank, line)
-        return lines
+            last = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar, which rewrites it
+            # Multi-byte characters may arrive in two pieces.
+            shown.append(last.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+            self._show(rank, shown[-1])
+        return shown
 
     def note(self, text: str) -> None:
         """Write a line of the launcher's own to every file."""
         for rank, file in [*self._files.items(), (-1, self.engine)]:
             with self._tolerating():
-                file.write(
-                    f"{NOTE}{text}\n" if self._ended.get(rank, True) else f"\n{NOTE}{text}\n"
-                )
+                file.write(f"{self._gaps.pop(rank, '')}{NOTE}{text}\n")
                 file.flush()
-            self._ended[rank] = True
 
     def engine_lines(self) -> list[str]:
         """Return the lines in horovodrun.log since the last start, without the launcher's own."""
-        path = self.folder / "horovodrun.log"
-        lines = path.read_text("utf-8", errors="replace").splitlines()
+        text = (self.folder / "horovodrun.log").read_text("utf-8", errors="replace")
+        lines = text.splitlines()
         starts = [at for at, line in enumerate(lines) if line.startswith(START)]
         return [line for line in lines[starts[-1] if starts else 0 :] if line[:4] != NOTE]
 

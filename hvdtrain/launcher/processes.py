@@ -1,24 +1,42 @@
-"""Processes of this machine, from /proc."""
+"""Processes of this machine, from /proc, and signals to stop the one of `hvdtrain launch`."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+
+from hvdtrain.errors import Stopped
+from hvdtrain.slurm import in_job
+
+# A batch system may signal every process of a job, and the batch script pass its signal on too:
+# signals this close to the first one count as one.
+TOGETHER_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_IGNORE_SIGTERM = """\
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.execv(sys.argv[1], [os.path.basename(sys.argv[1]), *sys.argv[2:]])
+"""
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:
-    """Return pid -> environment of the running processes started with the variable name=value.
-
-    Such a mark finds a job's processes even in a session of their own or under another parent.
-    """
-    wanted, found = f"{name}={value}".encode(), {}
+    """Return pid -> environment of processes started with name=value, in whatever session."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # gone, or another user's
-        if wanted in variables:
-            found[int(folder.name)] = dict(map(_pair, variables))
+        if f"{name}={value}".encode() in variables:
+            pairs = (variable.decode(errors="replace").partition("=") for variable in variables)
+            found[int(folder.name)] = {key: text for key, _, text in pairs}
     return found
 
 
@@ -71,10 +89,7 @@ def id_within(pid: int) -> int:
 
 
 def reap(codes: dict[int, int]) -> bool:
-    """Reap ended children: store pid -> exit code (minus n for signal n) in `codes`.
-
-    Returns whether any child is left.
-    """
+    """Add pid -> exit code (minus n for signal n) of ended children; return whether any is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -85,6 +100,44 @@ def reap(codes: dict[int, int]) -> bool:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def _pair(variable: bytes) -> tuple[str, str]:
-    name, _, value = variable.decode(errors="replace").partition("=")
-    return name, value
+class StopRequests:
+    """The signals received: recorded while workers run, else raised as Stopped."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._workers_run = False
+        self._first_s = 0.0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, self._handle)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Record signals within the context instead of raising Stopped."""
+        self._workers_run = True
+        try:
+            yield
+        finally:
+            self._workers_run = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        repeated = now - self._first_s < TOGETHER_S or (number == signal.SIGTERM and in_job())
+        if self.numbers and repeated:
+            return
+        self._first_s = self._first_s or now
+        self.numbers.append(number)
+        if not self._workers_run:
+            raise Stopped(number)
+
+
+def spared_by_slurm(command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command`, in a Slurm job with SIGTERM ignored and blocked.
+
+    `scontrol requeue` and `scancel` send SIGTERM to every process of the job's first host. It would
+    end horovodrun, mpirun and ssh, and so the workers, before they can save; Slurm's SIGKILL comes
+    later (KillWait). Ignoring alone does not suffice, since mpirun installs a handler; blocking
+    alone does not either, since a shell that starts the program unblocks it.
+    """
+    guard = [sys.executable, "-I", "-S", "-c", _IGNORE_SIGTERM] if in_job() else []
+    return [*guard, *command]

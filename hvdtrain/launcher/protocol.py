@@ -1,7 +1,11 @@
-"""The protocol between the launcher and its agents: lines of JSON over TCP, in both directions.
+"""The protocol between the launcher and its agents: a ticket on each host, then messages over TCP.
 
-First each side proves that it has the job's token, by an HMAC over a random challenge of the other
-side. Then each side sends at least one message a second, so that a cut network is noticed.
+A ticket is a file with the launcher's address and a job's orders. Only the user can read it; what
+horovodrun passes on would show in `ps`.
+
+Messages are lines of JSON, in both directions. First each side proves that it has the job's token,
+by an HMAC over a random challenge of the other side. Then each side sends at least one message a
+second, so that a cut network is noticed.
 """
 
 from __future__ import annotations
@@ -11,11 +15,18 @@ import hashlib
 import hmac
 import json
 import os
+import pwd
 import secrets
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from hvdtrain.errors import PreflightError
 
 Message = dict[str, Any]
 
@@ -24,6 +35,7 @@ LOST_AFTER_S = 10.0  # without a message from the other side
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_LINE_BYTES = 1 << 22
 LONGEST_GREETING_BYTES = 1 << 14
+STALE_S = 86400.0  # agents read their ticket at the start
 
 
 class ConnectionLost(Exception):
@@ -43,12 +55,10 @@ class Connection:
         self.heard_s = time.monotonic()
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
     def is_silent(self) -> bool:
-        """Return whether nothing has arrived for more than LOST_AFTER_S."""
         return time.monotonic() - self.heard_s > LOST_AFTER_S
 
     def send(self, message: Message) -> None:
@@ -60,10 +70,7 @@ class Connection:
             raise ConnectionLost(str(error)) from error
 
     def receive(self, limit: int = LONGEST_LINE_BYTES) -> list[Message]:
-        """Wait for data and return the messages completed by it, possibly none.
-
-        Raises ConnectionLost when the peer has closed, or an unfinished line exceeds `limit` bytes.
-        """
+        """Return the messages completed by new data; an unfinished one has up to `limit` bytes."""
         if self._unread:
             messages, self._unread = self._unread, []
             return messages
@@ -79,13 +86,12 @@ class Connection:
             raise ConnectionLost("unterminated line")
         return [_read(line) for line in lines]
 
-    def receive_one(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Message:
-        """Return one message of the handshake, in however many pieces it arrives.
+    def receive_one(self) -> Message:
+        """Return one message of the handshake; keep further ones for the next call.
 
-        Further messages are kept for the next call, which the peer's next message triggers, at most
-        ALIVE_EVERY_S later.
+        The peer's next message triggers that call, at most ALIVE_EVERY_S later.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         while not (messages := self.receive(LONGEST_GREETING_BYTES)):
             if time.monotonic() > deadline:
                 raise ConnectionLost("no greeting")
@@ -108,7 +114,7 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
         own = secrets.token_hex(16)
         proof = prove(token, "agent", challenge)
         connection.send(introduction | {"proof": proof, "challenge": own})
-        if not _same(connection.receive_one().get("proof"), prove(token, "launcher", own)):
+        if not is_proof(connection.receive_one().get("proof"), token, "launcher", own):
             raise ConnectionLost("the peer does not hold this job's token")
     except ConnectionLost:
         connection.close()
@@ -122,97 +128,118 @@ def prove(token: str, side: str, challenge: str) -> str:
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
-def knows_token(token: str, challenge: str, introduction: Message) -> bool:
-    """Check an agent's proof, on the launcher's side."""
-    return _same(introduction.get("proof"), prove(token, "agent", challenge))
-
-
-def _same(given: object, expected: str) -> bool:
-    """Compare as bytes: for text that is not ASCII, hmac.compare_digest raises TypeError."""
-    return hmac.compare_digest(str(given).encode("utf-8", "replace"), expected.encode())
+def is_proof(given: object, token: str, side: str, challenge: str) -> bool:
+    """Check a proof, as bytes: for text that is not ASCII, hmac.compare_digest raises TypeError."""
+    expected = prove(token, side, challenge).encode()
+    return hmac.compare_digest(str(given).encode("utf-8", "replace"), expected)
 
 
 def _read(line: bytes) -> Message:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConnectionLost("not a message") from error
-    if not isinstance(message, dict):
-        raise ConnectionLost("not a message")
-    return message
+        if isinstance(message, dict):
+            return message
+    raise ConnectionLost("not a message")
 
 
-WAITING = "exchange"  # the phase in which a rank waits for others
-OWN = ("data", "compute", "update")  # phases of a step that depend on this rank alone
-STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
+@dataclass(frozen=True)
+class Ticket:
+    """A job's orders for the agents of one host, written by the doctor's probe."""
+
+    job: str  # id; letters, digits, - and _
+    text: str  # JSON, opaque to the doctor
 
 
-class WorkerPulse:
-    """The reader of one worker's pulse pipe (written by hvdtrain/pulse.py)."""
+def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
+    """Return the possible paths of a job's ticket, best first.
 
-    def __init__(self, fd: int) -> None:
-        os.set_blocking(fd, False)
-        self._fd = fd
-        self._rest = b""
-        self._figures: dict[str, Any] = {}
-        self._last: dict[str, Any] = {}
-        self._beat_s = time.monotonic()
-        self._phase, self._step, self._began_s = "start", 0, 0.0
-        self._busy_s = 0.0  # time of this step so far in the phases OWN
-        self._busy_of_steps: list[float] = []
-        self.speaker = 0  # id of the process that writes to the pipe, in its PID namespace
+    There are several, since workers get the launcher's HOME and XDG_CACHE_HOME, which may not be
+    valid on this host. The host's name separates hosts that share a home directory.
+    """
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    cache = Path(environment.get("XDG_CACHE_HOME", ""))
+    caches = [cache] if cache.is_absolute() else []
+    caches += [Path(environment.get("HOME", home), ".cache"), Path(home, ".cache")]
+    name = f"{job}.{socket.gethostname()}"
+    return [folder / "hvdtrain" / "launch" / name for folder in dict.fromkeys(caches)]
 
-    def fileno(self) -> int:
-        return self._fd
 
-    def read(self) -> bool:
-        """Read the available data; return False once the worker has closed its end."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self._fd, 1 << 16)
-            if not data:
-                return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError):
-                self._take(line.decode("utf-8", "replace"))
-        return True
+def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> Path:
+    """Write `content` (with its "job") to the first writable path; raise OSError if none is."""
+    problems = []
+    for path in ticket_paths(content["job"], environment):
+        _remove_stale(path.parent)
+        try:
+            _write_private(path, json.dumps(content))
+            return path
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+    raise OSError("; ".join(problems))
 
-    def take_figures(self) -> dict[str, Any]:
-        """Return the newest figures and clear them."""
-        figures, self._figures = self._figures, {}
-        return figures
 
-    def report(self) -> dict[str, Any]:
-        """Return step, phase, seconds since the last beat, own time in a step, and how it ended."""
-        steps = self._busy_of_steps
-        return {
-            "step": self._step,
-            "phase": self._phase,
-            "silent_s": round(time.monotonic() - self._beat_s, 3),
-            "busy_s": round(sum(steps) / len(steps), 6) if steps else None,
-            "speaks": self.speaker != 0,
-        } | self._last
+def read_ticket(job: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """Return what the probe wrote on this host; None without a private file of this user."""
+    for path in ticket_paths(job, environment):
+        with contextlib.suppress(OSError, ValueError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and not status.st_mode & 0o077:
+                found = json.loads(path.read_text("utf-8"))
+                return found if isinstance(found, dict) else None
+    return None
 
-    def _take(self, line: str) -> None:
-        kind, text = line[:1], line[1:]
-        if kind == "+":
-            self._beat_s = time.monotonic()
-            phase, step, began = text.split(" ")
-            self._change(phase, int(step), float(began))
-        elif kind == "=":
-            self._figures = dict(json.loads(text))
-        elif kind == "!":
-            self._last = dict(json.loads(text))
-        elif kind == "?":
-            self.speaker = int(text)
-            self._beat_s = time.monotonic()
 
-    def _change(self, phase: str, step: int, began_s: float) -> None:
-        if self._phase in OWN and self._began_s:
-            self._busy_s += began_s - self._began_s
-        if step != self._step:
-            if self._step:
-                self._busy_of_steps = [*self._busy_of_steps, self._busy_s][-STEPS_SHOWN:]
-            self._busy_s = 0.0
-        self._phase, self._step, self._began_s = phase, step, began_s
+def remove_ticket(job: str) -> None:
+    for path in ticket_paths(job, os.environ):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove old tickets, left by agents that were killed: they hold users' environments."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.chmod(0o700)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".ticket-")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        Path(beside).replace(path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders of one job's agents: the worker command and where to run it."""
+
+    token: str  # shared by the launcher and the agents
+    command: list[str]  # of each worker
+    folder: str  # working directory of the workers
+    environment: dict[str, str]  # the user's, where launch was called
+
+    @property
+    def ring_token(self) -> str:
+        """Return the workers' own secret, from which the token cannot be derived."""
+        return hmac.new(self.token.encode(), b"ring", hashlib.sha256).hexdigest()
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_orders(job: str) -> tuple[Orders, tuple[str, int]]:
+    """Return orders and launcher address from this host's ticket; PreflightError without it."""
+    found = read_ticket(job)
+    if found is None:
+        raise PreflightError(
+            f"job {job} has left no orders on {socket.gethostname()}. Agents are started by "
+            "`hvdtrain launch` alone"
+        )
+    address, port = found["channel"]
+    return Orders(**json.loads(found["ticket"])), (address, port)

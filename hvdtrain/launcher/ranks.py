@@ -20,10 +20,14 @@ from hvdtrain.errors import (
     EXIT_USAGE,
     name_ranks,
 )
-from hvdtrain.launcher.protocol import WAITING
+from hvdtrain.pulse import WAITING
 
 LAST_LINES = 15
 LONGEST_LINE = 500  # characters of each; the logs hold the full lines
+OTHERS_SHOWN = 8  # further ranks in a message
+LINES_SHOWN = 12
+FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
+STOPPED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 PREPARING = ("start", "prepare")  # phases before the first step: they may download
 STOPPED_STATES = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
 # Output of scripts that end because another rank has failed.
@@ -31,6 +35,7 @@ _VICTIM = re.compile(
     r"HorovodInternalError|has been shut down|Connection (reset|closed) by peer|"
     r"MPI_ERR_PROC_FAILED|Broken pipe"
 )
+_SSH_LOST = re.compile(r"Process (\d+) exit with status code 255\b")
 _HINTS = {
     "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
     "SIGSEGV": " (a fault in native code)",
@@ -45,7 +50,7 @@ class Rank:
 
     number: int
     host: str = ""
-    state: str = "waiting"  # then running, ended or lost
+    state: str = "waiting"  # then running, ended, or lost: its agent is gone or unreachable
     process_state: str = ""  # state letter of the worker in /proc
     step: int = 0
     phase: str = "start"
@@ -79,20 +84,17 @@ class Rank:
         """Return whether it ended because another rank had failed."""
         return self.peer or (not self.speaks and bool(_VICTIM.search("\n".join(self.last_lines))))
 
-    def _take_state(self, letter: str) -> None:
-        self.process_state = letter
-        if letter not in STOPPED_STATES:
-            self.stopped_s = 0.0
-        elif not self.stopped_s:
-            self.stopped_s = time.monotonic()
-
     def take(self, report: dict[str, Any]) -> None:
         """Update the state from an agent's report."""
         self.step, self.phase = int(report["step"]), str(report["phase"])
         self.busy_s, self.speaks = report["busy_s"], bool(report["speaks"])
         silence_s = time.monotonic() - self.spoke_s  # the only sign of progress of other scripts
         self.silent_s = float(report["silent_s"]) if self.speaks else silence_s
-        self._take_state(str(report.get("state", self.process_state)))
+        self.process_state = str(report.get("state", self.process_state))
+        if self.process_state not in STOPPED_STATES:
+            self.stopped_s = 0.0
+        elif not self.stopped_s:
+            self.stopped_s = time.monotonic()
         self.peer = bool(report.get("peer", False))
 
     def keep(self, lines: Iterable[str]) -> None:
@@ -102,18 +104,12 @@ class Rank:
     def end(self, exit_code: int) -> None:
         self.state, self.exit_code, self.ended_s = "ended", exit_code, time.monotonic()
 
-    def lose(self) -> None:
-        """Mark the rank as lost: its agent is gone or unreachable."""
-        self.state, self.ended_s = "lost", time.monotonic()
-
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:
-    """Return the first rank that failed by itself; None if no rank has failed.
-
-    If all are victims: the first that ended early with exit code 0, else the first victim.
-    """
+    """Return the first rank that failed by itself; None if no rank has failed."""
     failed = [rank for rank in ranks if rank.has_failed]
     if failed and all(rank.is_victim or rank.put_down for rank in failed):
+        # Victims of one that left early, if any.
         failed = [r for r in ranks if r.state == "ended" and r.exit_code == 0] or failed
     return min(failed, key=lambda r: (r.put_down, r.is_victim, r.ended_s), default=None)
 
@@ -127,58 +123,45 @@ class Limits:
 
     def of(self, rank: Rank) -> float:
         """Return for how many seconds a rank may be silent."""
-        if rank.is_preparing:
-            return max(self.start_timeout_s, self.watchdog_timeout_s)
-        return self.watchdog_timeout_s
+        least_s = self.start_timeout_s if rank.is_preparing else 0.0
+        return max(least_s, self.watchdog_timeout_s)
 
 
 def silent_ranks(ranks: Sequence[Rank], limits: Limits) -> list[Rank]:
     """Return the ranks that cause a standstill; empty while the job makes progress.
 
     Silence alone is no fault: a rank may wait for others in the exchange, or run a script that
-    reports no phases. The job stands still if a rank is stopped, or silent in its own work (these
+    reports no phases. The job stands still if ranks are stopped, or silent in their own work (these
     are returned), or if all ranks are silent.
     """
     running = [rank for rank in ranks if rank.state == "running"]
     silent = [rank for rank in running if rank.silent_s > limits.of(rank)]
-    now = time.monotonic()
+    since_s = time.monotonic() - limits.watchdog_timeout_s
     stopped = [
         rank
         for rank in silent
-        if rank.process_state in STOPPED_STATES
-        and (rank.speaks or now - rank.stopped_s > limits.watchdog_timeout_s)
+        if rank.process_state in STOPPED_STATES and (rank.speaks or rank.stopped_s < since_s)
     ]
     busy = [rank for rank in silent if rank.speaks and rank.phase != WAITING]
-    if stopped or busy:
-        return stopped or busy
-    return silent if running and len(silent) == len(running) else []
+    return stopped or busy or (silent if len(silent) == len(running) else [])
 
 
 def explain_end(rank: Rank) -> str:
-    """Describe how a rank ended."""
     code = rank.exit_code
     if rank.state == "lost":
         return "cannot be reached any more: its agent was killed, or its host or network is down"
     if code is not None and code < 0:
-        known = -code in set(signal.Signals)
-        name = signal.Signals(-code).name if known else f"signal {-code}"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
         return f"was killed by {name}{_HINTS.get(name, '')}"
     return f"ended with exit code {code}"
 
 
 def explain_silence(rank: Rank) -> str:
-    """Describe what a silent rank was doing."""
-    state = STOPPED_STATES.get(rank.process_state)
+    state = STOPPED_STATES.get(rank.process_state, "silent")
     where = f", in phase {rank.phase}" if rank.speaks else ""
     where += f" of step {rank.step}" if rank.step else ""
-    return f"{rank.place}: {state or 'silent'}{where}, for {rank.silent_s:.0f} s"
-
-
-FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
-STOPPED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-OTHERS_SHOWN = 8  # further ranks in a message
-LINES_SHOWN = 12
-_ENDED_PROCESS = re.compile(r"Process (\d+) exit with status code (\d+)")
+    return f"{rank.place}: {state}{where}, for {rank.silent_s:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -215,9 +198,9 @@ class Evidence:
         self.blame("silence")
         self.silent = silent
         others = [rank for rank in self.ranks if rank.state == "running" and rank not in silent]
+        left = [rank for rank in self.ranks if rank.state == "ended"]
         self.standstill = [explain_silence(rank) for rank in silent[:OTHERS_SHOWN]]
         self.standstill += [f"{explain_silence(rank)} (waits)" for rank in others[:OTHERS_SHOWN]]
-        left = [rank for rank in self.ranks if rank.state == "ended"]
         self.standstill += [f"{rank.place} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
 
 
@@ -225,11 +208,11 @@ def judge(seen: Evidence) -> JobOutcome:
     """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
     steps = max((rank.step for rank in seen.ranks), default=0)
 
-    def outcome(exit_code: int, text: str = "", may_retry: bool = False) -> JobOutcome:
+    def outcome(exit_code: int, text: str, may_retry: bool = False) -> JobOutcome:
         return JobOutcome(exit_code, text, may_retry, steps)
 
     if all(rank.state == "ended" and rank.exit_code == 0 for rank in seen.ranks):
-        return outcome(EXIT_OK)
+        return outcome(EXIT_OK, "")
     if seen.requested:
         return outcome(128 + seen.requested[0], _explain_stop(seen))
     if seen.cause == "silence":
@@ -248,28 +231,22 @@ def judge(seen: Evidence) -> JobOutcome:
 
 
 def _explain_stop(seen: Evidence) -> str:
-    name = signal.Signals(seen.requested[0]).name
     killed = [r.number for r in seen.ranks if r.state != "ended" or r.exit_code == -signal.SIGKILL]
+    how = "every worker was notified and has ended"
     if killed:
-        return f"stopped by {name}: {name_ranks(killed)} had not ended, and was killed"
-    return f"stopped by {name}: every worker was notified and has ended"
+        how = f"{name_ranks(killed)} had not ended, and was killed"
+    return f"stopped by {signal.Signals(seen.requested[0]).name}: {how}"
 
 
 def _explain_failure(seen: Evidence, first: Rank) -> str:
-    lines = [f"{first.place} {explain_end(first)}"]
-    if first.has_failed:
-        lines[0] += ", the first to fail"
-    else:
-        lines[0] += " while others were still at work: all ranks must make the same number of steps"
-    if first.step:
-        lines[0] += f", in phase {first.phase} of step {first.step}"
+    why = " while others were still at work: all ranks must make the same number of steps"
+    where = f", in phase {first.phase} of step {first.step}" if first.step else ""
+    how = ", the first to fail" if first.has_failed else why
+    lines = [f"{first.place} {explain_end(first)}{how}{where}"]
     if first.last_lines:
         lines += ["its last lines:", *_quoted(first.last_lines)]
-    others = [
-        f"then {rank.place} {explain_end(rank)}"
-        for rank in seen.ranks
-        if rank is not first and rank.has_failed and rank.exit_code != -signal.SIGKILL
-    ]
+    failed = [r for r in seen.ranks if r.has_failed and r.exit_code != -signal.SIGKILL]
+    others = [f"then {rank.place} {explain_end(rank)}" for rank in failed if rank is not first]
     log = seen.log_folder / f"rank.{first.number}.log"
     return "\n".join([*lines, *others[:OTHERS_SHOWN], f"log: {log}"])
 
@@ -279,8 +256,7 @@ def _explain_standstill(seen: Evidence) -> str:
     flag = "--start-timeout-s" if slowest.is_preparing else "--watchdog-timeout-s"
     lines = [f"no progress for {seen.limits.of(slowest):g} s ({flag})", *seen.standstill]
     for rank in seen.ranks:
-        frames = (seen.stacks or {}).get(rank.number, [])
-        if frames := _main_thread(frames):
+        if frames := _main_thread((seen.stacks or {}).get(rank.number, [])):
             lines += [f"{rank.place}, Python stacks:", *_quoted(frames)]
         else:
             lines.append(f"{rank.place} returned no Python stacks")
@@ -288,30 +264,28 @@ def _explain_standstill(seen: Evidence) -> str:
 
 
 def _explain_start(seen: Evidence) -> str:
-    missing = [rank.number for rank in seen.ranks if rank.state == "waiting"]
+    what = "horovodrun ended before the workers had started"
     if seen.cause == "start":
-        what = f"no contact from {name_ranks(missing)} for {seen.limits.start_timeout_s:g} s"
-        what += " (--start-timeout-s)"
-    else:
-        what = "horovodrun ended before the workers had started"
+        missing = name_ranks([rank.number for rank in seen.ranks if rank.state == "waiting"])
+        limit_s = seen.limits.start_timeout_s
+        what = f"no contact from {missing} for {limit_s:g} s (--start-timeout-s)"
     advice = f"log: {seen.log_folder / 'horovodrun.log'}. `hvdtrain doctor` runs more checks"
-    return "\n".join([f"{what}. Output of horovodrun:", *_last(seen.engine_lines), advice])
+    return f"{what}. {_engine_output(seen)}\n{advice}"
 
 
 def _explain_engine(seen: Evidence) -> str:
     """Explain an end of horovodrun while its workers ran: usually a broken SSH connection."""
-    found = [_ENDED_PROCESS.search(line) for line in seen.engine_lines]
-    ended = next((match for match in reversed(found) if match and match[2] == "255"), None)
-    if ended and int(ended[1]) < len(seen.ranks):
-        place = seen.ranks[int(ended[1])].place
+    text = "horovodrun ended while its workers were running"
+    ended = [int(number) for number in _SSH_LOST.findall("\n".join(seen.engine_lines))]
+    if ended and ended[-1] < len(seen.ranks):
+        place = seen.ranks[ended[-1]].place
         text = f"the ssh connection that started {place} was lost (ssh's exit code 255)"
-    else:
-        text = "horovodrun ended while its workers were running"
-    return "\n".join([f"{text}. Output of horovodrun:", *_last(seen.engine_lines)])
+    return f"{text}. {_engine_output(seen)}"
 
 
-def _last(lines: Sequence[str]) -> list[str]:
-    return _quoted([line for line in lines if line.strip()][-LINES_SHOWN:])
+def _engine_output(seen: Evidence) -> str:
+    last = [line for line in seen.engine_lines if line.strip()][-LINES_SHOWN:]
+    return "\n".join(["Output of horovodrun:", *_quoted(last)])
 
 
 def _quoted(lines: Sequence[str]) -> list[str]:
@@ -321,7 +295,5 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 def _main_thread(lines: list[str]) -> list[str]:
     """Return the main thread's stack from faulthandler's output, where it is the last one."""
     starts = [at for at, line in enumerate(lines) if "(most recent call first)" in line]
-    if not starts:
-        return []
-    frames = itertools.takewhile(str.strip, lines[starts[-1] :])
+    frames = itertools.takewhile(str.strip, lines[starts[-1] :]) if starts else []
     return list(frames)[:LINES_SHOWN]

@@ -16,36 +16,24 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.command import find_mpirun
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.stopping import spared_by_slurm
+from hvdtrain.launcher.processes import spared_by_slurm
 from hvdtrain.slurm import in_job
 
 _TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
-_SAFE_IN_CONFIGURATION = re.compile(r'[^\s"\\\x00-\x1f]+')
-_WRAPPER = """\
-#!/bin/sh
-# Written by hvdtrain. Removes the option by which horovodrun disables the check of host keys.
+# Removes the option by which horovodrun disables the check of host keys.
+_KEEP_CHECKING = """\
 for part do
     shift
     [ "$part" = StrictHostKeyChecking=no ] && part=BatchMode=yes
     set -- "$@" "$part"
 done
-exec {command} "$@"
 """
-_PLAIN_WRAPPER = """\
-#!/bin/sh
-exec {command} "$@"
-"""
-_NO_SSH = """\
-#!/bin/sh
-echo "hvdtrain: there is no ssh command on PATH" >&2
-exit 127
-"""
+_NO_SSH = 'echo "hvdtrain: there is no ssh command on PATH" >&2; exit 127'
 # The user's files take precedence: ssh uses the first value of each option. The keep-alive settings
 # detect a dead connection within a minute.
 _CONFIGURATION_END = """\
@@ -78,36 +66,27 @@ class SshOptions:
 
 
 class SshSetup:
-    """A context manager for a private folder with `config` and an executable `ssh`.
-
-    In a Slurm job the folder also holds an `mpirun` that ignores Slurm's SIGTERM.
-    """
-
-    path: Path
+    """A private folder with `config`, `ssh` and, in a Slurm job, an `mpirun` spared its SIGTERM."""
 
     def __init__(self, hosts: Sequence[Host], options: SshOptions) -> None:
-        """Raise UsageError for a host that cannot be written to an ssh configuration."""
-        self.hosts = tuple(hosts)
-        self.options = options
-        self._names = _names(self.hosts)
+        self._hosts, self.options = tuple(hosts), options
+        # By address, which does not change when slots are reduced.
+        self._names: dict[str, str] = {}
+        for number, host in enumerate(hosts, 1):
+            taken = _is_plain(host) and host.name not in self._names.values()
+            self._names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
 
     def __enter__(self) -> SshSetup:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-")  # mode 0700
         self.path = Path(self._folder.name)
         (self.path / "config").write_text(self._configuration(), "utf-8")
-        self._write_program("ssh", self._wrapper())
+        self._write_program("ssh", self._ssh_command(), _KEEP_CHECKING)
         mpirun = find_mpirun()
         if mpirun and in_job():
-            command = shlex.join(spared_by_slurm([mpirun]))
-            self._write_program("mpirun", _PLAIN_WRAPPER.format(command=command))
+            self._write_program("mpirun", [mpirun])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
     def name_of(self, host: Host) -> str:
@@ -122,67 +101,48 @@ class SshSetup:
 
     def by_hand(self, host: Host) -> str:
         """Return the command to log in to the host by hand."""
-        return " ".join(["ssh", *self.flags(), host.address])
+        return shlex.join(["ssh", *self._flags(self.options.identity_file), host.address])
 
-    def flags(self) -> list[str]:
-        """Return the user's options as ssh arguments, quoted for a shell."""
+    def _flags(self, identity_file: Path | None) -> list[str]:
         port = ["-p", str(self.options.port)] if self.options.port else []
-        identity = self.options.identity_file
-        return [*port, *(["-i", shlex.quote(str(identity))] if identity else [])]
+        return [*port, *(["-i", str(identity_file)] if identity_file else [])]
 
-    def _write_program(self, name: str, text: str) -> None:
-        (self.path / name).write_text(text, "utf-8")
-        (self.path / name).chmod(0o700)
+    def _write_program(self, name: str, command: Sequence[str], before: str = "") -> None:
+        words = shlex.join(spared_by_slurm(command))
+        path = self.path / name
+        path.write_text(f'#!/bin/sh\n{before}exec {words} "$@"\n', "utf-8")
+        path.chmod(0o700)
 
-    def _wrapper(self) -> str:
+    def _ssh_command(self) -> list[str]:
         real = shutil.which("ssh")
         if real is None:
-            return _NO_SSH
+            return ["/bin/sh", "-c", _NO_SSH]
+        key = self.options.identity_file
         command = [real, "-F", str(self.path / "config"), "-o", "BatchMode=yes"]
         command += ["-o", f"ConnectTimeout={self.options.connect_timeout_s}"]
-        if self.options.port is not None:
-            command += ["-p", str(self.options.port)]
-        if self.options.identity_file is not None:
-            command += ["-i", str(self.options.identity_file.expanduser().absolute())]
-        return _WRAPPER.format(command=shlex.join(spared_by_slurm(command)))
+        return command + self._flags(key and key.expanduser().absolute())
 
     def _configuration(self) -> str:
         lines = []
-        for host in self.hosts:
-            name = self.name_of(host)
-            alias = name != host.name
-            if alias or host.user:
-                lines.append(f"Host {name}")
-            if alias:
-                lines.append(f'    HostName "{host.name.replace("%", "%%")}"')
-            if host.user:
-                lines.append(f'    User "{host.user}"')
+        for host in self._hosts:
+            user = [f'    User "{host.user}"'] if host.user else []
+            if (name := self.name_of(host)) != host.name:
+                lines += [f"Host {name}", f'    HostName "{host.name.replace("%", "%%")}"', *user]
+            elif user:
+                lines += [f"Host {name}", *user]
         return "\n".join([*lines, _CONFIGURATION_END])
 
 
 def is_local(host: Host) -> bool:
     """Return whether horovodrun starts the host's workers on this machine, without ssh."""
-    return _names_no_other_user(host) and resolves_here(host.name)
+    return _is_own_user(host) and resolves_here(host.name)
 
 
-def _names_no_other_user(host: Host) -> bool:
+def _is_own_user(host: Host) -> bool:
     return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
 
 
-def _names(hosts: Sequence[Host]) -> dict[str, str]:
-    """Return address -> name: an alias if the name is refused, repeated, or would bypass ssh."""
-    names: dict[str, str] = {}  # by address, which does not change when slots are reduced
-    problems = []
-    for number, host in enumerate(hosts, 1):
-        for text in filter(None, (host.name, host.user)):
-            if text.startswith("-") or not _SAFE_IN_CONFIGURATION.fullmatch(text):
-                problems.append(
-                    f"{host.source or 'hosts'}: {text!r} is not a valid host or user for ssh"
-                )
-        plain = _TAKEN_BY_ENGINES.fullmatch(host.name) and host.name not in names.values()
-        other_user_here = not _names_no_other_user(host) and resolves_here(host.name)
-        taken = plain and not other_user_here
-        names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
-    if problems:
-        raise UsageError(*problems)
-    return names
+def _is_plain(host: Host) -> bool:
+    """Return whether horovodrun accepts the host's name, and does not bypass ssh for it."""
+    bypasses = not _is_own_user(host) and resolves_here(host.name)
+    return bool(_TAKEN_BY_ENGINES.fullmatch(host.name)) and not bypasses

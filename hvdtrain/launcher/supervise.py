@@ -21,9 +21,9 @@ from typing import Any
 
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.processes import spared_by_slurm
 from hvdtrain.launcher.protocol import Message
 from hvdtrain.launcher.ranks import Evidence, JobOutcome, Limits, Rank, judge, silent_ranks
-from hvdtrain.launcher.stopping import spared_by_slurm
 
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
@@ -31,7 +31,6 @@ ENGINE_GRACE_S = 20.0  # for workers to save once horovodrun is ending
 STOP_GRACE_S = 60.0  # for workers to save and end after a signal
 STACKS_WAIT_S = 2.0
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
-STACKS_MARK = "Python stacks, requested by the watchdog:"
 
 
 @dataclass
@@ -60,7 +59,8 @@ class Supervisor:
         """`command` starts horovodrun; `requested` returns the signals to stop received so far."""
         self._command, self._environment = command, environment
         self._channel, self._logs, self._limits = channel, logs, limits
-        self.watch, self._requested, self._show = watch, requested, show
+        self._watch, self._requested, self._show = watch, requested, show
+        self._ranks = watch.ranks
         self._signals_passed_on = 0
         self._broadcasts: list[Message] = []
         self._evidence = Evidence(watch.ranks, limits, logs.folder)
@@ -86,24 +86,18 @@ class Supervisor:
         self._evidence.requested = self._requested()
         return judge(self._evidence)
 
-    @property
-    def _ranks(self) -> list[Rank]:
-        return self.watch.ranks
-
     def _broadcast(self, message: Message) -> None:
         """Send to all agents, including those that connect later."""
         self._broadcasts.append(message)
         self._channel.send(message)
 
-    def _turn(self, timeout_s: float = TICK_S) -> None:
-        self._channel.poll(timeout_s, self._receive, self._lose)
-        self._show(self.watch)
+    def _turn(self) -> None:
+        self._channel.poll(TICK_S, self._receive, self._lose)
+        self._show(self._watch)
 
     def _is_over(self, engine: subprocess.Popen[bytes]) -> bool:
         """Return whether the job has ended or must be ended; record the cause."""
-        if all(rank.state == "ended" for rank in self._ranks):
-            return True
-        if self._pass_on_signals():
+        if all(rank.state == "ended" for rank in self._ranks) or self._pass_on_signals():
             return True
         if any(rank.has_failed for rank in self._ranks):
             return True
@@ -111,13 +105,11 @@ class Supervisor:
             self._evidence.blame("engine")
         if self._evidence.cause == "engine":
             return True
-        running_s = time.monotonic() - self.watch.started_s
-        waiting = [rank for rank in self._ranks if rank.state == "waiting"]
-        if waiting and running_s > self._limits.start_timeout_s:
+        late = time.monotonic() - self._watch.started_s > self._limits.start_timeout_s
+        if late and any(rank.state == "waiting" for rank in self._ranks):
             self._evidence.blame("start")
             return True
-        silent = silent_ranks(self._ranks, self._limits)
-        if silent:
+        if silent := silent_ranks(self._ranks, self._limits):
             self._evidence.find_standstill(silent)
         return bool(silent)
 
@@ -131,30 +123,26 @@ class Supervisor:
                 self._broadcast({"signal": signal.SIGTERM})
                 grace_s = max(grace_s, ENGINE_GRACE_S)
             self._wait_for_all(grace_s)
-        for rank in self._alive():
-            rank.put_down = True
+        for rank in self._ranks:
+            rank.put_down = rank.state == "running"
         self._broadcast({"kill": True})
         self._wait_for_all(PEERS_GRACE_S, patient=False)
-
-    def _alive(self) -> list[Rank]:
-        return [rank for rank in self._ranks if rank.state == "running"]
 
     def _wait_for_all(self, limit_s: float, patient: bool = True) -> None:
         """Wait until no worker runs; if `patient`, until a second signal at the latest."""
         deadline = time.monotonic() + limit_s
-        while self._alive() and time.monotonic() < deadline:
+        while any(rank.state == "running" for rank in self._ranks) and time.monotonic() < deadline:
             self._turn()
             if self._pass_on_signals() > 1 and patient:
                 return
 
     def _release(self, engine: subprocess.Popen[bytes]) -> None:
-        """End the agents and horovodrun."""
         self._broadcast({"kill": True})
         self._broadcast({"leave": True})
         deadline = time.monotonic() + LEAVE_WAIT_S
         well = all(rank.state == "ended" for rank in self._ranks)
         while engine.poll() is None and time.monotonic() < deadline:
-            if not well and not self._channel.connected:
+            if not (well or self._channel.connected):
                 break
             self._channel.poll(TICK_S, self._receive, self._lose)
         end_group(engine)
@@ -171,7 +159,7 @@ class Supervisor:
         return self._signals_passed_on
 
     def _ask_for_stacks(self) -> None:
-        self._logs.note(STACKS_MARK)
+        self._logs.note("Python stacks, requested by the watchdog:")
         self._evidence.stacks = {}
         self._channel.send({"stacks": True})
         deadline = time.monotonic() + STACKS_WAIT_S
@@ -200,7 +188,7 @@ class Supervisor:
         elif "engine_signal" in message:
             self._evidence.blame("engine")
         elif "figures" in message:
-            self.watch.figures |= message["figures"]
+            self._watch.figures |= message["figures"]
         elif "ended" in message:
             if "pulse" in message:
                 rank.take(message["pulse"])
@@ -212,7 +200,7 @@ class Supervisor:
     def _lose(self, number: int) -> None:
         rank = self._ranks[number]
         if rank.state == "running":
-            rank.lose()
+            rank.state, rank.ended_s = "lost", time.monotonic()
             rank.keep(self._logs.finish(number))
             self._evidence.blame("a rank")
 
@@ -224,5 +212,3 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
-            if number == signal.SIGKILL:
-                return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import os
+import statistics
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 RANKS_SHOWN = 16
 SLOW = 1.2  # multiple of the median of the ranks' own time in a step
 SILENT_S = 10.0
+REFRESH_S = 0.5
 HIDDEN_NAMED = 4
 PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 
@@ -27,20 +29,21 @@ PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 def make_view(workers: int, stream: TextIO, logs: Path) -> SteadyView:
     """Return a live view on a terminal, else plain lines; its methods never block."""
     output = cast(TextIO, Output(stream))
-    view = LiveView(output) if stream.isatty() else PlainView(workers, output)
+    view = (LiveView if stream.isatty() else PlainView)(workers, output)
     return SteadyView(view, stream, logs)
 
 
 class PlainView:
     """A view of plain lines: rank 0's unchanged, those of other ranks with a [rank] prefix."""
 
-    most_waiting = 1 << 22  # room for a burst of output
+    most_waiting = 1 << 22  # characters that may wait for the terminal: room for a burst of output
 
     def __init__(self, workers: int, output: TextIO) -> None:
         self._width = len(str(workers - 1))
         self._output = output
 
-    def label(self, rank: int, text: str) -> str:
+    def label(self, rank: int, text: str) -> str | None:
+        """Return a worker's line as it is shown, or None to hide it."""
         return text if rank == 0 else f"[{rank:{self._width}}] {text}"
 
     def show(self, text: str) -> None:
@@ -51,15 +54,16 @@ class PlainView:
     def close(self) -> None: ...
 
 
-class LiveView:
+class LiveView(PlainView):
     """A live view: log lines, and below them the progress and a row for each rank."""
 
     most_waiting = 1 << 16  # a longer backlog would delay new lines
 
-    def __init__(self, output: TextIO) -> None:
+    def __init__(self, workers: int, output: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
+        super().__init__(workers, output)
         self._console = Console(file=output)
         self._live = Live(
             console=self._console,
@@ -70,9 +74,8 @@ class LiveView:
         )
 
     def label(self, rank: int, text: str) -> str | None:
-        if rank == 0 and text.startswith("step "):  # the view shows the same
-            return None
-        return text if rank == 0 else f"[{rank}] {text}"
+        repeated = rank == 0 and text.startswith("step ")  # the view shows the same
+        return None if repeated else super().label(rank, text)
 
     def show(self, text: str) -> None:
         self._live.start()
@@ -87,7 +90,6 @@ class LiveView:
 
 
 def render(watch: Watch) -> RenderableType:
-    """Render the state of a job as one frame."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
@@ -106,36 +108,29 @@ def render(watch: Watch) -> RenderableType:
         row = (str(rank.number), rank.host, str(rank.step), rank.phase, own, note)
         table.add_row(*map(Text, row))
     parts: list[RenderableType] = [Text(headline(watch), style="bold")]
-    total = watch.figures.get("total_steps")
-    if total:
+    if total := watch.figures.get("total_steps"):
         bar = ProgressBar(total=total, completed=max((r.step for r in watch.ranks), default=0))
         parts.append(Padding(bar, 0))  # on a line of its own
     parts.append(table)
-    if len(watch.ranks) > RANKS_SHOWN:
-        parts.append(Text(_describe_hidden(watch.ranks[RANKS_SHOWN:], slow)))
+    if hidden := watch.ranks[RANKS_SHOWN:]:
+        parts.append(Text(_describe_hidden(hidden, slow)))
     return Group(*parts)
 
 
 def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
-    """Describe the ranks without a row, naming those that have failed or are not well."""
     worst = [r.place for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
-    text = f"and {len(ranks)} more"
-    if worst:
-        text += f": look at {', '.join(worst[:HIDDEN_NAMED])}"
-    if len(worst) > HIDDEN_NAMED:
-        text += f", and {len(worst) - HIDDEN_NAMED} of the others"
-    return text
+    named = f": look at {', '.join(worst[:HIDDEN_NAMED])}" if worst else ""
+    rest = len(worst) - HIDDEN_NAMED
+    return f"and {len(ranks)} more{named}" + (f", and {rest} of the others" if rest > 0 else "")
 
 
 def headline(watch: Watch) -> str:
     """Return 'epoch 2  step 120/230  loss 0.1234  2,033 samples/s  0:00:12 left'."""
     figures, step = watch.figures, max((rank.step for rank in watch.ranks), default=0)
-    parts = []
     if not step and not figures:
         ready = sum(rank.state != "waiting" for rank in watch.ranks)
         return f"starting: {ready} of {len(watch.ranks)} workers connected"
-    if "epoch" in figures:
-        parts.append(f"epoch {figures['epoch']}")
+    parts = [f"epoch {figures['epoch']}"] if "epoch" in figures else []
     total = figures.get("total_steps")
     parts.append(f"step {step}/{total}" if total else f"step {step}")
     if figures.get("loss") is not None:
@@ -149,11 +144,9 @@ def headline(watch: Watch) -> str:
 
 def slow_ranks(ranks: list[Rank]) -> set[int]:
     """Return the ranks whose own time in a step is more than SLOW times the median."""
-    times = sorted(rank.busy_s for rank in ranks if rank.busy_s is not None)
-    if len(times) < 2:
-        return set()
-    median = times[(len(times) - 1) // 2]
-    return {r.number for r in ranks if r.busy_s is not None and r.busy_s > SLOW * median}
+    times = {rank.number: rank.busy_s for rank in ranks if rank.busy_s is not None}
+    limit_s = SLOW * statistics.median_low(times.values()) if times else 0.0
+    return {number for number, busy_s in times.items() if busy_s > limit_s}
 
 
 def describe(rank: Rank, slow: bool) -> str:
@@ -167,32 +160,11 @@ def describe(rank: Rank, slow: bool) -> str:
     return "slow" if slow else ""
 
 
-REFRESH_S = 0.5
-
-
-class View(Protocol):
-    """The interface of the views of a job."""
-
-    most_waiting: int  # characters that may wait for the terminal
-
-    def label(self, rank: int, text: str) -> str | None:
-        """Return a worker's line as it is shown, or None to hide it."""
-
-    def show(self, text: str) -> None:
-        """Write lines."""
-
-    def update(self, watch: Watch) -> None:
-        """Show the state of the job."""
-
-    def close(self) -> None: ...
-
-
 class Output:
     """An unbuffered writer to a stream's file, without a lock that could block at exit."""
 
     def __init__(self, stream: TextIO) -> None:
         self._fd = stream.fileno()
-        self._terminal = stream.isatty()
         self.encoding, self._errors = stream.encoding, stream.errors or "strict"
 
     def write(self, text: str) -> int:
@@ -207,18 +179,17 @@ class Output:
         return self._fd
 
     def isatty(self) -> bool:
-        return self._terminal
+        return os.isatty(self._fd)
 
 
 class SteadyView:
     """A view that runs another view in a thread.
 
-    Lines that exceed its limit are dropped and counted. Once the terminal or pipe is closed, all
-    are dropped, and the job continues.
+    Lines that exceed its limit are dropped and counted, with a notice that names `logs`. Once the
+    terminal or pipe is closed, all are dropped, and the job continues.
     """
 
-    def __init__(self, view: View, stream: TextIO, logs: Path) -> None:
-        """`logs` is named in the notice of dropped lines."""
+    def __init__(self, view: PlainView, stream: TextIO, logs: Path) -> None:
         self.view, self._stream, self._logs = view, stream, logs
         self._lines: list[str] = []
         self._waiting = self._left_out = 0
@@ -251,7 +222,7 @@ class SteadyView:
             self._framed_s = now
             ranks = [copy.copy(rank) for rank in watch.ranks]
             with self._changed:
-                self._frame = Watch(ranks, dict(watch.figures), watch.started_s)
+                self._frame = Watch(ranks, dict(watch.figures))
                 self._changed.notify()
 
     def close(self) -> None:
@@ -289,8 +260,7 @@ class SteadyView:
             self._lines, self._left_out, self._frame, self._waiting = [], 0, None, 0
             closing = self._closing
         if left_out:
-            what = counted(left_out, "line")
-            lines.append(f"... {what} not shown; all are in {self._logs}")
+            lines.append(f"... {counted(left_out, 'line')} not shown; all are in {self._logs}")
         if lines:
             self.view.show("\n".join(lines))
         if frame:

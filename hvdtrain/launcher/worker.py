@@ -14,27 +14,29 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.processes import descendants, id_within, process_state, reap
-from hvdtrain.launcher.tickets import Orders
+from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
 NEXT_S = 0.5  # for a shell to end after its last command
 REST_GRACE_S = 3.0  # for processes that the command leaves behind
 KILLED_S = 2.0  # longest wait for killed processes, which the kernel may hold
 CANNOT_START = 127  # exit code, as in shells
+KILL_S = 5.0  # longest wait for killed processes; one held in a system call is abandoned
+ROUND_S = 0.02
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class Worker:
     """One worker: its command and all descendants."""
 
-    def __init__(
-        self, orders: Orders, environment: dict[str, str], output: int, pulse: int
-    ) -> None:
-        """Start the command with the pipes `output` and `pulse`; raise OSError on failure."""
+    def __init__(self, orders: Orders, variables: dict[str, str], output: int, pulse: int) -> None:
+        """Start the command with these environment variables and pipes; OSError on failure."""
         agent = os.getpid()
         library = ctypes.CDLL(None)
 
@@ -46,7 +48,7 @@ class Worker:
         self._process = subprocess.Popen(
             orders.command,
             cwd=orders.folder,
-            env=environment | {PULSE_FD: str(pulse)},
+            env=variables | {PULSE_FD: str(pulse)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -76,11 +78,7 @@ class Worker:
             self._signal(self._stop)
 
     def stop(self, number: int) -> None:
-        """Request by a signal that the worker save and end.
-
-        Only the speaker gets it: it passes on what its children need, and a shell with the same
-        signal might send it a second one, which means to stop without saving.
-        """
+        """Request by a signal that the worker save and end."""
         self._stop = number
         self._signal(number)
 
@@ -90,19 +88,17 @@ class Worker:
 
     def kill_after(self, seconds: float) -> None:
         """Continue stopped processes now; kill what is left after `seconds`."""
-        self._signal_all(signal.SIGCONT)
+        _send(signal.SIGCONT)
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + seconds)
 
     def kill(self) -> None:
-        """Kill all processes of the worker now."""
         self._killed_s = min(self._killed_s, time.monotonic())
-        self._signal_all(signal.SIGKILL)
+        _send(signal.SIGKILL)
 
     def poll(self) -> int | None:
         """Reap, and end leftovers; return the exit code once no process is left, else None.
 
-        The code (minus n for signal n) is the speaker's if its shell ended before it, else the
-        command's. Must be called repeatedly.
+        It is the speaker's if its shell ended before it, else the command's; minus n for signal n.
         """
         now = time.monotonic()
         some_left = reap(self._codes)
@@ -129,29 +125,16 @@ class Worker:
             due = ended and (not self._stop or self._codes[self._command] != -self._stop)
         if due and not self._rest_stopped:
             self._rest_stopped = True
-            self._signal_all(signal.SIGTERM)
+            _send(signal.SIGTERM)
             self.kill_after(REST_GRACE_S)
 
     def _speaks(self) -> bool:
         return self._speaker != 0 and process_state(self._speaker) not in ("", "Z", "X")
 
     def _signal(self, number: int) -> None:
-        if self._speaks():
-            with contextlib.suppress(OSError):
-                os.kill(self._speaker, number)
-        else:
-            self._signal_all(number)
-
-    def _signal_all(self, number: int) -> None:
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-KILL_S = 5.0  # longest wait for killed processes; one held in a system call is abandoned
-ROUND_S = 0.02
+        # A speaker passes on what its children need. Its shell, if signalled as well, might send it
+        # a second signal, which means to stop without saving.
+        _send(number, [self._speaker] if self._speaks() else None)
 
 
 def run_guarded(work: Callable[[], int]) -> int:
@@ -192,17 +175,19 @@ def kill_descendants() -> None:
     """Kill all descendants of this process, and wait up to KILL_S for their end."""
     deadline = time.monotonic() + KILL_S
     while reap({}) and time.monotonic() < deadline:
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        _send(signal.SIGKILL)
         time.sleep(ROUND_S)
 
 
-def _end_with(guard: int) -> None:
-    """End this process and its descendants as soon as its parent `guard` has ended.
+def _send(number: int, pids: Iterable[int] | None = None) -> None:
+    """Send a signal to these processes, or to all descendants."""
+    for pid in descendants(os.getpid()) if pids is None else pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
-    The kernel sends SIGCONT, which also reaches a stopped process.
-    """
+
+def _end_with(guard: int) -> None:
+    """End this process and its descendants as soon as its parent `guard` has ended."""
 
     def look(*_: object) -> None:
         if os.getppid() != guard:
@@ -210,5 +195,5 @@ def _end_with(guard: int) -> None:
             os._exit(EXIT_FAILED)
 
     signal.signal(signal.SIGCONT, look)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # reaches a stopped process too
     look()  # the guard may have ended already

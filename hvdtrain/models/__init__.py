@@ -1,4 +1,8 @@
-"""Networks by name: LeNet, an MLP, those of torchvision, and a user's."""
+"""Networks by name: LeNet, an MLP, those of torchvision, and a user's.
+
+torchvision's classification networks are built for the classes, channels and image size of the
+data, with newly initialised parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,99 +16,44 @@ from torch import nn
 
 from hvdtrain import plugins
 from hvdtrain.data import Dataset
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.splits import Shape
 from hvdtrain.data.transforms import resized
 from hvdtrain.errors import UsageError
-from hvdtrain.models import from_torchvision, lenet
 
-NAMES = ("lenet", "mlp", "resnet18-small")
 MLP_HIDDEN = 2048
+LENET_SIZE = (28, 28)
+# Height and width for which a network was designed; most of torchvision's: IMAGENET_SIDE.
+IMAGE_SIZES = {"lenet": LENET_SIZE[0], "resnet18-small": 32, "inception_v3": 299}
 IMAGENET_SIDE = 224
-Builder = Callable[[Shape, int], nn.Module]
-
-
 LEAST_SIDE = 32  # five halvings leave one pixel
-IMAGE_SIZES = {"lenet": lenet.IMAGE_SIZE[0], "resnet18-small": 32, "inception_v3": 299}
+COLOURS = 3  # input channels of torchvision's networks
+MAXVIT_SIDE = 7 * 2**5  # five halvings, then windows of 7
 
 
-def image_size_of(model_name: str) -> int | None:
-    """Return the height and width that the model was designed for, or None for the default."""
-    return IMAGE_SIZES.get(model_name)
+class LeNet(nn.Module):
+    """LeNet as in "Dive into Deep Learning", section "Training on Multiple GPUs" (from scratch).
 
-
-def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
-    """Return advice for an error of a model on inputs of `shape` (..., height, width).
-
-    It is empty unless the model is a network of torchvision, designed for larger images.
+    Source: A. Zhang, Z. Lipton, M. Li, A. Smola, https://d2l.ai, chapter 13.5: two convolutions of
+    20 and 50 channels, ReLU, average pooling, and a hidden layer of 128.
     """
-    height, width = shape[-2:]
-    if model_name in NAMES or ":" in model_name or min(height, width) >= IMAGENET_SIDE:
-        return ""
-    return (
-        f". The network is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
-        f"{height}x{width} may be too small: set a larger --image-size for image folders, "
-        f"or choose another --model ({', '.join(NAMES)})"
-    )
 
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 20, kernel_size=3)
+        self.conv2 = nn.Conv2d(20, 50, kernel_size=5)
+        self.hidden = nn.Linear(50 * 4 * 4, 128)
+        self.output = nn.Linear(128, classes)
+        self.pool = nn.AvgPool2d(2)
+        self.relu = nn.ReLU()
 
-def notice_on_size(model_name: str, shape: Sequence[int]) -> str | None:
-    """Return a notice where a network of torchvision gets images so small that it sees one pixel.
-
-    `shape`: (..., height, width).
-    """
-    height, width = shape[-2:]
-    if model_name in NAMES or ":" in model_name or min(height, width) >= LEAST_SIDE:
-        return None
-    return (
-        f"{model_name} is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE} and halves them "
-        f"five times: of {height}x{width} its last layers see a single pixel. For image folders "
-        f"set a larger --image-size, or choose one of {', '.join(NAMES)}"
-    )
-
-
-def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
-    """Return the data set in the image size that the model needs (LeNet: 28x28)."""
-    if model_name != "lenet" or dataset.shape[1:] == lenet.IMAGE_SIZE:
-        return dataset
-    return resized(dataset, lenet.IMAGE_SIZE)
-
-
-def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn.Module:
-    """Return the network that `--model` names, for inputs of `shape` (channels, height, width).
-
-    Its parameters are drawn from torch's global generator. Raises UsageError.
-    """
-    return check_model("--model", name, _build(name, shape, classes)).to(dtype)
-
-
-def check_model(option: str, name: str, model: Any) -> nn.Module:
-    """Return `model`. Raises UsageError unless it is a network with parameters to train."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{option}={name}: returned {type(model).__name__}, expected torch.nn.Module"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"{option}={name}: has no parameter to train")
-    return model
-
-
-def _build(name: str, shape: Shape, classes: int) -> object:
-    if name in _BUILDERS:
-        return _BUILDERS[name](shape, classes)
-    if ":" in name:
-        return plugins.call(
-            "--model", name, plugins.import_callable("--model", name), shape, classes
-        )
-    known = from_torchvision.names()  # imports torchvision, which takes a second
-    if name in known:
-        return from_torchvision.build(name, shape, classes)
-    close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
-    raise UsageError(
-        f"--model={name}: unknown; "
-        + (f"close are {', '.join(close)}; " if close else "")
-        + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
-        "and package.module:callable"
-    )
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (samples, channels, 28, 28) to scores (samples, classes)."""
+        features = self.pool(self.relu(self.conv1(images)))
+        features = self.pool(self.relu(self.conv2(features)))
+        hidden = self.relu(self.hidden(features.flatten(start_dim=1)))
+        scores: torch.Tensor = self.output(hidden)
+        return scores
 
 
 def _mlp(shape: Shape, classes: int) -> nn.Module:
@@ -118,8 +67,139 @@ def _mlp(shape: Shape, classes: int) -> nn.Module:
     )
 
 
-_BUILDERS: dict[str, Builder] = {
-    "lenet": lambda shape, classes: lenet.LeNet(shape[0], classes),
+def _resnet18_small(shape: Shape, classes: int) -> nn.Module:
+    """Return ResNet-18 with a 3x3 convolution of stride 1 first, and no pooling after it.
+
+    For images of about 32x32, of which the usual stride and pooling would leave 1x1. Source: K. He
+    et al., "Deep Residual Learning" (2015), section 4.2, their networks for CIFAR-10.
+    """
+    model: nn.Module = import_torchvision().models.resnet18(weights=None, num_classes=classes)
+    first = nn.Conv2d(shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
+    model.conv1 = first
+    model.maxpool = nn.Identity()
+    return model
+
+
+BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "lenet": lambda shape, classes: LeNet(shape[0], classes),
     "mlp": _mlp,
-    "resnet18-small": from_torchvision.resnet18_small,
+    "resnet18-small": _resnet18_small,
 }
+NAMES = tuple(BUILDERS)
+
+
+def build_model(name: str, shape: Shape, classes: int, dtype: torch.dtype) -> nn.Module:
+    """Return the network that `--model` names, for inputs of `shape` (channels, height, width).
+
+    Its parameters are drawn from torch's global generator. Raises UsageError.
+    """
+    return check_model("--model", name, _build(name, shape, classes)).to(dtype)
+
+
+def _build(name: str, shape: Shape, classes: int) -> object:
+    if name in BUILDERS:
+        return BUILDERS[name](shape, classes)
+    if ":" in name:
+        build = plugins.import_callable("--model", name)
+        return plugins.call("--model", name, build, shape, classes)
+    models = import_torchvision().models  # importing it takes a second
+    known: list[str] = models.list_models(module=models)
+    if name in known:
+        model = models.get_model(name, weights=None, num_classes=classes, **_settings(name, shape))
+        if shape[0] != COLOURS:
+            _change_input_channels(model, shape[0])
+        return model
+    close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
+    raise UsageError(
+        f"--model={name}: unknown; "
+        + (f"close are {', '.join(close)}; " if close else "")
+        + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
+        "and package.module:callable"
+    )
+
+
+def _settings(name: str, shape: Shape) -> dict[str, Any]:
+    """Return the constructor arguments of a network of torchvision, besides the classes."""
+    _, height, width = shape
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary heads make the output a tuple; the default of `init_weights` makes a warning.
+        return {"aux_logits": False, "init_weights": True}
+    if name == "maxvit_t":
+        unit = MAXVIT_SIDE
+    elif name.startswith("vit_"):
+        unit = int(name.rpartition("_")[2])  # the side of a patch
+    else:
+        return {}
+    if height % unit or width % unit:
+        raise UsageError(
+            f"--model={name}: needs images whose height and width are multiples of {unit}, "
+            f"the data has {height}x{width}"
+        )
+    if name == "maxvit_t":
+        return {"input_size": (height, width)}
+    if height != width:
+        raise UsageError(f"--model={name}: needs square images, the data has {height}x{width}")
+    return {"image_size": height}
+
+
+def _change_input_channels(model: nn.Module, channels: int) -> None:
+    """Give the first convolution this number of input channels.
+
+    Its initialisation is torch's default, as that of the network is not accessible.
+    """
+    first = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels == COLOURS
+    )
+    first.in_channels = channels
+    shape = (first.out_channels, channels // first.groups, *first.kernel_size)
+    first.weight = nn.Parameter(first.weight.new_empty(shape))
+    first.reset_parameters()
+
+
+def check_model(option: str, name: str, model: Any) -> nn.Module:
+    """Return `model`. Raises UsageError unless it is a network with parameters to train."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{option}={name}: returned {type(model).__name__}, expected torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"{option}={name}: has no parameter to train")
+    return model
+
+
+def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
+    """Return the data set in the image size that the model needs (LeNet: 28x28)."""
+    fits = model_name != "lenet" or dataset.shape[1:] == LENET_SIZE
+    return dataset if fits else resized(dataset, LENET_SIZE)
+
+
+def _is_too_small(shape: Sequence[int], side: int, model_name: str) -> bool:
+    """Return whether a network of torchvision gets images of a side below `side`."""
+    return model_name not in NAMES and ":" not in model_name and min(shape[-2:]) < side
+
+
+def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
+    """Return advice for an error of a model on inputs of `shape` (..., height, width), or ''."""
+    if not _is_too_small(shape, IMAGENET_SIDE, model_name):
+        return ""
+    height, width = shape[-2:]
+    return (
+        f". The network is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
+        f"{height}x{width} may be too small: set a larger --image-size for image folders, "
+        f"or choose another --model ({', '.join(NAMES)})"
+    )
+
+
+def notice_on_size(model_name: str, shape: Sequence[int]) -> str | None:
+    """Return a notice if of inputs of `shape` (..., height, width) a network sees one pixel."""
+    if not _is_too_small(shape, LEAST_SIDE, model_name):
+        return None
+    height, width = shape[-2:]
+    return (
+        f"{model_name} is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE} and halves them "
+        f"five times: of {height}x{width} its last layers see a single pixel. For image folders "
+        f"set a larger --image-size, or choose one of {', '.join(NAMES)}"
+    )

@@ -1,21 +1,51 @@
-"""The exchanges of the ring, as generators, and the collectives that run them over a transport.
+"""The ring all-reduce: its transfers as generators, and the collectives that run them.
+
+N ranks form a ring. Each rank sends only to its right neighbour (rank + 1) and receives only from
+its left neighbour (rank - 1). The buffer is cut into N segments, whose lengths may differ.
+
+                     +------+      +------+      +------+
+                +--> | rank0| ---> | rank1| ---> | rank2| ---+
+                |    +------+      +------+      +------+    |
+                +--------------------------------------------+
+
+Phase 1, reduce-scatter (N - 1 steps): a received segment is added to the local one.
+Phase 2, all-gather     (N - 1 steps): a received segment replaces the local one.
+
+At step s = 0 .. N - 2, indices modulo N:
+
+    phase            rank r sends      rank r receives     after the last step rank r holds
+    reduce-scatter   segment r - s     segment r - s - 1   the complete sum of segment r + 1
+    all-gather       segment r + 1 - s segment r - s       the complete sum of every segment
+
+For N = 3 (one row per step; "a>b:k" means "rank a sends segment k to rank b"):
+
+    step 1  reduce-scatter   0>1:0   1>2:1   2>0:2
+    step 2  reduce-scatter   0>1:2   1>2:0   2>0:1
+    step 3  all-gather       0>1:1   1>2:2   2>0:0
+    step 4  all-gather       0>1:0   1>2:1   2>0:2
+
+Cost: each rank sends 2 (N - 1) / N of the buffer's bytes, in 2 (N - 1) messages, and receives as
+many. The bytes per rank are nearly independent of N: this is why rings scale.
+
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124.
 
 A generator yields what a rank sends and receives at each step, and computes between the steps. It
-does not depend on how messages travel. One algorithm therefore serves both real transports
-(`run_exchanges`) and the simulation of many ranks in one thread (`hvdtrain.ring.trace`). The
-diagram and the step table are in the docstring of the package.
-
-Long segments are sent in chunks: while one chunk is in transit, the previous one is added.
+does not depend on how messages travel: `run_transfers` runs it over any transport, and
+tests/ring_trace.py runs those of many ranks in one thread. Long segments are sent in chunks: while
+one chunk is in transit, the previous one is added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.ring.operations import Array, Reduce, finish, longest_of, reduction, split_evenly
+from hvdtrain.ring.operations import Array, Reduce, finish, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 # Large enough that the overhead of a message is small beside its transfer, small enough to stay in
@@ -23,7 +53,7 @@ from hvdtrain.ring.transports import Transport
 CHUNK_BYTES = 1 << 20
 
 
-class Exchange(NamedTuple):
+class Transfer(NamedTuple):
     """One message to the next rank and one from the previous rank; an empty array is no message."""
 
     outgoing: Array
@@ -31,25 +61,23 @@ class Exchange(NamedTuple):
     meanwhile: Callable[[], object] | None = None  # called once, while the messages travel
 
 
-Exchanges = Iterator[Exchange]
+Transfers = Iterator[Transfer]
 
 
-def reduce_scatter_exchanges(
+def reduce_scatter_transfers(
     source: Array, result: Array, segments: Sequence[slice], position: int, reduce: Reduce
-) -> Exchanges:
+) -> Transfers:
     """Yield the N - 1 steps after which `result` holds the complete segment position + 1.
 
-    `position`: the place of this rank in the ring. `source`, `result`: one-dimensional, of equal
-    length and dtype; they may be the same array. Only `result` is written, and only in the N - 1
-    segments that arrive. Extra memory: one segment, or two chunks where segments are longer than
-    a chunk.
+    `position`: the place of this rank, counted in the direction of the messages. `source`,
+    `result`: one-dimensional, of equal length and dtype; they may be the same array. Only `result`
+    is written, and only in the N - 1 segments that arrive. Extra memory: one segment, or two chunks
+    where segments are longer than a chunk.
     """
-    size, longest = len(segments), longest_of(segments)
+    size, longest = len(segments), max(part.stop - part.start for part in segments)
     chunk = max(CHUNK_BYTES // result.itemsize, 1)
     if longest > chunk:
         yield from _in_chunks(source, result, segments, position, reduce, chunk)
-        return
-    if longest == 0:
         return
     arriving = np.empty(longest, result.dtype)
     outgoing = source[segments[position]]
@@ -57,7 +85,7 @@ def reduce_scatter_exchanges(
         part = segments[(position - step - 1) % size]
         target = result[part]
         incoming = arriving[: target.size]
-        yield Exchange(outgoing, incoming)
+        yield Transfer(outgoing, incoming)
         reduce(source[part], incoming, out=target)
         outgoing = target
 
@@ -69,22 +97,20 @@ def _in_chunks(
     position: int,
     reduce: Reduce,
     chunk: int,
-) -> Exchanges:
-    """Yield the same steps in chunks: equally many exchanges on every rank, some of them empty."""
-    size, longest = len(segments), longest_of(segments)
-    arriving = (np.empty(chunk, result.dtype), np.empty(chunk, result.dtype))
+) -> Transfers:
+    """Yield the same steps in chunks: equally many transfers on every rank, some of them empty."""
+    size, longest = len(segments), max(part.stop - part.start for part in segments)
+    arriving = cycle((np.empty(chunk, result.dtype), np.empty(chunk, result.dtype)))
     pending: Callable[[], object] | None = None
-    turn = 0
     for step in range(size - 1):
         sent, received = segments[(position - step) % size], segments[(position - step - 1) % size]
         sending = source if step == 0 else result
         for offset in range(0, longest, chunk):
             part = _chunk_of(received, offset, chunk)
-            incoming = arriving[turn][: part.stop - part.start]
+            incoming = next(arriving)[: part.stop - part.start]
             # The outgoing chunk was completed one step ago: only the step's last one is pending.
-            yield Exchange(sending[_chunk_of(sent, offset, chunk)], incoming, pending)
-            pending = _later(reduce, source[part], incoming, result[part])
-            turn = 1 - turn
+            yield Transfer(sending[_chunk_of(sent, offset, chunk)], incoming, pending)
+            pending = partial(reduce, source[part], incoming, out=result[part])
     if pending:
         pending()
 
@@ -94,37 +120,33 @@ def _chunk_of(segment: slice, offset: int, chunk: int) -> slice:
     return slice(start, min(start + chunk, segment.stop))
 
 
-def _later(reduce: Reduce, own: Array, arrived: Array, target: Array) -> Callable[[], object]:
-    return lambda: reduce(own, arrived, out=target)
-
-
-def all_gather_exchanges(result: Array, segments: Sequence[slice], position: int) -> Exchanges:
+def all_gather_transfers(result: Array, segments: Sequence[slice], position: int) -> Transfers:
     """Yield the N - 1 steps that distribute the complete segments, position + 1 first."""
     size = len(segments)
     outgoing = result[segments[(position + 1) % size]]
     for step in range(size - 1):
         incoming = result[segments[(position - step) % size]]
-        yield Exchange(outgoing, incoming)
+        yield Transfer(outgoing, incoming)
         outgoing = incoming
 
 
-def all_reduce_exchanges(
+def all_reduce_transfers(
     source: Array,
     result: Array,
     segments: Sequence[slice],
     position: int,
     reduce: Reduce,
     finish: Callable[[Array], object] = lambda total: None,
-) -> Exchanges:
+) -> Transfers:
     """Yield a reduce-scatter, call `finish` on the complete segment, yield an all-gather."""
     if len(segments) == 1 and result is not source:
         result[:] = source
-    yield from reduce_scatter_exchanges(source, result, segments, position, reduce)
+    yield from reduce_scatter_transfers(source, result, segments, position, reduce)
     finish(result[segments[(position + 1) % len(segments)]])
-    yield from all_gather_exchanges(result, segments, position)
+    yield from all_gather_transfers(result, segments, position)
 
 
-def broadcast_exchanges(buffer: Array, position: int, size: int) -> Exchanges:
+def broadcast_transfers(buffer: Array, position: int, size: int) -> Transfers:
     """Yield the steps of a broadcast from position 0 along the ring, in chunks.
 
     Each rank forwards one chunk while it receives the next.
@@ -138,60 +160,47 @@ def broadcast_exchanges(buffer: Array, position: int, size: int) -> Exchanges:
         sent, received = step - position, step - position + 1
         sends = position < size - 1 and 0 <= sent < len(parts)
         receives = position > 0 and 0 <= received < len(parts)
-        yield Exchange(parts[sent] if sends else nothing, parts[received] if receives else nothing)
+        yield Transfer(parts[sent] if sends else nothing, parts[received] if receives else nothing)
 
 
-def run_exchanges(exchanges: Exchanges, transport: Transport, backwards: bool = False) -> None:
-    """Collective: run the exchanges of this rank over a transport, in order.
+def run_transfers(transfers: Transfers, transport: Transport, backwards: bool = False) -> None:
+    """Collective: run the transfers of this rank over a transport, in order.
 
     Overflow and NaN are valid results: NumPy's warnings are off.
     """
     with np.errstate(all="ignore"):
-        for outgoing, incoming, meanwhile in exchanges:
+        for outgoing, incoming, meanwhile in transfers:
             transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
 
 
-def position_of(rank: int, size: int, backwards: bool) -> int:
-    """Return the ring position of a rank, counted in the direction of the messages."""
-    return -rank % size if backwards else rank
-
-
 def reduce_scatter(
-    buffer: Array,
-    segments: Sequence[slice],
-    transport: Transport,
-    op: str = "sum",
-    backwards: bool = False,
+    buffer: Array, segments: Sequence[slice], transport: Transport, op: str = "sum"
 ) -> slice:
     """Collective: reduce the `buffer` of all ranks in place, one complete segment per rank.
 
     `buffer`: one-dimensional and contiguous, the same length and dtype on every rank.
-    `segments`: one slice per rank, the same on every rank. The reduction of segments[p] begins at
-    position p and goes once round the ring. `backwards`: messages go from rank r to r - 1, and
-    rank r has position -r (mod N). Returns the slice of the complete segment on this rank, position
-    + 1; the other segments hold partial results. Raises ValueError for an unknown op or dtype.
+    `segments`: one slice per rank, the same on every rank. The reduction of segments[r] begins at
+    rank r and goes once round the ring. Returns the slice of the complete segment on this rank,
+    segments[rank + 1]; the other segments hold partial results. Raises ValueError for an unknown
+    op or dtype.
     """
     _check_segments(segments, transport)
-    position = position_of(transport.rank, transport.size, backwards)
     reduce = reduction(op, buffer.dtype)
-    exchanges = reduce_scatter_exchanges(buffer, buffer, segments, position, reduce)
-    run_exchanges(exchanges, transport, backwards)
-    own = segments[(position + 1) % transport.size]
+    transfers = reduce_scatter_transfers(buffer, buffer, segments, transport.rank, reduce)
+    run_transfers(transfers, transport)
+    own = segments[(transport.rank + 1) % transport.size]
     finish(op, buffer[own], transport.size)
     return own
 
 
-def all_gather(
-    buffer: Array, segments: Sequence[slice], transport: Transport, backwards: bool = False
-) -> None:
+def all_gather(buffer: Array, segments: Sequence[slice], transport: Transport) -> None:
     """Collective: distribute the complete segment of each rank to all ranks, in place.
 
     On entry each rank holds the segment that `reduce_scatter` completed there. On return every
     rank holds all segments.
     """
     _check_segments(segments, transport)
-    position = position_of(transport.rank, transport.size, backwards)
-    run_exchanges(all_gather_exchanges(buffer, segments, position), transport, backwards)
+    run_transfers(all_gather_transfers(buffer, segments, transport.rank), transport)
 
 
 def gather(values: Array, transport: Transport) -> Array:
@@ -203,8 +212,8 @@ def gather(values: Array, transport: Transport) -> Array:
     size, length = transport.size, values.size
     table = np.empty((size, length), values.dtype)
     table[transport.rank] = values
-    # At the start of an all-gather, position p holds segment p + 1.
-    rows = [(position - 1) % size for position in range(size)]
+    # At the start of an all-gather, rank r holds segment r + 1.
+    rows = [(rank - 1) % size for rank in range(size)]
     segments = [slice(row * length, (row + 1) * length) for row in rows]
     all_gather(table.reshape(-1), segments, transport)
     return table
@@ -220,7 +229,7 @@ def broadcast(buffer: Array, transport: Transport, root: int = 0) -> None:
         raise ValueError(f"root={root}: there are {transport.size} ranks")
     position = (transport.rank - root) % transport.size
     flat = flatten(buffer, "buffer")
-    run_exchanges(broadcast_exchanges(flat, position, transport.size), transport)
+    run_transfers(broadcast_transfers(flat, position, transport.size), transport)
 
 
 def all_reduce(
@@ -244,16 +253,10 @@ def all_reduce(
         raise ValueError("out: overlaps with values; pass values itself to work in place")
     target = flatten(result, "out")
     source = target if out is values else np.ascontiguousarray(values).reshape(-1)
-    size = transport.size
-    exchanges = all_reduce_exchanges(
-        source,
-        target,
-        split_evenly(source.size, size),
-        transport.rank,
-        reduce,
-        lambda total: finish(op, total, size),
-    )
-    run_exchanges(exchanges, transport)
+    segments = split_evenly(source.size, transport.size)
+    complete = partial(finish, op, size=transport.size)
+    transfers = all_reduce_transfers(source, target, segments, transport.rank, reduce, complete)
+    run_transfers(transfers, transport)
     return result
 
 

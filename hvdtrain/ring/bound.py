@@ -13,7 +13,6 @@ product with it; and one for each further scaling.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -38,11 +37,8 @@ def gamma(roundings: int, dtype: DTypeLike) -> float:
 
 
 def average_error_bound(
-    sum_of_magnitudes: NDArray[np.float64],
-    ranks: int,
-    dtype: DTypeLike,
-    further_scalings: int = 0,
-) -> NDArray[np.float64]:
+    sum_of_magnitudes: Floats, ranks: int, dtype: DTypeLike, further_scalings: int = 0
+) -> Floats:
     """Return how far rounding can move an average in `dtype` from the float64 ring reference.
 
     `sum_of_magnitudes`: sum over ranks of |g_r|, element by element, in float64.
@@ -52,43 +48,35 @@ def average_error_bound(
     result to zero. (float16 is computed in float32, and loses only values below its smallest
     subnormal.)
     """
-    scalings = 1 + further_scalings
-    roundings = ranks - 1 + AVERAGE_ROUNDINGS + further_scalings
+    roundings, scalings = AVERAGE_ROUNDINGS + further_scalings, 1 + further_scalings
     return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, scalings, divisor=ranks)
 
 
 def sum_error_bound(
-    sum_of_magnitudes: NDArray[np.float64],
-    ranks: int,
-    dtype: DTypeLike,
-    further_scalings: int = 0,
-) -> NDArray[np.float64]:
+    sum_of_magnitudes: Floats, ranks: int, dtype: DTypeLike, further_scalings: int = 0
+) -> Floats:
     """Return the same as `average_error_bound` for a sum: N - 1 additions, no scaling by 1/N."""
-    roundings = ranks - 1 + further_scalings
-    return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, further_scalings, divisor=1)
+    roundings = scalings = further_scalings
+    return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, scalings, divisor=1)
 
 
 ERROR_BOUNDS = {"sum": sum_error_bound, "average": average_error_bound}
 
 
 def _error_bound(
-    sum_of_magnitudes: NDArray[np.float64],
+    sum_of_magnitudes: Floats,
     ranks: int,
     dtype: DTypeLike,
     roundings: int,
     scalings: int,
     divisor: int,
-) -> NDArray[np.float64]:
-    """`roundings`: at most so many per term. `divisor`: that of the sum and the magnitudes."""
+) -> Floats:
+    """Return the bound for terms rounded `roundings` times, and a sum divided by `divisor`."""
     # The reference adds N terms and divides once; the magnitudes are rounded sums themselves.
-    relative = gamma(roundings, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
-    underflow = (ranks - 1 + scalings) * _largest_underflow(np.finfo(dtype))
-    bound: NDArray[np.float64] = sum_of_magnitudes * (relative / divisor) + underflow
-    return bound
-
-
-def _largest_underflow(numbers: Any) -> float:
-    return float(numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny)
+    relative = gamma(ranks - 1 + roundings, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
+    numbers = np.finfo(dtype)
+    flushed = float(numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny)
+    return sum_of_magnitudes * (relative / divisor) + (ranks - 1 + scalings) * flushed
 
 
 def finite_magnitudes(values: Floats, out: Floats | None = None) -> Floats:
@@ -114,8 +102,7 @@ def may_overflow(
     Each partial sum is at most the sum of the magnitudes plus its rounding error.
     """
     rounding = sum_error_bound(sum_of_magnitudes, ranks, dtype, further_scalings)
-    overflowing: NDArray[np.bool_] = sum_of_magnitudes + rounding >= float(np.finfo(dtype).max)
-    return overflowing
+    return sum_of_magnitudes + rounding >= float(np.finfo(dtype).max)
 
 
 def error_over_bound(
@@ -132,9 +119,8 @@ def error_over_bound(
     ratios = np.zeros_like(reference)
     finite = np.isfinite(reduced) & np.isfinite(reference)
     error = np.abs(reduced[finite] - reference[finite])
-    limit = bound[finite]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios[finite] = np.where(error == 0, 0.0, error / limit)
+        ratios[finite] = np.where(error == 0, 0.0, error / bound[finite])
     same_kind = (np.isnan(reduced) & np.isnan(reference)) | (reduced == reference)
     overflowed = np.where(np.isinf(reference), np.isnan(reduced), np.isfinite(reference))
     excused = overflow_allowed & (overflowed | np.isinf(bound))

@@ -19,7 +19,6 @@ cannot be expected. Of zeros that differ in sign, either can be the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,8 +82,3 @@ def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
         slices.append(slice(start, stop))
         start = stop
     return tuple(slices)
-
-
-def longest_of(segments: Sequence[slice]) -> int:
-    """Return the number of elements of the longest segment."""
-    return max((part.stop - part.start for part in segments), default=0)

@@ -34,21 +34,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.ring.algorithm import (
-    all_reduce_exchanges,
-    gather,
-    position_of,
-    run_exchanges,
-)
+from hvdtrain.ring.algorithm import all_reduce_transfers, gather, run_transfers
 from hvdtrain.ring.operations import Array, Reduce, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize
-ORDERED_OPS = ("sum", "average")
 ON = ("1", "true", "yes", "on", "enabled")
 # Other components could replace `tuned` in the reduction, or change its algorithm.
-FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename")
-FOREIGN_PRIORITIES = tuple(
+FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename") + tuple(
     f"OMPI_MCA_coll_{name}_priority" for name in ("adapt", "han", "sm", "hcoll", "ucc", "tuned")
 )
 
@@ -59,7 +52,7 @@ class UnknownOrder(ValueError):
 
 @dataclass(frozen=True)
 class KnownOrder:
-    """The order of addition of a ring, sufficient to reproduce its sums bit for bit.
+    """The order of addition of a ring.
 
     `segments`: maps (length, bytes per element, ranks) to one slice per rank; the sum of
     segments[p] begins at position p. `backwards`: messages go from rank r to r - 1, and rank r has
@@ -77,9 +70,9 @@ class KnownOrder:
 def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
     """Return Gloo's blocks, in the order of the positions where their sums begin (backwards)."""
     total = length * itemsize
-    pieces = _round_up(max(_divide_up(total, GLOO_LARGEST_PIECE_BYTES), 2 * size), size)
-    piece = _round_up(_divide_up(total, pieces), itemsize) // itemsize
-    block = piece * (pieces // size)
+    at_least = max(_divide_up(total, GLOO_LARGEST_PIECE_BYTES), 2 * size)
+    pieces = _divide_up(at_least, size)  # of a block
+    block = pieces * _divide_up(_divide_up(total, pieces * size), itemsize)
     blocks = [
         slice(min(number * block, length), min((number + 1) * block, length))
         for number in range(size)
@@ -110,12 +103,12 @@ def recursive_doubling(terms: Sequence[Array]) -> Array:
     return sums[0]
 
 
-def _even_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
-    return split_evenly(length, size)
-
-
 GLOO_RING = KnownOrder("Gloo's ring", gloo_segments, backwards=True, half_sum=gloo_half_sum)
-OPEN_MPI_RING = KnownOrder("Open MPI's ring", _even_segments, few=recursive_doubling)
+OPEN_MPI_RING = KnownOrder(
+    "Open MPI's ring",
+    lambda length, itemsize, size: split_evenly(length, size),
+    few=recursive_doubling,
+)
 
 
 def known_order(
@@ -149,7 +142,7 @@ def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> No
             "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
             "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)"
         )
-    foreign = [name for name in FOREIGN_COMPONENTS + FOREIGN_PRIORITIES if name in environment]
+    foreign = [name for name in FOREIGN_COMPONENTS if name in environment]
     if foreign:
         raise UnknownOrder(f"{', '.join(foreign)}: Open MPI's algorithm is then not known")
     if not mpi_library.startswith("Open MPI"):
@@ -164,9 +157,9 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
     all-reduce. A NaN is also NaN in Horovod's result, but may have other bits there (see
     `differing_bits`). Raises ValueError for an op other than sum and average.
     """
-    if op not in ORDERED_OPS:
-        raise ValueError(f"op={op!r}: an order is known for {' and '.join(ORDERED_OPS)}")
-    size = transport.size
+    if op not in ("sum", "average"):
+        raise ValueError(f"op={op!r}: an order is known for sum and average")
+    rank, size = transport.rank, transport.size
     source = np.ascontiguousarray(values).reshape(-1)
     result = np.empty_like(source)
 
@@ -179,16 +172,11 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
             result[:] = order.few(list(gather(source, transport)))
             scale(result)
         else:
-            half = source.dtype == np.float16
-            exchanges = all_reduce_exchanges(
-                source,
-                result,
-                order.segments(source.size, source.itemsize, size),
-                position_of(transport.rank, size, order.backwards),
-                order.half_sum if half else reduction(op, source.dtype),
-                scale,
-            )
-            run_exchanges(exchanges, transport, order.backwards)
+            segments = order.segments(source.size, source.itemsize, size)
+            position = -rank % size if order.backwards else rank
+            add = order.half_sum if source.dtype == np.float16 else reduction(op, source.dtype)
+            transfers = all_reduce_transfers(source, result, segments, position, add, scale)
+            run_transfers(transfers, transport, order.backwards)
     return result.reshape(values.shape)
 
 
@@ -197,12 +185,11 @@ def scale_as_horovod(total: Array, size: int) -> None:
     factor = 1.0 / size
     if size == 1:
         return
-    if total.dtype in (np.float16, np.float32):
-        np.multiply(total, np.float32(factor), out=total, casting="same_kind")
-    elif total.dtype == np.float64:
-        np.multiply(total, factor, out=total)
-    else:
+    if total.dtype.kind == "i":
         total[:] = (total * factor).astype(total.dtype)  # cut off, towards zero
+    else:
+        wide = total.dtype == np.float64
+        np.multiply(total, factor if wide else np.float32(factor), out=total)
 
 
 def differing_bits(actual: Array, expected: Array) -> Array:
@@ -210,16 +197,12 @@ def differing_bits(actual: Array, expected: Array) -> Array:
 
     (Payload and sign of a NaN depend on the processor and on the order of operands.)
     """
-    unsigned = np.dtype(f"u{expected.itemsize}")
-    differ = np.atleast_1d(actual).view(unsigned) != np.atleast_1d(expected).view(unsigned)
-    if np.issubdtype(expected.dtype, np.floating):
-        differ &= ~np.atleast_1d(np.isnan(actual) & np.isnan(expected))
-    return np.asarray(differ).reshape(expected.shape)
+    unsigned = f"u{expected.itemsize}"
+    differ: Array = actual.view(unsigned) != expected.view(unsigned)
+    if expected.dtype.kind == "f":
+        differ &= ~(np.isnan(actual) & np.isnan(expected))
+    return differ
 
 
 def _divide_up(value: int, by: int) -> int:
     return -(-value // by)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _divide_up(value, multiple) * multiple

@@ -30,9 +30,7 @@ class Console:
     """An observer that prints to standard output."""
 
     def __init__(self, total_steps: int, live: bool, step: int = 0) -> None:
-        """`live`: show a progress bar, which needs exclusive use of a terminal. `step`: the last
-        one of the run that is resumed.
-        """
+        """`live`: show a progress bar. `step`: the last one before a resume."""
         self._total_steps = total_steps
         self._bar = tqdm(total=total_steps, initial=step, unit="step") if live else None
 
@@ -42,10 +40,11 @@ class Console:
             self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
             return
         left_s = totals.step_s * (self._total_steps - totals.step)
-        self._print(
+        say(
             f"step {totals.step}/{self._total_steps} {totals.step / self._total_steps:.0%}  "
-            f"epoch {totals.epoch}  loss {totals.loss:.4f}  {_figures(totals.metrics, '  ', 3)}"
-            f"{rate(totals.samples_per_s)} samples/s  {totals.step_s:.3g} s/step  lr {lr:.4g}  "
+            f"epoch {totals.epoch}  loss {totals.loss:.4f}  "
+            + "".join(f"{name} {value:.3f}  " for name, value in totals.metrics.items())
+            + f"{rate(totals.samples_per_s)} samples/s  {totals.step_s:.3g} s/step  lr {lr:.4g}  "
             f"{duration(left_s)} left"
         )
 
@@ -54,11 +53,11 @@ class Console:
             self._bar.update(totals.step - self._bar.n)
         valid = ""
         if evaluation:
-            figures = _figures(evaluation.metrics, ", ", 4, but=("accuracy_top5",))
-            valid = f"valid loss {evaluation.loss:.4f}, {figures.rstrip(', ')}; "
-        self._print(
-            f"epoch {totals.epoch} ended: train loss {totals.loss:.4f}, "
-            f"{_figures(totals.metrics, ', ', 4).rstrip(', ')}; {valid}"
+            shown = {n: v for n, v in evaluation.metrics.items() if n != "accuracy_top5"}
+            valid = f"valid {_figures(evaluation.loss, shown)}; "
+        write = say if self._bar is None else self._bar.write
+        write(
+            f"epoch {totals.epoch} ended: train {_figures(totals.loss, totals.metrics)}; {valid}"
             f"{rate(totals.samples_per_s)} samples/s, lr {lr:.4g}, {duration(totals.seconds)}"
         )
 
@@ -66,24 +65,13 @@ class Console:
         if self._bar is not None:
             self._bar.close()
 
-    def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line)
-        else:
-            say(line)
 
-
-def _figures(metrics: Mapping[str, float], end: str, digits: int, but: Sequence[str] = ()) -> str:
-    return "".join(
-        f"{name} {value:.{digits}f}{end}" for name, value in metrics.items() if name not in but
-    )
+def _figures(loss: float, metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {it:.4f}" for name, it in {"loss": loss, **metrics}.items())
 
 
 def is_live(exchange: Exchange, stream: TextIO) -> bool:
-    """Return whether a progress bar can be shown: `stream` is a terminal of a single process.
-
-    Under a launcher, even a terminal is used as a log.
-    """
+    """Return whether to show a progress bar: `stream` is a terminal, and there is no launcher."""
     return isinstance(exchange, SingleProcess) and stream.isatty()
 
 
@@ -98,7 +86,6 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     else:
         shares_text = " + ".join(map(str, shares))
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
-    threads = torch.get_num_threads()
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
     return "\n".join(
         [
@@ -106,8 +93,8 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"  model    {model}, {parameters:,} parameters, {dtype}",
             f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
             f"samples{', ' if data.note else ''}{data.note}",
-            f"  workers  {workers}, on {job.device.type}, {threads} compute "
-            f"thread{'s' if threads > 1 else ''} each",
+            f"  workers  {workers}, on {job.device.type}, "
+            f"{counted(torch.get_num_threads(), 'compute thread')} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
             f"  update   {optimizer}, learning rate up to {job.optimizer.defaults['lr']:.4g}",
@@ -117,7 +104,7 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
 
 
 def _notes_on_workers(model: torch.nn.Module, size: int) -> list[str]:
-    """Return what several workers do otherwise than one: the exceptions of the README."""
+    """Return what several workers do otherwise than one."""
     if size == 1:
         return []
     notes = []
@@ -135,16 +122,23 @@ def _notes_on_workers(model: torch.nn.Module, size: int) -> list[str]:
 def verdict(summary: dict[str, Any], folder: str) -> str:
     """Return the last lines of a finished run."""
     speed = summary["samples_per_s"]  # None where no step was made
+    figure = "loss" if summary.get("valid_accuracy") is None else "accuracy"
     lines = [
         f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
         f"{counted(summary['samples_seen'], 'sample')}"
         + (f", {rate(speed)} samples/s" if speed is not None and math.isfinite(speed) else "")
         + (f", {duration(summary['wall_s'])} in all" if summary.get("wall_s") else "")
         + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
-        + f"; validation {_last_figure(summary)} on {summary['valid_samples']:,}"
+        + f"; validation {figure} {summary[f'valid_{figure}']:.4f} on "
+        f"{summary['valid_samples']:,}"
     ]
     if best := summary.get("best"):
-        lines.append(_best(best))
+        (name,) = (key for key in best if key.startswith("valid_"))
+        lines.append(
+            f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
+            f"{best['step']:,}, epoch {best['epoch']}; evaluate, predict and export use its "
+            "checkpoint"
+        )
     if summary.get("bad_samples"):
         times = counted(summary["bad_samples"], "time")
         lines.append(f"samples that could not be read were left out {times}, over all epochs")
@@ -166,16 +160,3 @@ def way_on(checkpoints: Sequence[Path]) -> str:
         return "stopped before a checkpoint was saved"
     saved = int(checkpoints[0].name.partition("-")[2])
     return f"saved at step {saved:,}: the same command with --resume auto continues from there"
-
-
-def _best(best: dict[str, Any]) -> str:
-    (name,) = (key for key in best if key.startswith("valid_"))
-    return (
-        f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
-        f"{best['step']:,}, epoch {best['epoch']}; evaluate, predict and export use its checkpoint"
-    )
-
-
-def _last_figure(summary: dict[str, Any]) -> str:
-    name = "loss" if summary.get("valid_accuracy") is None else "accuracy"
-    return f"{name} {summary[f'valid_{name}']:.4f}"

@@ -19,11 +19,12 @@ from hvdtrain.log import say
 LOCK = ".lock"
 LOCK_RETRY_S = 0.5
 LOGS = "logs"  # the launcher writes there before the run starts
-CONFIG, SUMMARY = "config.yaml", "summary.json"
+CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
+METRICS, AUDITS = "metrics.jsonl", "audit.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
-    *(CONFIG, SUMMARY, "evaluation.json", "metrics.jsonl", "audit.jsonl", "trace.jsonl"),
-    *("tensorboard", "profile", "checkpoints"),
+    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS),
+    *("trace.jsonl", "tensorboard", "profile", "checkpoints"),
 )
 
 
@@ -72,11 +73,11 @@ class RunDirectory:
 
     def write_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Write the newest evaluation in full, replacing the previous one."""
-        self._write("evaluation.json", json.dumps(json_ready(evaluation)) + "\n")
+        self._write(EVALUATION, json.dumps(json_ready(evaluation)) + "\n")
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Add one JSON object, on a line of its own, to a `.jsonl` file."""
-        with self._telling_failures():
+        with self._naming_failures():
             stream = self._streams.get(name)
             if stream is None:
                 stream = self._streams[name] = open_kept(self.path / name)
@@ -110,7 +111,7 @@ class RunDirectory:
         held = [self.path / name for name in LEAVINGS if (self.path / name).exists()]
         if held:
             say(f"{self.path} holds a run that ended without a checkpoint: starting it again")
-        with self._telling_failures():
+        with self._naming_failures():
             for path in held:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -119,13 +120,13 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> None:
         """Write a file atomically, under a temporary name that is then renamed."""
-        with self._telling_failures():
+        with self._naming_failures():
             partial = self.path / f".{name}.partial"
             write_new(partial, text)
             partial.replace(self.path / name)
 
     @contextmanager
-    def _telling_failures(self) -> Iterator[None]:
+    def _naming_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -7,33 +7,38 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
+from hvdtrain.files import open_to_read
 from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, is_live, verdict, way_on
-from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.failure import describe, leave_cause, take_cause
-from hvdtrain.run.records import Recorder
+from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
-from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.loop import Job, Outcome
 from hvdtrain.train.metering import Totals
+
+CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
 
 class Ledger:
     """The records of a run on a rank other than 0: none but the cause of a failure.
 
-    The cause reaches rank 0's summary if both ranks share the folder.
+    On rank 0 the failure only shows as a collective that ended early. The cause, in a file, reaches
+    its summary if both ranks share the folder.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -67,7 +72,9 @@ class Ledger:
     def fail(self, error: BaseException) -> None:
         """Record why the run did not finish; never raise an error that would hide `error`."""
         if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
-            leave_cause(self._folder, f"rank {self._rank}: {describe(error)}")
+            # "x": the first cause stays, and no link is followed
+            with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
+                stream.write(f"rank {self._rank}: {_describe(error)}")
 
     def close(self) -> None:
         """Close all files and release the run directory."""
@@ -81,7 +88,6 @@ class RunLedger(Ledger):
         directory: RunDirectory,
         job: Job,
         exchange: Exchange,
-        keep_checkpoints: int,
         resumed: dict[str, Any] | None,
         config: dict[str, Any],
         pulse: Pulse,
@@ -91,49 +97,24 @@ class RunLedger(Ledger):
         `resumed`: the state to resume from, if any. `config`: all options, as resolved. `pulse`
         receives the progress of the run.
         """
-        self._pulse, self._total_steps = pulse, job.total_steps
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
-        self._checkpoints = Checkpoints(directory.path / "checkpoints", keep_checkpoints)
-        self._params_sha256: str | None = None
-        self._ended = False
+        self._checkpoints = Checkpoints(directory.path / "checkpoints", config["keep_checkpoints"])
+        self._pulse, self._total_steps = pulse, job.total_steps
         self._task = job.task
-        self._best: float | None = None
+        self._takeaway = job.task.takeaway() | {"config": config}
+        step = resumed["step"] if resumed else 0
+        self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
+        self._recorder = Recorder(directory, step, self._takeaway.get("classes", ()))
+        self._began_s = time.monotonic()
+        self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        live, step = is_live(exchange, sys.stdout), resumed["step"] if resumed else 0
-        self._console = Console(job.total_steps, live, step)
-        self._began_s = time.monotonic()
-        self._takeaway = job.task.takeaway() | {"config": config}
-        classes = self._takeaway.get("classes", ())
-        self._recorder = Recorder(directory, step, classes)
-        self._audit: dict[str, Any] = {
-            "checked": 0,
-            "failed": 0,
-            "worst_error_over_bound": None,
-        }
-        self._summary: dict[str, Any] = {
-            "status": "failed",
-            "world_size": exchange.size,
-            "controller": exchange.controller,
-            "epochs": 0,
-            "steps": 0,
-            "samples_seen": 0,
-            "train_loss": None,
-            **dict.fromkeys(self._evaluated),
-            "best": None,
-            "bad_samples": 0,
-            "samples_per_s": None,
-            "params_sha256": None,
-            "audit": self._audit,
-            "resumed_from": resumed["step"] if resumed else None,
-            "repeatable_exchange": exchange.repeatable,
-            "versions": _versions(),
-        }
+        self._summary = _summary_at_start(exchange, self._evaluated)
+        self._audit = self._summary["audit"]
         if resumed:
             self._audit |= resumed["progress"]["audit"]
-            self._summary |= resumed["progress"]["summary"]
-            self._best = resumed["progress"]["best"]
+            self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -168,13 +149,12 @@ class RunLedger(Ledger):
         return {
             "audit": dict(self._audit),
             "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
-            "best": self._best,
+            "best": (self._summary["best"] or {}).get(f"valid_{self._task.best}"),
         }
 
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
-        """Write a checkpoint, in the background."""
         assert snapshot is not None
-        self._params_sha256 = snapshot.params_sha256
+        self._summary["params_sha256"] = snapshot.params_sha256
         if evaluation:
             self._note_best(evaluation, snapshot.step)
         best = self._summary["best"] or {}
@@ -184,15 +164,10 @@ class RunLedger(Ledger):
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
         found = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
+        name, best = f"valid_{self._task.best}", self._summary["best"]
         sign = 1 if self._task.best_is_highest else -1
-        if self._best is None or sign * found > sign * self._best:
-            self._best = found
-            epoch = self._summary["epochs"]
-            self._summary["best"] = {
-                "step": step,
-                "epoch": epoch,
-                f"valid_{self._task.best}": found,
-            }
+        if best is None or sign * found > sign * best[name]:
+            self._summary["best"] = {"step": step, "epoch": self._summary["epochs"], name: found}
 
     def check_saved(self) -> None:
         self._checkpoints.check()
@@ -211,7 +186,6 @@ class RunLedger(Ledger):
             "samples_per_s": outcome.steady_samples_per_s,
             "wall_s": time.monotonic() - self._began_s,
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-            "params_sha256": self._params_sha256,
         }
         self._directory.write_summary(self._summary)
         self._ended = True
@@ -219,15 +193,13 @@ class RunLedger(Ledger):
         say(verdict(self._summary, str(self._directory.path)))
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of an unfinished run; never raise an error that would hide `error`."""
         if self._ended:
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         self._summary["status"] = statuses.get(type(error), "failed")
-        self._summary["params_sha256"] = self._params_sha256
         cause = take_cause(self._directory.path)
-        known = cause if isinstance(error, PeerFailure) else None
-        self._summary["error"] = known or describe(error)
+        is_peer = isinstance(error, PeerFailure)
+        self._summary["error"] = cause if is_peer and cause else _describe(error)
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
 
@@ -255,12 +227,112 @@ class RunLedger(Ledger):
         }
 
 
+def _summary_at_start(exchange: Exchange, evaluated: Iterable[str]) -> dict[str, Any]:
+    """Return the summary of a run that ends before its first step; `evaluated`: figures."""
+    return {
+        "status": "failed",
+        "world_size": exchange.size,
+        "controller": exchange.controller,
+        "epochs": 0,
+        "steps": 0,
+        "samples_seen": 0,
+        "train_loss": None,
+        **dict.fromkeys(evaluated),
+        "best": None,
+        "bad_samples": 0,
+        "samples_per_s": None,
+        "params_sha256": None,
+        "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
+        "resumed_from": None,
+        "repeatable_exchange": exchange.repeatable,
+        "versions": _versions(),
+    }
+
+
 def _versions() -> dict[str, str]:
     versions = {"hvdtrain": __version__, "python": platform.python_version()}
     versions["torch"] = str(torch.__version__)
     for package in ("horovod", "mpi4py"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
+
+
+def take_cause(folder: Path) -> str | None:
+    """Return the cause that another rank's ledger has left, and remove its file; None if none."""
+    path, text = folder / CAUSE, None
+    with suppress(OSError), open_to_read(path) as stream:
+        text = stream.read()
+    with suppress(OSError):
+        path.unlink()
+    return text
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Recorder:
+    """An observer on rank 0 that writes to the run directory."""
+
+    def __init__(
+        self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
+    ) -> None:
+        """`resumed_from`: the step to resume from; later scalars are dropped. `classes`: names."""
+        self._directory = directory
+        self._classes = list(classes)
+        folder = str(directory.path / "tensorboard")
+        self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        """Write one line for a logged step."""
+        phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
+        record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
+        self._directory.append(METRICS, record | phases)
+        scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
+        scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
+        scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+        if totals.gradient_norm is not None:
+            scalars["gradient_norm"] = totals.gradient_norm
+        self._scalars(totals.step, scalars)
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        """Write one line for an epoch; `evaluation`: None if it was not due."""
+        record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
+        if evaluation:
+            figures = {"loss": evaluation.loss, **evaluation.metrics}
+            of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
+            tables = dict(evaluation.tables)
+            self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
+            record |= {f"valid_{name}": value for name, value in figures.items()}
+            record["valid_samples"] = evaluation.samples
+            if "confusion" in tables:  # the table itself is too long for a line per epoch
+                record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
+            self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
+        self._directory.append(METRICS, record)
+
+    def audited(self, record: Any) -> None:
+        """Write one line for an audit; `record`: an AuditRecord."""
+        self._directory.append(AUDITS, asdict(record))
+        ratio = record.worst_error_over_bound
+        self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
+
+    def close(self) -> None:
+        """Flush and close the TensorBoard file."""
+        self._tensorboard.close()
+
+    def _scalars(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+
+def _trained(totals: Totals, lr: float) -> dict[str, Any]:
+    return {
+        "step": totals.step,
+        "epoch": totals.epoch,
+        "samples_seen": totals.samples_seen,
+        "train_loss": totals.loss,
+        **{f"train_{name}": value for name, value in totals.metrics.items()},
+        "samples_per_s": totals.samples_per_s,
+        "lr": lr,
+    }

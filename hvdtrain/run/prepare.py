@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from hvdtrain import plugins
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import GlobalBatchSampler, SharesLike
-from hvdtrain.data.feeding import Feed, may_skip, to_device
-from hvdtrain.data.streaming import BadSample
+from hvdtrain.data.feeding import BadSample, Feed, may_skip, to_device
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import say
@@ -25,8 +23,7 @@ from hvdtrain.tasks import check_sums
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.train.loop import Intervals, Job
-from hvdtrain.train.optimizers import build_optimizer
-from hvdtrain.train.schedule import make_schedule, scaled_lr
+from hvdtrain.train.optimizers import build_optimizer, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
 from hvdtrain.weights import load_pretrained
 
@@ -47,45 +44,27 @@ def prepare(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
-    _seed(config.run.seed)
-    model = build_model(source.task, config).to(device)
-    if config.model.pretrained is not None:
-        _start_from(Path(config.model.pretrained), model, exchange)
-    _try_once(model, source, config, exchange.rank, device)
-    _seed(_own_seed(config.run.seed, exchange.rank))  # dropout differs between ranks
+    model = _make_model(config, source, exchange, device)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
-    settings = config.optimizer
-    lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
+    settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if has_batch_norm(model):
-        refuse = _refuse_single_samples if sync_bn else _refuse_small_shares
-        refuse(sampler, total_steps, source.shares, config.batch.grad_accum_steps)
-    compression = config.precision.compression
+        _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
+    lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
     warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
+    amp, compression = config.precision.amp, config.precision.compression
+    ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
         model=model,
         optimizer=build_optimizer(
-            settings.opt,
-            model,
-            lr,
-            settings.momentum,
-            settings.weight_decay,
-            amp=config.precision.amp,
+            settings.opt, model, lr, settings.momentum, settings.weight_decay, amp
         ),
-        update=Update(
-            model,
-            device,
-            config.precision.amp,
-            settings.clip_grad,
-            settings.model_ema_decay if settings.model_ema else None,
-        ),
+        update=Update(model, device, amp, settings.clip_grad, ema_decay),
         task=source.task,
         data=source.data,
-        feed=Feed(
-            source.data.train, sampler, source.shares, config.batch.grad_accum_steps, sync_bn
-        ),
+        feed=Feed(source.data.train, sampler, source.shares, accum_steps, sync_bn),
         valid_shares=source.valid_shares,
         schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
         total_steps=total_steps,
@@ -101,52 +80,49 @@ def prepare(
     )
 
 
-def _start_from(path: Path, model: torch.nn.Module, exchange: Exchange) -> None:
-    """Load pretrained weights on every rank; rank 0 prints the notices. Raises UsageError."""
-    notes = load_pretrained(model, path)
-    if exchange.rank == 0:
-        for note in notes:
-            say(f"pretrained: {note}")
+def _make_model(
+    config: TrainConfig, source: Source, exchange: Exchange, device: torch.device
+) -> torch.nn.Module:
+    """Return the model with the same initial weights on every rank; then seed each rank alone.
+
+    Rank 0 prints the notices on pretrained weights. Raises UsageError.
+    """
+    _seed(config.run.seed)
+    model = build_model(source.task, config).to(device)
+    if config.model.pretrained is not None:
+        for note in load_pretrained(model, Path(config.model.pretrained)):
+            if exchange.rank == 0:
+                say(f"pretrained: {note}")
+    _try_once(model, source, config, exchange.rank, device)
+    own = np.random.SeedSequence([config.run.seed, exchange.rank])  # other dropout on each rank
+    _seed(int(own.generate_state(1, np.uint64)[0] >> 1))
+    return model
 
 
-def _batches_reached(
-    sampler: GlobalBatchSampler, total_steps: int, accum_steps: int
-) -> Iterator[tuple[int, int]]:
-    """Yield (size of global batch, size of micro-batch) for all sizes that occur in the run."""
-    sizes = {sampler.global_batch_size}
-    if total_steps >= sampler.steps_per_epoch:
-        sizes.add(sampler.samples % sampler.global_batch_size or sampler.global_batch_size)
+def _refuse_small_batches(
+    sampler: GlobalBatchSampler, steps: int, shares: SharesLike, accum_steps: int, sync_bn: bool
+) -> None:
+    """Raise UsageError if batch norm has only one sample at a time, or fewer, in any step."""
+    batch = sampler.global_batch_size
+    sizes = {batch}
+    if steps >= sampler.steps_per_epoch:
+        sizes.add(sampler.samples % batch or batch)
+    text = f"--global-batch-size={batch}: the model normalises over the batch, but"
     for size in sorted(sizes):
-        for part in split_evenly(size, accum_steps):
-            yield size, part.stop - part.start
-
-
-def _refuse_small_shares(
-    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
-) -> None:
-    """Raise UsageError if some rank normalises over fewer than 2 samples at a time."""
-    for size, part in _batches_reached(sampler, total_steps, accum_steps):
-        smallest = min(shares.sizes(part)) - shares.slack
-        if smallest < 2:
-            raise UsageError(
-                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
-                f"the batch, but of a batch of {size} samples some worker gets {smallest} at a "
-                f"time ({sampler.samples} samples, {len(shares.weights)} workers, "
-                f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
-            )
-
-
-def _refuse_single_samples(
-    sampler: GlobalBatchSampler, total_steps: int, shares: SharesLike, accum_steps: int
-) -> None:
-    """Raise UsageError if, with --sync-bn, a micro-batch over all ranks has only one sample."""
-    for size, part in _batches_reached(sampler, total_steps, accum_steps):
-        if part == 1:
-            raise UsageError(
-                f"--global-batch-size={sampler.global_batch_size}: the model normalises over "
-                f"the batch, but a batch of {size} samples (of {sampler.samples}) is taken 1 at a "
-                f"time over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
-            )
+        for micro_batch in split_evenly(size, accum_steps):
+            part = micro_batch.stop - micro_batch.start
+            smallest = min(shares.sizes(part)) - shares.slack
+            if sync_bn and part == 1:
+                raise UsageError(
+                    f"{text} a batch of {size} samples (of {sampler.samples}) is taken 1 at a time "
+                    f"over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
+                )
+            if not sync_bn and smallest < 2:
+                raise UsageError(
+                    f"{text} of a batch of {size} samples some worker gets {smallest} at a time "
+                    f"({sampler.samples} samples, {len(shares.weights)} workers, "
+                    f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
+                )
 
 
 def _demand_repetition(exchange: Exchange) -> None:
@@ -218,7 +194,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _own_seed(seed: int, rank: int) -> int:
-    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -13,7 +13,7 @@ import yaml
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import Option, as_flat_dict, train_options
-from hvdtrain.data.fingerprint import difference
+from hvdtrain.data.splits import difference
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.log import say
@@ -27,10 +27,9 @@ from hvdtrain.train.checkpoint import (
     load_checkpoint,
     name_of,
 )
-from hvdtrain.train.finite import find_not_finite
+from hvdtrain.train.state import find_not_finite
 
 LOCK_WAIT_S = 120.0
-LENGTHS = ("epochs", "max_steps")
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ class Resumable:
 def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     """Return, on rank 0, the run that `--resume` selects; None elsewhere, or if there is none.
 
-    Raises UsageError if the configuration is that of another experiment, if a checkpoint named by
-    the user is damaged, or if a live job is using the folder.
+    Raises UsageError for another experiment, a damaged checkpoint named by the user, or a live job.
     """
     folder = config.folder
     if exchange.rank != 0 or config.run.resume is None:
@@ -96,10 +94,7 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
     state = found.resumed.state if found else None
     if state is None:
         return
-    old, new = state.get("data"), source.fingerprints
-    if not old:
-        say("resume: a checkpoint of an older version: cannot check whether the data are the same")
-        return
+    old, new = state["data"], source.fingerprints
     if len(old) != len(new):
         problems = [f"parts of {len(old)} hosts then, of {len(new)} now"]
     else:
@@ -130,24 +125,19 @@ def _way_to(path: Path) -> str:
 
 
 def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
-    stored = _read_config(directory.path / "config.yaml")
-    _refuse_another_experiment(config, stored, directory.path)
-    finished = _finished_summary(config, stored, directory.path)
-    batch_size: int = stored["global_batch_size"]
-    if finished:
-        return Resumable(directory, Resumed(batch_size, None, finished))
-    checkpoint, state = _load_state(config, directory.path / "checkpoints")
-    return Resumable(directory, Resumed(batch_size, state, None), checkpoint)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
+    path = directory.path / "config.yaml"
     try:
         stored = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"--resume: {path} cannot be read: {error}") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("global_batch_size"), int):
         raise UsageError(f"--resume: {path} is not the configuration of a run")
-    return stored
+    _refuse_another_experiment(config, stored, directory.path)
+    batch_size: int = stored["global_batch_size"]
+    if finished := _finished_summary(config, stored, directory.path):
+        return Resumable(directory, Resumed(batch_size, None, finished))
+    checkpoint, state = _load_state(config, directory.path / "checkpoints")
+    return Resumable(directory, Resumed(batch_size, state, None), checkpoint)
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
@@ -186,7 +176,7 @@ def _finished_summary(
     except (OSError, ValueError):
         return None
     wanted = as_flat_dict(config)
-    longer = any(wanted[name] != stored.get(name) for name in LENGTHS)
+    longer = any(wanted[name] != stored.get(name) for name in ("epochs", "max_steps"))
     return summary if summary.get("status") == "finished" and not longer else None
 
 
@@ -194,11 +184,12 @@ def _load_state(
     config: TrainConfig, folder: Path
 ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
     """Return the newest good checkpoint and its state; print the damaged ones that are skipped."""
-    Checkpoints(folder, keep=1).put_back()
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.put_back()
     if config.run.resume != "auto":
         path = Path(str(config.run.resume))
         if not (path / MANIFEST_FILE).is_file():
-            example = next(iter(Checkpoints(folder, keep=1).complete()), folder / "step-00000100")
+            example = next(iter(checkpoints.complete()), folder / "step-00000100")
             raise UsageError(
                 f"--resume={path}: is not a checkpoint. Give auto, for the newest good one, or the "
                 f"folder of one, such as {example}"
@@ -207,7 +198,7 @@ def _load_state(
             return path, _load_good(path)
         except DamagedCheckpoint as error:
             raise UsageError(f"--resume={config.run.resume}: {error}") from error
-    for path in Checkpoints(folder, keep=1).complete():
+    for path in checkpoints.complete():
         try:
             state = _load_good(path)
         except DamagedCheckpoint as error:

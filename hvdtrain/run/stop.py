@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -37,10 +38,7 @@ STUCK_AFTER_S = 20.0  # without a step
 
 
 class StopSignals:
-    """The signal handlers of a run, as a context manager of the main thread.
-
-    On exit the previous handlers are restored.
-    """
+    """The signal handlers of a run, as a context manager of the main thread."""
 
     def __init__(self) -> None:
         self.requested: int | None = None
@@ -124,42 +122,30 @@ class StopSignals:
         return None
 
 
+@dataclass(frozen=True)
 class RunKeeper:
     """The keeper of every rank: saving and stopping are collective; only rank 0's ledger writes."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        ledger: Ledger,
-        signals: StopSignals,
-        pulse: Pulse,
-    ) -> None:
-        self._exchange = exchange
-        self._ledger = ledger
-        self._signals = signals
-        self._pulse = pulse
-
-    def evaluation_begins(self) -> None:
-        self._pulse.beat("evaluate")
-
-    def waits(self) -> None:
-        self._pulse.beat("exchange")
+    exchange: Exchange
+    ledger: Ledger
+    signals: StopSignals
+    pulse: Pulse
 
     def stop_requested(self) -> bool:
-        self._signals.alive()
-        self._pulse.beat()
-        self._ledger.check_saved()
-        return self._signals.requested is not None
+        self.signals.alive()
+        self.pulse.beat()
+        self.ledger.check_saved()
+        return self.signals.requested is not None
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        progress = self._ledger.progress()
-        self.waits()
-        snapshot = capture(job, state, self._exchange, progress)
-        self._pulse.beat("save")
-        self._ledger.saved(snapshot, evaluation)
+        progress = self.ledger.progress()
+        self.pulse.beat("exchange")
+        snapshot = capture(job, state, self.exchange, progress)
+        self.pulse.beat("save")
+        self.ledger.saved(snapshot, evaluation)
 
     def stop(self) -> NoReturn:
         """Collective: raise Stopped on all ranks with the highest signal that any received."""
-        self._ledger.wait_until_saved()
-        numbers = self._exchange.all_gather_object(self._signals.requested, "hvdtrain.stop")
+        self.ledger.wait_until_saved()
+        numbers = self.exchange.all_gather_object(self.signals.requested, "hvdtrain.stop")
         raise Stopped(max(number for number in numbers if number is not None))

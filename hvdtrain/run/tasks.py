@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -20,15 +21,15 @@ from hvdtrain.data import (
     SharesLike,
     load_dataset,
 )
+from hvdtrain.data.builtin import fetch
 from hvdtrain.data.feeding import PartSplit
-from hvdtrain.data.fingerprint import Fingerprint, fingerprint
-from hvdtrain.data.splits import Splits, check_split
+from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import counted
+from hvdtrain.models import IMAGE_SIZES, check_model, fit_dataset
 from hvdtrain.models import build_model as build_network
-from hvdtrain.models import check_model, fit_dataset, image_size_of
-from hvdtrain.tasks import Settings, Task, undefined_methods
+from hvdtrain.tasks import Settings, Task
 from hvdtrain.tasks.classification import Classification
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -73,16 +74,13 @@ def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Sou
 
     Raises AgreedFailure if a rank fails, or hosts hold parts of different data sets.
     """
-    local_ranks = exchange.all_gather_object(local_rank, "hvdtrain.local_ranks")
-    hosts = hosts_of(local_ranks)
+    hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
     agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
-    workers_here = hosts.count(host)
-
     shared = config.data.data_placement == "shared"
 
     def build() -> tuple[Task, Splits, Fingerprints]:
-        task = build_task(config, host, workers_here)
+        task = build_task(config, host, hosts.count(host))
         data = build_data(task, config)
         known = {} if shared and exchange.rank > 0 else _fingerprints(data, config)
         return task, data, known
@@ -102,14 +100,8 @@ def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:
-    """Return the number of each rank's host, from 0.
-
-    The ranks of a host are consecutive, and its local ranks start at 0.
-    """
-    hosts: list[int] = []
-    for local_rank in local_ranks:
-        hosts.append((hosts[-1] if hosts else -1) + (local_rank == 0))
-    return hosts
+    """Return the number of each rank's host, from 0: each host begins with its local rank 0."""
+    return [number - 1 for number in accumulate(int(rank == 0) for rank in local_ranks)]
 
 
 def _place(
@@ -177,8 +169,6 @@ def _refuse_other_parts(
 def download(config: TrainConfig, host: int) -> None:
     """Download missing files of the data set, if its source is known."""
     if config.model.task is None:
-        from hvdtrain.data.download import fetch
-
         fetch(config.data.data, Path(_of_host(config.data.data_dir, host, config)))
 
 
@@ -198,7 +188,8 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     made = plugins.call("--task", name, plugins.import_callable("--task", name), settings)
     if not isinstance(made, Task):
         raise UsageError(f"--task={name}: returned {type(made).__name__}, expected hvdtrain.Task")
-    lacking = undefined_methods(made)
+    needed = ("build_data", "build_model", "loss")
+    lacking = [method for method in needed if getattr(type(made), method) is getattr(Task, method)]
     if lacking:
         raise UsageError(
             f"--task={name}: {type(made).__name__} does not define {', '.join(lacking)} "
@@ -217,7 +208,7 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
     cores = len(os.sched_getaffinity(0))
     readers = min(cores // workers_here, MOST_READERS) if chosen.workers is None else chosen.workers
     options = ReadOptions(
-        image_size=chosen.image_size or image_size_of(settings.model),
+        image_size=chosen.image_size or IMAGE_SIZES.get(settings.model),
         valid_split=chosen.valid_split,
         hflip=chosen.hflip,
         crop_padding=chosen.crop_padding,

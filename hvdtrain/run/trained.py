@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
-from hvdtrain.config.fields import positive, require
+from hvdtrain.config import DataConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
 from hvdtrain.data import Shares
-from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
-from hvdtrain.data.image_folder import MAX_PIXELS, centred, normalised, read_image
+from hvdtrain.data.feeding import BadSample
+from hvdtrain.data.image_folder import (
+    EXTENSIONS,
+    MAX_PIXELS,
+    centred,
+    images_under,
+    left_out,
+    normalised,
+    read_image,
+)
 from hvdtrain.data.splits import ImageFormat
-from hvdtrain.data.streaming import BadSample
 from hvdtrain.data.transforms import resize
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
@@ -25,10 +32,9 @@ from hvdtrain.models import build_model as build_network
 from hvdtrain.plugins import is_plugin, refuse_code_of
 from hvdtrain.run.prepare import choose_device
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
-from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_weights
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import class_accuracy
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.weights import find_weights
 
@@ -51,58 +57,61 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     config = build_config(_chosen(source, stored, overrides, arguments), [])
     task = build_task(config)
-    _refuse_other_classes(task, takeaway, config.data.data)
+    trained, own = takeaway.get("classes"), task.takeaway().get("classes")
+    if trained != own:
+        named = f"--data={config.data.data}"
+        raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
     data = build_data(task, config)
     device = choose_device(config.model.device, Topology())
     model = _with_weights(build_model(task, config), weights, source).to(device)
     found = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
-    assert found is not None
     if found.samples == 0:
         raise HvdtrainError(f"none of the {len(data.valid):,} samples of {data.name} could be read")
     bad = len(data.valid) - found.samples
     skipped = f"; {bad:,} more could not be read, and were left out" if bad else ""
-    say(_describe(found, f"{data.name}, {counted(found.samples, 'sample')}{skipped}"))
+    lines = [f"{data.name}, {counted(found.samples, 'sample')}{skipped}"]
+    lines.append(f"  loss {found.loss:.6g}")
+    lines += [f"  {name} {value:.4f}" for name, value in found.metrics.items()]
+    if "confusion" in found.tables:
+        seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
+        lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
+    say("\n".join(lines))
     write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
     return EXIT_OK
 
 
 def predict(arguments: dict[str, Any]) -> int:
-    """Print the likeliest classes of images. Returns the exit code.
-
-    Images that cannot be read are named; the rest are still classified.
-    """
+    """Print the likeliest classes of images; name those not readable. Returns the exit code."""
     source = Path(arguments["source"])
     weights, takeaway = read_checkpoint(source)
     form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
     takeaway = _chosen(source, takeaway, ("model",), arguments)
-    most = arguments["max_image_pixels"]
-    require(positive("max_image_pixels", most))
+    most = DataConfig(max_image_pixels=arguments["max_image_pixels"]).max_image_pixels
     paths = _images(arguments["images"])
-    outputs = len(takeaway["classes"])
-    model = build_network(takeaway["model"], tuple(takeaway["shape"]), outputs, dtype)
+    classes, shape = takeaway["classes"], tuple(takeaway["shape"])
+    model = build_network(takeaway["model"], shape, len(classes), dtype)
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
-    size = (takeaway["shape"][1], takeaway["shape"][2])
     records: list[dict[str, Any]] = []
     for start in range(0, len(paths), PREDICTED_AT_A_TIME):
         part = paths[start : start + PREDICTED_AT_A_TIME]
         read, pixels = _read(part, form, most or MAX_PIXELS)
         if not read:
             continue
-        inputs = resize(normalised(torch.stack(pixels), form, dtype), size)
+        inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).cpu().tolist()
-        records += _print_best(read, scores, takeaway["classes"], arguments["top"])
+        records += _print_best(read, scores, classes, arguments["top"])
     write_json(arguments["json"], records)
-    _refuse_bad(len(paths) - len(records), len(paths), arguments["skip_bad_samples"])
+    bad = len(paths) - len(records)
+    if not records or (bad and not arguments["skip_bad_samples"]):
+        advice = ". With --skip-bad-samples that is no failure" if records else ""
+        raise HvdtrainError(f"{bad:,} of {counted(len(paths), 'image')} could not be read{advice}")
     return EXIT_OK
 
 
 def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
-    """Return weights and takeaway of a run or checkpoint.
-
-    Raises UsageError unless `source` is the folder of an undamaged one.
-    """
+    """Return weights and takeaway of a run's or checkpoint's folder. Raises UsageError."""
     place = find_weights(source)
     if not place.is_dir():
         raise UsageError(f"{source}: a run's folder or a checkpoint's is needed, not weights alone")
@@ -141,12 +150,6 @@ def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> tor
     return model
 
 
-def _refuse_other_classes(task: Task, takeaway: Takeaway, data: str) -> None:
-    trained, own = takeaway.get("classes"), task.takeaway().get("classes")
-    if trained != own:
-        raise UsageError(f"--data={data}: its classes are {own}, those of the model {trained}")
-
-
 def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
     """Return how an image file is converted to an input. Raises UsageError if it is unknown."""
     if takeaway.get("images") is not None:
@@ -155,14 +158,16 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
     if takeaway.get("task") != "classification":
         raise UsageError(f"{source}: was trained by a --task, not as a classifier; {way_out}")
     data, form = takeaway["data"], ", ".join(map(str, takeaway["shape"]))
-    reason = f"{source}: was trained on --data={data}, which does not define how an image file "
-    reason += "becomes an input"
+    advice = ""
     if is_plugin(data) and takeaway["shape"][0] in (1, 3):
-        reason += (
+        advice = (
             f": give its first data set `image_format = hvdtrain.ImageFormat({form})`, or its "
+            "hvdtrain.Dataset the same as `images`, and train again"
         )
-        reason += "hvdtrain.Dataset the same as `images`, and train again"
-    raise UsageError(f"{reason}; or {way_out}")
+    raise UsageError(
+        f"{source}: was trained on --data={data}, which does not define how an image file becomes "
+        f"an input{advice}; or {way_out}"
+    )
 
 
 def _images(given: list[str]) -> list[Path]:
@@ -203,13 +208,6 @@ def _read(
     return read, pixels
 
 
-def _refuse_bad(bad: int, images: int, may_skip: bool) -> None:
-    """Raise HvdtrainError if all images are unreadable, or some without --skip-bad-samples."""
-    if bad == images or (bad and not may_skip):
-        advice = "" if bad == images else ". With --skip-bad-samples that is no failure"
-        raise HvdtrainError(f"{bad:,} of {counted(images, 'image')} could not be read{advice}")
-
-
 def _print_best(
     paths: list[Path], predictions: list[list[float]], classes: list[str], top: int
 ) -> list[dict[str, Any]]:
@@ -220,12 +218,3 @@ def _print_best(
         say(f"{path}: " + ", ".join(f"{classes[number]} {scores[number]:.3f}" for number in best))
         records.append({"image": str(path), "scores": dict(zip(classes, scores, strict=True))})
     return records
-
-
-def _describe(found: Evaluation, what: str) -> str:
-    lines = [what, f"  loss {found.loss:.6g}"]
-    lines += [f"  {name} {value:.4f}" for name, value in found.metrics.items()]
-    if "confusion" in found.tables:
-        seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
-        lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
-    return "\n".join(lines)

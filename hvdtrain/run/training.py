@@ -6,14 +6,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from torch import cuda
+from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, NoAudit
 from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
-from hvdtrain.errors import PeerFailure, Stopped, UsageError
+from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
@@ -24,16 +28,15 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.console import header, verdict
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.failure import leave_at_once, report_failure
 from hvdtrain.run.ledger import Ledger, RunLedger
-from hvdtrain.run.memory import keep_freed_memory
 from hvdtrain.run.prepare import prepare
-from hvdtrain.run.profiling import StepProfiler
+from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.loop import Hooks, Job, Outcome, State
+from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
 
 
@@ -117,10 +120,9 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
+    topology = session.topology
     job = agree(
-        exchange,
-        "prepare",
-        lambda: prepare(config, batch_size, source, exchange, session.topology),
+        exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     ledger = agree(
@@ -149,7 +151,7 @@ def _make_ready(
     """Collective: distribute the optimizer, restore the saved state, connect the audit's ring."""
     exchange, signals = session.exchange, session.signals
     job = job.distributed(exchange)
-    state = State.at_start(job, exchange, session.pulse)
+    state = State(Meter(exchange, job.sampler.samples, job.task.metrics, session.pulse))
     if saved:
         lost = restore(saved, job, state, exchange)
         if lost and exchange.rank == 0:
@@ -162,8 +164,8 @@ def _make_ready(
 
     signals.training_starts(note=ledger.fail, give_up=give_up)
     keeper = RunKeeper(exchange, ledger, signals, session.pulse)
-    steps = config.run.profile and profiled_steps(config.run.profile)
-    profiler = StepProfiler(steps or None, config.folder / "profile", exchange)
+    steps = profiled_steps(config.run.profile or "")
+    profiler = StepProfiler(steps, config.folder / "profile", exchange)
     stack.callback(profiler.close)
 
     def finish(outcome: Outcome) -> None:
@@ -192,14 +194,11 @@ def _open_ledger(
     name = config.model.task or config.model.model
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
-    return RunLedger(directory, job, exchange, config.run.keep_checkpoints, state, resolved, pulse)
+    return RunLedger(directory, job, exchange, state, resolved, pulse)
 
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
-    """Return the order of summation for an exact audit; None if no exact audit is requested.
-
-    Raises UsageError if the order is unknown, so that bits cannot be compared.
-    """
+    """Return the order of sums for an exact audit, if any. Raises UsageError if it is unknown."""
     if config.check.audit != "exact" or not _has_audits(config, exchange):
         return None
     if job.device.type != "cpu":
@@ -210,16 +209,9 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
 
 
 def make_audit(
-    config: TrainConfig,
-    job: Job,
-    exchange: Exchange,
-    order: KnownOrder | None,
-    ledger: Ledger,
+    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
 ) -> Auditor | NoAudit:
-    """Collective: connect the audit's ring and return the auditor, or NoAudit if audits are off.
-
-    With an `order` gradients are compared bit by bit, otherwise with a rounding bound.
-    """
+    """Collective: return the auditor: bit by bit with an `order`, else within a bound."""
     if not _has_audits(config, exchange):
         return NoAudit()
     settings, reduction = config.check, job.reduction
@@ -238,3 +230,45 @@ def make_audit(
 
 def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
     return config.check.audit_every > 0 and exchange.size > 1
+
+
+@dataclass
+class StepProfiler:
+    """A profiler of a range of steps: torch's on every rank, and Horovod's timeline.
+
+    Both can be opened in chrome://tracing and https://ui.perfetto.dev.
+    """
+
+    steps: tuple[int, int] | None  # first and last, counted from 1; None: no profile
+    folder: Path  # receives rank-N.json of every rank, and timeline.json of rank 0
+    exchange: Exchange
+    _profile: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start the profile if `step` is in the range; call before each step."""
+        due = self.steps is not None and self.steps[0] <= step <= self.steps[1]
+        if not due or self._profile is not None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(f"--profile: {self.folder}: {error.strerror}") from error
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if cuda.is_available() else []
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self.exchange.start_timeline(self.folder / "timeline.json")
+
+    def end(self, step: int) -> None:
+        """Write the profile at the end of the range; call after each step."""
+        if self.steps is not None and step >= self.steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the profile and write it. Further calls have no effect."""
+        if self._profile is None:
+            return
+        done, self._profile, self.steps = self._profile, None, None
+        self.exchange.stop_timeline()
+        done.stop()
+        done.export_chrome_trace(str(self.folder / f"rank-{self.exchange.rank}.json"))

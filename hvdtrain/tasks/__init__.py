@@ -7,7 +7,7 @@ metrics, evaluation, checkpoints) is derived from its sums. Classification is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,13 @@ class Sums:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a training run that a task may use.
-
-    `model`, `data`, `data_dir` and `seed`: the values of these flags. `dtype`: the floating-point
-    type of parameters and data.
-    """
+    """The options of a training run that a task may use: the values of the flags of these names."""
 
     model: str
     data: str
     data_dir: Path
     seed: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of parameters and data
 
 
 class Task:
@@ -56,8 +52,7 @@ class Task:
     `valid_metrics`: the same for `evaluate`; None: the names in `metrics`.
     `tables`: further sums that `evaluate` returns in `Sums.metrics`, as {name: shape}.
     `best`: the validation metric, or "loss", by which the best checkpoint is chosen: the one with
-        the lowest value, unless `best_is_highest`.
-    `best_is_highest`: whether the highest value of `best` is the best.
+        the lowest value or, with `best_is_highest`, the highest.
     `counts_samples`: whether `Sums.samples` is the number of samples in the batch. Set it to False
         if it counts something else that varies between batches, such as tokens.
     """
@@ -93,12 +88,6 @@ class Task:
         return {}
 
 
-def undefined_methods(task: Task) -> list[str]:
-    """Return the required methods that the class of `task` does not define."""
-    needed = ("build_data", "build_model", "loss")
-    return [name for name in needed if getattr(type(task), name) is getattr(Task, name)]
-
-
 def valid_metrics_of(task: Task) -> tuple[str, ...]:
     """Return the names of the scalar metrics of `task.evaluate`."""
     return task.metrics if task.valid_metrics is None else task.valid_metrics
@@ -112,31 +101,31 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
     name = f"{type(task).__name__}.{'loss' if training else 'evaluate'}"
     if not isinstance(sums, Sums):
         raise TrainingError(f"{name} returned {type(sums).__name__}, expected hvdtrain.Sums")
-    problems = []
+    problems = "; ".join(_wrong_in(sums, task, samples, training))
+    if problems:
+        raise TrainingError(f"{name}: {problems}")
+    return sums
+
+
+def _wrong_in(sums: Sums, task: Task, samples: int, training: bool) -> Iterator[str]:
     if not isinstance(sums.loss, torch.Tensor) or sums.loss.dim() != 0:
-        problems.append(
-            f"the loss must be a scalar, the sum over samples, and is {_kind(sums.loss)}"
-        )
+        yield f"the loss must be a scalar, the sum over samples, and is {_kind(sums.loss)}"
     elif training and not sums.loss.requires_grad:
-        problems.append("the loss does not depend on any parameter that is trained")
+        yield "the loss does not depend on any parameter that is trained"
     if task.counts_samples and sums.samples != samples:
-        problems.append(
+        yield (
             f"a batch of {samples} samples was counted as {sums.samples}. Is the batch dimension "
             "another one? To count tokens, set counts_samples = False"
         )
     expected = set(task.metrics if training else (*valid_metrics_of(task), *task.tables))
     if set(sums.metrics) != expected:
-        problems.append(f"metrics {sorted(sums.metrics)}, expected {sorted(expected)}")
+        yield f"metrics {sorted(sums.metrics)}, expected {sorted(expected)}"
     for metric, value in sums.metrics.items():
         shape = () if training else task.tables.get(metric, ())
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
-            problems.append(f"{metric} must be a tensor of shape {list(shape)}, not {_kind(value)}")
-    if problems:
-        raise TrainingError(f"{name}: {'; '.join(problems)}")
-    return sums
+            yield f"{metric} must be a tensor of shape {list(shape)}, not {_kind(value)}"
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(list(value.shape))
-    return f"a {type(value).__name__}"
+    kind = f"a {type(value).__name__}"
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else kind

@@ -57,14 +57,12 @@ class Classification(Task):
         scores = self._scores(model, inputs).double()
         best = scores.topk(min(TOP_K, classes), dim=1).indices
         right = best == labels[:, None]
-        figures = {"accuracy": right[:, 0].sum(), "accuracy_top5": right.any(dim=1).sum()}
         pairs = torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
-        return Sums(
-            functional.cross_entropy(scores, labels, reduction="sum"),
-            len(labels),
-            {name: figures[name] for name in self.valid_metrics}
-            | {"confusion": pairs.reshape(classes, classes)},
-        )
+        figures = {"accuracy": right[:, 0].sum(), "confusion": pairs.reshape(classes, classes)}
+        if "accuracy_top5" in self.valid_metrics:
+            figures["accuracy_top5"] = right.any(dim=1).sum()
+        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        return Sums(loss, len(labels), figures)
 
     def _scores(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         scores = model(inputs)
@@ -79,12 +77,12 @@ class Classification(Task):
 
     def takeaway(self) -> dict[str, Any]:
         """Return what is needed to rebuild the network and to read images as in training."""
-        data, settings = self.dataset, self.settings
+        data = self.dataset
         return {
             "task": "classification",
-            "model": settings.model,
-            "data": settings.data,
-            "dtype": str(settings.dtype).removeprefix("torch."),
+            "model": self.settings.model,
+            "data": self.settings.data,
+            "dtype": str(self.settings.dtype).removeprefix("torch."),
             "shape": list(data.shape),
             "classes": list(data.class_names),
             "images": asdict(data.images) if data.images else None,

@@ -48,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """Collective in training mode: normalise `input`, of shape (samples, channels, ...)."""
+        """Normalise `input`, of shape (samples, channels, ...); a collective in training mode."""
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
@@ -64,23 +64,23 @@ class SyncBatchNorm(_BatchNorm):
         return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Collective: return mean and biased variance, each of shape (channels,), and the count.
-
-        All are over all ranks; the count is the number of values per channel.
-        """
+        """Collective: return mean, biased variance (both (channels,)) and count, over all ranks."""
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         dims = [0, *range(2, values.dim())]
         own_count = wide.new_full((1,), values.numel() / values.size(1))
-        sums = _sum(
-            torch.cat([wide.sum(dims), own_count]), self.exchange, f"{self.collective}.mean"
-        )
+        sums = self._sum(torch.cat([wide.sum(dims), own_count]), "mean")
         count = float(sums[-1].detach())
         if count <= 1:
             raise ValueError("batch norm needs more than one value per channel over all ranks")
         mean = sums[:-1] / count
         centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
-        squares = _sum(centred.square().sum(dims), self.exchange, f"{self.collective}.variance")
+        squares = self._sum(centred.square().sum(dims), "variance")
         return mean, squares / count, count
+
+    def _sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        name = f"{self.collective}.{what}"
+        summed: torch.Tensor = _SumOverRanks.apply(values, self.exchange, name)  # type: ignore[no-untyped-call]
+        return summed
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
         assert self.running_mean is not None
@@ -94,11 +94,6 @@ class SyncBatchNorm(_BatchNorm):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         unbiased = variance * (count / (count - 1))
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
-
-
-def _sum(values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
-    summed: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
-    return summed
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -124,18 +119,8 @@ def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
 
 
 def _converted(module: _BatchNorm, exchange: Exchange, collective: str) -> SyncBatchNorm:
-    sync = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-    )
-    sync.weight, sync.bias = module.weight, module.bias
-    sync.running_mean, sync.running_var = module.running_mean, module.running_var
-    sync.num_batches_tracked = module.num_batches_tracked
-    sync.training = module.training
-    sync.exchange, sync.collective = exchange, collective
+    sync = SyncBatchNorm(module.num_features)
+    vars(sync).update(vars(module), exchange=exchange, collective=collective)
     return sync
 
 
@@ -148,14 +133,10 @@ def averaged_statistics(
     `own_weight`: weight of this rank, proportional to its samples. On exit each rank has its own
     statistics again.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
-    ]
     buffers = [
         buffer
-        for layer in layers
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
         for buffer in (layer.running_mean, layer.running_var)
         if buffer is not None
     ]

@@ -3,7 +3,8 @@
 A checkpoint is a folder: model.safetensors (the weights, to evaluate and to export),
 training_state.pt (the state to resume from), and manifest.json with the size and SHA-256 of both.
 It is written under a temporary name, synced to disk and renamed, so it is never visible half
-written. An existing checkpoint of the same step stays until the new one replaces it.
+written. An existing checkpoint of the same step is set aside for the moment of the renaming; if it
+fails then, or is killed, `put_back` restores it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
-from hvdtrain.files import replace_folder, set_aside, undo_replacing, write_new
+from hvdtrain.files import write_new
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "manifest.json"
 NAME = re.compile(r"step-\d{8,}")
+REPLACED = ".replaced"
 
 
 def name_of(step: int) -> str:
@@ -64,10 +66,10 @@ class Checkpoints:
     def save(
         self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
     ) -> None:
-        """Write a checkpoint in the background, after waiting for the previous write to end.
+        """Write a checkpoint in the background, after the previous one.
 
-        `takeaway`: plain values for later users of the weights. Raises TrainingError if the
-        previous write failed.
+        `takeaway`: plain values for users of the weights. Raises TrainingError if the previous
+        write failed.
         """
         self.wait()
         self._writing = threading.Thread(
@@ -87,7 +89,7 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             kept = "The checkpoints before it are untouched"
-            for aside in set_aside(self.folder):
+            for aside in self.folder.glob(f".*{REPLACED}"):
                 kept += f", but one is called {aside.name}: --resume auto restores it"
             raise TrainingError(
                 f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. {kept}"
@@ -102,7 +104,12 @@ class Checkpoints:
 
     def put_back(self) -> None:
         """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""
-        undo_replacing(self.folder)
+        for aside in sorted(self.folder.glob(f".*{REPLACED}")):
+            final = self.folder / aside.name.removeprefix(".").removesuffix(REPLACED)
+            if final.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(final)
 
     def repair(self, resumed: str | None, best: str | None) -> None:
         """Correct the pointers `last` and `best` before a killed run is resumed.
@@ -110,8 +117,6 @@ class Checkpoints:
         `resumed`: name of the checkpoint to resume from. `best`: name of the best one so far, as
         recorded in that checkpoint. A pointer to a missing checkpoint is removed.
         """
-        if not self.folder.is_dir():
-            return
         for pointer, name in (("last", resumed), ("best", best)):
             place = self.folder / pointer
             if name is not None and (self.folder / name).is_dir():
@@ -134,7 +139,7 @@ class Checkpoints:
                 self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        undo_replacing(self.folder)
+        self.put_back()
         for leftover in self.folder.glob(".step-*"):
             if leftover.is_symlink():  # never made by a save: its target must not be deleted
                 leftover.unlink()
@@ -155,42 +160,35 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     Raises DamagedCheckpoint, naming the problem, unless every file matches the manifest. No code in
     a file is ever executed: the state is loaded with `weights_only=True`.
     """
-    manifest = _read_manifest(path)
-    for name in (MODEL_FILE, STATE_FILE):
-        if manifest["files"][name] != _describe_or_nothing(path / name):
-            raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
+    weights, _ = load_weights(path, verify=(MODEL_FILE, STATE_FILE))
     try:
-        weights = load_file(path / MODEL_FILE)
         state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
     except Exception as error:  # a forged archive can cause any exception
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     return weights, state
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def load_weights(
+    path: Path, verify: Sequence[str] = (MODEL_FILE,)
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights of a checkpoint and its takeaway, the values for their users.
+
+    Raises DamagedCheckpoint unless the files to verify match the manifest; others may be missing.
+    """
     place = path / MANIFEST_FILE
     try:
         manifest = json.loads(place.read_text("utf-8"))
         digest = manifest.pop("manifest_sha256")
-        described = all(
-            isinstance(manifest["files"][name], dict) for name in (MODEL_FILE, STATE_FILE)
-        )
+        expected = {name: manifest["files"][name] for name in verify}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
-    if not described or digest != _digest_of(manifest):
+    if digest != _digest_of(manifest):
         raise DamagedCheckpoint(f"{place} is not what was written")
-    result: dict[str, Any] = manifest
-    return result
-
-
-def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the verified weights of a checkpoint and its takeaway, the values for their users.
-
-    Raises DamagedCheckpoint. The training state is not read and may be missing.
-    """
-    manifest = _read_manifest(path)
-    if manifest["files"][MODEL_FILE] != _describe_or_nothing(path / MODEL_FILE):
-        raise DamagedCheckpoint(f"{path / MODEL_FILE} is not what was written (size or SHA-256)")
+    for name, described in expected.items():
+        with suppress(OSError):
+            if described == _describe(path / name):
+                continue
+        raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
     try:
         return load_file(path / MODEL_FILE), manifest.get("takeaway", {})
     except Exception as error:
@@ -214,12 +212,13 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
         _sync(partial / name)
-    repeated = replace_folder(partial, final) if final.exists() else None
-    if repeated is None:
-        partial.rename(final)
+    aside = folder / f".{final.name}{REPLACED}"
+    if final.exists():  # a step that a resumed run saves again
+        final.rename(aside)
+    partial.rename(final)
     _sync(folder)
-    if repeated:
-        shutil.rmtree(repeated)
+    if aside.exists():
+        shutil.rmtree(aside)
     return final
 
 
@@ -244,14 +243,6 @@ def _describe(path: Path) -> dict[str, int | str]:
         while block := stream.read(1 << 20):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _describe_or_nothing(path: Path) -> dict[str, int | str] | None:
-    """Return size and SHA-256 of a file, or None if it cannot be read."""
-    try:
-        return _describe(path)
-    except OSError:
-        return None
 
 
 def _point(pointer: Path, name: str) -> None:

@@ -34,10 +34,7 @@ class Interrupted(Exception):
 
 
 def class_accuracy(confusion: list[list[float]]) -> list[float | None]:
-    """Return the fraction of correctly classified samples of each class; None without samples.
-
-    `confusion`: counts, as [true class][predicted class].
-    """
+    """Return each class's accuracy, None without samples; counts: [true class][predicted class]."""
     return [row[i] / sum(row) if sum(row) else None for i, row in enumerate(confusion)]
 
 

@@ -24,16 +24,13 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike
 from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError, name_ranks
-from hvdtrain.exchange import SUM, Exchange, Reduction
-from hvdtrain.exchange.parameters import check_equal_on_all_ranks
-from hvdtrain.pulse import Pulse
+from hvdtrain.exchange import SUM, Exchange, Reduction, check_equal_on_all_ranks
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.train.batchnorm import averaged_statistics
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
-from hvdtrain.train.finite import not_finite
 from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
-from hvdtrain.train.schedule import Schedule
-from hvdtrain.train.update import Update
+from hvdtrain.train.optimizers import Schedule
+from hvdtrain.train.update import Update, not_finite
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
 
@@ -56,25 +53,11 @@ class Observer(Protocol):
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
 
 
-class Profiler(Protocol):
-    """A profiler of chosen steps."""
-
-    def begin(self, step: int) -> None: ...
-
-    def end(self, step: int) -> None: ...
-
-
 class Keeper(Protocol):
     """The part of a run that saves its state and receives stop requests."""
 
     def stop_requested(self) -> bool:
         """Return whether this rank was asked to stop; called at each step and in evaluations."""
-
-    def evaluation_begins(self) -> None:
-        """Report that an evaluation begins."""
-
-    def waits(self) -> None:
-        """Report that this rank has done its part and waits for the others."""
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         """Collective: save the state between two steps."""
@@ -90,7 +73,7 @@ class Hooks:
     audit: Audit
     observer: Observer
     keeper: Keeper
-    profiler: Profiler
+    profiler: Audit  # the same calls, before and after the whole step
 
 
 @dataclass(frozen=True)
@@ -133,17 +116,8 @@ class Job:
         """The order of the samples."""
         return self.feed.sampler
 
-    @property
-    def counts_vary(self) -> bool:
-        """Return whether the count that the loss is averaged over is known only after the step."""
-        return not self.task.counts_samples or may_skip(self.data.train)
-
     def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: return a context manager for the model to evaluate and to save.
-
-        The model has the moving average of the weights, if there is one, and the running statistics
-        of all ranks.
-        """
+        """Collective: return `with_all_statistics` of the model to save: the average, if any."""
         average = self.update.average
         return self.with_all_statistics(average.module if average else self.model, exchange)
 
@@ -156,25 +130,12 @@ class Job:
 
 
 @dataclass
-class Position:
-    """The progress of a run: these two numbers determine the data that follow."""
+class State:
+    """The progress and sums of a run; steps and samples seen determine the data that follow."""
 
+    meter: Meter
     step: int = 0
     samples_seen: int = 0
-
-
-@dataclass(frozen=True)
-class State:
-    """The progress and sums of a run; both parts are updated at each step."""
-
-    position: Position
-    meter: Meter
-
-    @classmethod
-    def at_start(cls, job: Job, exchange: Exchange, pulse: Pulse | None = None) -> State:
-        """Return the state before the first step."""
-        meter = Meter(exchange, job.sampler.samples, job.task.metrics, pulse)
-        return cls(Position(), meter)
 
 
 @dataclass(frozen=True)
@@ -193,28 +154,28 @@ def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
     if parameters differ between ranks; any exception of the audit; and Stopped, once all ranks have
     agreed to stop and the state is saved.
     """
-    position, meter, keeper = state.position, state.meter, hooks.keeper
+    meter, keeper = state.meter, hooks.keeper
     job.model.train()
     evaluation = None
     try:
-        if _epoch_ends(job, position) and meter.has_open_epoch:  # stopped during its evaluation
+        if _epoch_ends(job, state) and meter.has_open_epoch:  # stopped during its evaluation
             evaluation = _end_epoch(job, meter, exchange, hooks)
             keeper.save(job, state, evaluation)
-        for data in _steps(job, position, exchange.rank):
-            step = position.step + 1
+        for data in _steps(job, state, exchange.rank):
+            step = state.step + 1
             hooks.profiler.begin(step)
             meter.begin_step(step)
             stop = keeper.stop_requested()
             sums = train_step(job, exchange, hooks.audit, step, data, meter.clock, stop)
             meter.end_step(sums, step, data.samples)
             hooks.profiler.end(step)
-            position.step, position.samples_seen = step, position.samples_seen + data.samples
+            state.step, state.samples_seen = step, state.samples_seen + data.samples
             if step % job.intervals.log == 0:
                 hooks.observer.interval_end(meter.read_interval(), _lr_in_use(job))
             if job.intervals.hash and step % job.intervals.hash == 0:
                 check_equal_on_all_ranks(job.model, exchange, f"after step {step}")
             evaluation = None
-            if _epoch_ends(job, position):
+            if _epoch_ends(job, state):
                 evaluation = _end_epoch(job, meter, exchange, hooks)
             due = job.intervals.checkpoint and step % job.intervals.checkpoint == 0
             if due or evaluation or meter.stop_agreed:
@@ -230,15 +191,12 @@ def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
     return Outcome(meter.last_epoch or meter.totals(), evaluation, meter.steady_samples_per_s)
 
 
-def _epoch_ends(job: Job, position: Position) -> bool:
-    return position.samples_seen % job.sampler.samples == 0 or position.step == job.total_steps
+def _epoch_ends(job: Job, state: State) -> bool:
+    return state.samples_seen % job.sampler.samples == 0 or state.step == job.total_steps
 
 
 def _end_epoch(job: Job, meter: Meter, exchange: Exchange, hooks: Hooks) -> Evaluation | None:
-    """Collective: evaluate if due, and report the epoch. Returns None if no evaluation is due.
-
-    Raises Interrupted, with the epoch left open.
-    """
+    """Collective: report the epoch; evaluate if due, else return None. Raises Interrupted."""
     meter.collect()
     if math.isnan(meter.totals().loss):  # no samples: a loss that is not finite has raised already
         raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
@@ -251,7 +209,8 @@ def _end_epoch(job: Job, meter: Meter, exchange: Exchange, hooks: Hooks) -> Eval
 
 def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Evaluation:
     """Collective: evaluate the model that would be saved. Raises Interrupted on a stop request."""
-    keeper.evaluation_begins()
+    pulse = meter.clock.pulse
+    pulse.beat("evaluate")
     with job.evaluated_model(exchange) as model:
         evaluation = evaluate(
             model,
@@ -261,7 +220,7 @@ def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Eva
             exchange,
             job.device,
             stop_requested=keeper.stop_requested,
-            waits=keeper.waits,
+            waits=lambda: pulse.beat("exchange"),
         )
     if evaluation.samples == 0:
         raise TrainingError(_NOTHING_READ.format(part="validate with", data=job.data.name))
@@ -277,10 +236,10 @@ def _lr_in_use(job: Job) -> float:
     return float(job.optimizer.param_groups[0]["lr"])
 
 
-def _steps(job: Job, position: Position, rank: int) -> Iterator[StepData]:
-    """Yield the data of each step from `position`, which the caller advances, to the run's end."""
-    while position.step < job.total_steps:
-        yield from job.feed.epoch(position.samples_seen, job.total_steps - position.step, rank)
+def _steps(job: Job, state: State, rank: int) -> Iterator[StepData]:
+    """Yield the data of each step from `state`, which the caller advances, to the run's end."""
+    while state.step < job.total_steps:
+        yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, rank)
 
 
 def train_step(
@@ -314,7 +273,7 @@ def train_step(
     sums.start(exchange, step, stop_requested, clock.take())
     exchange.reduce_gradients(job.optimizer)
     audit.end(step)
-    if job.counts_vary:  # the count is known only now
+    if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
         counted = float(sums.total()[COUNT])
         job.update.rescale(data.samples / counted if counted else 1.0)
     clock.enter("update")

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,20 +32,18 @@ class PhaseClock:
     """The host time that each phase of a step takes on this rank."""
 
     def __init__(self, pulse: Pulse) -> None:
-        """`pulse` receives each phase change."""
-        self._pulse = pulse
+        self.pulse = pulse  # receives each phase change
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._phase = PHASES[0]
-        self._began_s = time.perf_counter()
+        self._phase, self._began_s = PHASES[0], time.perf_counter()
 
     def restart(self, step: int) -> None:
         """Begin a step in the data phase; the time since the last step counts for no phase."""
-        self._pulse.step = step
+        self.pulse.step = step
         self._begin(PHASES[0])
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
-        self._seconds[self._phase] += time.perf_counter() - self._began_s
+        self.leave()
         self._begin(phase)
 
     def leave(self) -> None:
@@ -52,9 +51,8 @@ class PhaseClock:
         self._seconds[self._phase] += time.perf_counter() - self._began_s
 
     def _begin(self, phase: str) -> None:
-        self._phase = phase
-        self._began_s = time.perf_counter()
-        self._pulse.beat(phase)
+        self._phase, self._began_s = phase, time.perf_counter()
+        self.pulse.beat(phase)
 
     def take(self) -> list[float]:
         """Return the seconds of each phase since the last call, in the order of PHASES."""
@@ -66,14 +64,12 @@ class StepSums:
     """The sums of one step: first of this rank, then reduced over all ranks."""
 
     def __init__(self, device: torch.device, metrics: Sequence[str] = ()) -> None:
-        """Start at zero, the sums of a rank whose share is empty. `metrics`: names."""
         # Loss; count that the loss is a mean over (usually samples); losses that are not finite;
         # stop requests; unreadable samples; seconds of each phase; metrics.
         self.own = torch.zeros(METRICS_FROM + len(metrics), dtype=torch.float64, device=device)
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.own
-        self._arrived: torch.Tensor | None = None
 
     def add(self, sums: Sums, bad: int = 0) -> None:
         """Add the sums of a batch; `bad`: number of samples that could not be read."""
@@ -88,19 +84,14 @@ class StepSums:
     def start(
         self, exchange: Exchange, step: int, stop_requested: bool, phases_s: Sequence[float]
     ) -> None:
-        """Collective: begin the reduction over ranks.
-
-        Two steps may be in progress at a time, so two names alternate.
-        """
+        """Collective: begin the reduction. Two steps may be in progress, so two names alternate."""
         self.own[STOP] = stop_requested
         self.own[BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
-        self._total = exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}")
+        self._total = cache(exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}"))
 
     def total(self) -> torch.Tensor:
         """Collective: wait for the reduction; return the sums over all ranks."""
-        if self._arrived is None:
-            self._arrived = self._total()
-        return self._arrived
+        return self._total()
 
     def check_losses(self, exchange: Exchange, step: int) -> None:
         """Collective: raise TrainingError, naming the ranks, unless all losses are finite."""
@@ -184,19 +175,14 @@ class Meter:
         metrics: Sequence[str] = (),
         pulse: Pulse | None = None,
     ) -> None:
-        """`metrics`: names of the task's metrics. `pulse` receives each phase change."""
         self.clock = PhaseClock(pulse or Pulse())
         self._exchange = exchange
         self._samples_per_epoch = samples_per_epoch
         self._metrics = tuple(metrics)
-        self._step = 0
-        self._samples_seen = 0
-        self._bad_samples = 0
+        self._step, self._samples_seen, self._bad_samples = 0, 0, 0
         self._gradient_norm: torch.Tensor | float | None = None
-        self._interval = _Window()
-        self._epoch = _Window()
-        self._all = _Window()
-        self._steady = _Window()
+        self._interval, self._epoch = _Window(), _Window()
+        self._all, self._steady = _Window(), _Window()
         self._steps_here = 0
         self._started_s = 0.0
         self._waiting: tuple[int, StepSums, int] | None = None

@@ -1,14 +1,13 @@
-"""Use of the reduced gradients: unscaling, clipping, optimizer step and moving average."""
+"""Use of the reduced gradients: check, unscaling, clipping, optimizer step, moving average."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from hvdtrain.train.finite import not_finite
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,10 +47,9 @@ class Update:
         return self._scaler.scale(loss)
 
     def not_finite(self) -> list[str]:
-        """Return the names of the parameters whose reduced gradient is not finite.
+        """Return the names of the parameters whose reduced gradient is not finite, on every rank.
 
-        The result is the same on every rank. With fp16 it is empty: the scaler skips such a step
-        and lowers the loss scale.
+        With fp16 there are none: the scaler skips such a step and lowers the loss scale.
         """
         if self._scaler.is_enabled():
             return []
@@ -67,8 +65,7 @@ class Update:
     def apply(self, optimizer: torch.optim.Optimizer, measure: bool = False) -> torch.Tensor | None:
         """Unscale and clip the gradients, make one optimizer step and update the average.
 
-        Returns the norm of the gradients before clipping if clipping is on or `measure` is set,
-        else None.
+        Returns the norm before clipping if clipping is on or `measure` is set, else None.
         """
         self._scaler.unscale_(optimizer)
         norm = None
@@ -96,3 +93,20 @@ class Update:
         self._scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors with an element that is infinite or NaN.
+
+    If there are none, memory is read once: a sum with such an element is never finite.
+    """
+    sums = [_values(tensor).sum() for tensor in tensors.values()]
+    if not sums or bool(torch.stack([total.double() for total in sums]).isfinite().all()):
+        return []
+    # A sum of finite values may have overflowed, so check each element.
+    return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor._values() if tensor.is_sparse else tensor.detach()
+    return torch.view_as_real(values) if values.is_complex() else values

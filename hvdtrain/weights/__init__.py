@@ -1,13 +1,328 @@
-"""Weights in files: reading, removal of wrappers' prefixes, loading into a model."""
+"""Weights of files: read without trusting the file, and loaded into a model.
 
-from hvdtrain.weights.loading import describe_removed, load_pretrained
-from hvdtrain.weights.reading import Weights, clean_names, find_weights, read_weights
+All are loaded or none, except a head for other classes. Files are safetensors, those of torch.save
+and checkpoints. Pickled code is never run: torch reads with `weights_only`, and files that it
+refuses are refused.
+"""
 
-__all__ = [
-    "Weights",
-    "clean_names",
-    "describe_removed",
-    "find_weights",
-    "load_pretrained",
-    "read_weights",
-]
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from hvdtrain.errors import UsageError
+from hvdtrain.train.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
+
+Weights = dict[str, torch.Tensor]
+# Keys of the weights in dictionaries that training scripts save. The first one present is used: the
+# model before its moving average.
+NESTS = (
+    *("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params"),
+    *("model_ema", "ema_state_dict", "state_dict_ema", "ema"),
+)
+DEEPEST_NEST = 3
+POINTERS = ("best", "last")
+COMPILED = "_orig_mod"
+WRAPPED = "module."
+COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
+_REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)")
+EXAMPLES = 3
+HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Training heads of googlenet and inception_v3 in torchvision's files.
+AUXILIARY = ("aux1", "aux2", "AuxLogits")
+# torchvision's files of DenseNet have old layer names, norm.1 for norm1.
+OLD_DENSENET = re.compile(r"(.*\.denselayer\d+\.(?:norm|conv))\.([12]\.\w+)")
+
+
+def read_weights(path: Path) -> Weights:
+    """Return the tensors by name of a weights file, a checkpoint's folder or a run's folder.
+
+    Raises UsageError if they cannot be read.
+    """
+    place = find_weights(path)
+    try:
+        if place.is_dir():
+            content: object = load_checkpoint(place)[0]
+        elif place.suffix == ".safetensors":
+            content = load_file(place)
+        else:
+            with place.open("rb") as stream:
+                content = _read_torch(stream, place)
+    except DamagedCheckpoint as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UsageError(f"{place}: damaged, or not a safetensors file: {error}") from error
+    return _checked(_unnest(content, place), place)
+
+
+def find_weights(path: Path) -> Path:
+    """Return the weights file that `path` refers to, or the folder of a verifiable checkpoint.
+
+    A run's folder refers to its best checkpoint, or the last one if there is no best one.
+    """
+    pointers = [folder / name for name in POINTERS for folder in (path / "checkpoints", path)]
+    for pointer in [*pointers, *([path] if path.name in POINTERS else [])]:
+        if pointer.is_file():
+            return _follow(pointer)
+    if path.is_dir():
+        if (path / MANIFEST_FILE).is_file():
+            return path
+        if not (path / MODEL_FILE).is_file():
+            raise UsageError(
+                f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
+            )
+        return path / MODEL_FILE
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file or folder")
+    return path
+
+
+def _follow(pointer: Path) -> Path:
+    """Return the checkpoint that `best` or `last` names."""
+    try:
+        target = pointer.parent / pointer.read_text("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{pointer}: cannot be read: {error}") from error
+    if target == pointer.parent or not target.is_dir():
+        raise UsageError(f"{pointer}: names a checkpoint that does not exist")
+    return target
+
+
+def _read_torch(stream: IO[bytes], path: Path) -> object:
+    """Read a file of torch.save without running code in it."""
+    try:
+        # Scripts of torchvision and timm save their options as a Namespace of plain attributes.
+        # torch.jit archives cause a warning before they are refused.
+        options = torch.serialization.safe_globals([argparse.Namespace])
+        with options, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged or forged archives raise errors of many types
+        code = _refused_code(error)
+        if code:
+            raise UsageError(
+                f"{path}: holds pickled code ({code}), which is not run. If you trust it, "
+                "re-save only its weights: torch.save(model.state_dict(), FILE)"
+            ) from error
+        # torch's message of an UnpicklingError is not about the file.
+        is_named = not isinstance(error, pickle.UnpicklingError) and str(error)
+        reason = f": {type(error).__name__}: {str(error).splitlines()[0]}" if is_named else ""
+        raise UsageError(f"{path}: damaged, or not a file of torch.save{reason}") from error
+
+
+def _refused_code(error: Exception) -> str | None:
+    """Return the class or function that torch refused to run, if that was the error."""
+    if "TorchScript" in str(error):
+        return "a TorchScript archive"
+    found = _REFUSED_GLOBAL.search(str(error))
+    return (found[1] or found[2]) if found else None
+
+
+def _unnest(content: object, place: Path) -> dict[Any, Any]:
+    """Return `content`, or a dictionary nested in it, that holds tensors."""
+    level = content
+    for _ in range(DEEPEST_NEST):
+        if not isinstance(level, dict):
+            break
+        if any(isinstance(value, torch.Tensor) for value in level.values()):
+            return level
+        level = next((level[name] for name in NESTS if isinstance(level.get(name), dict)), None)
+    keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else None
+    held = "" if keys is None else f"; holds {keys or 'nothing'}"
+    raise UsageError(f"{place}: no tensors by name in it{held}")
+
+
+def _checked(level: dict[Any, Any], place: Path) -> Weights:
+    """Return detached tensors by name, without extra state of layers that is no tensor.
+
+    Raises UsageError for other objects, and for meta, quantized and sparse tensors.
+    """
+    weights: Weights = {}
+    for name, value in level.items():
+        if not isinstance(value, torch.Tensor) and str(name).endswith("_extra_state"):
+            continue
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise UsageError(f"{place}: holds {name!r} among the tensors, a {type(value).__name__}")
+        if value.is_meta or value.is_quantized or value.layout != torch.strided:
+            kind = "without values" if value.is_meta else "quantized or sparse"
+            raise UsageError(f"{place}: tensor {name} is {kind}")
+        weights[name] = value.detach()
+    return weights
+
+
+def clean_names(weights: Weights) -> tuple[Weights, dict[str, int]]:
+    """Return the weights by their clean names, and how often each prefix was removed.
+
+    A model whose only attribute is called `module` is indistinguishable from a wrapped one: that
+    prefix is removed too. Raises UsageError if two names become equal.
+    """
+    origins, removed = find_origins(weights)
+    return {clean: weights[name] for clean, name in origins.items()}, removed
+
+
+def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the names by their clean names, and how often each prefix was removed.
+
+    Raises UsageError if two names become equal.
+    """
+    removed: Counter[str] = Counter()
+    cleaned: dict[str, str] = {}
+    for name in names:
+        *path, last = name.split(".")
+        removed[f"{COMPILED}."] += path.count(COMPILED)
+        cleaned[name] = ".".join([*(part for part in path if part != COMPILED), last])
+    while _all_wrapped(cleaned):
+        for name, clean in list(cleaned.items()):
+            if clean == COUNTER:
+                del cleaned[name]
+                removed[COUNTER] += 1
+            else:
+                cleaned[name] = clean.removeprefix(WRAPPED)
+                removed[WRAPPED] += 1
+    origins: dict[str, str] = {}
+    for name, clean in cleaned.items():
+        other = origins.setdefault(clean, name)
+        if other != name:
+            raise UsageError(f"the names {other} and {name} would both become {clean}")
+    return origins, dict(+removed)  # without counts of 0
+
+
+def _all_wrapped(cleaned: dict[str, str]) -> bool:
+    own = [clean for clean in cleaned.values() if clean != COUNTER]
+    return bool(own) and all(clean.startswith(WRAPPED) for clean in own)
+
+
+def load_pretrained(model: nn.Module, path: Path) -> list[str]:
+    """Load the weights at `path` into `model` and return notes about it.
+
+    A head (the last linear or convolutional layer) for another number of classes is left
+    unchanged. Raises UsageError if the weights are of another architecture or not finite; the model
+    is then unusable.
+    """
+    try:
+        place = find_weights(path)
+        weights, removed = clean_names(read_weights(path))
+        notes = [f"{len(weights)} tensors from {place}", *describe_removed(removed)]
+        notes += _load(model, weights)
+    except UsageError as error:
+        reasons = [reason.removeprefix(f"{path}: ") for reason in error.problems]
+        raise UsageError(*(f"--pretrained={path}: {reason}" for reason in reasons)) from error
+    return notes
+
+
+def describe_removed(removed: dict[str, int]) -> list[str]:
+    """Return a note such as ['removed from names: _orig_mod. (62 times)'], or none."""
+    counted = [f"{prefix} ({times} times)" for prefix, times in removed.items()]
+    return [f"removed from names: {', '.join(counted)}"] if counted else []
+
+
+def _load(model: nn.Module, weights: Weights) -> list[str]:
+    own = model.state_dict()
+    origins, _ = find_origins(own)  # remove the same prefixes on both sides
+    targets = {clean: own[name] for clean, name in origins.items()}
+    weights = {_renewed(name, targets): tensor for name, tensor in weights.items()}
+    auxiliary = {n for n in weights if n not in targets and n.partition(".")[0] in AUXILIARY}
+    head, head_notes = _leave_head(model, weights, origins, targets)
+    common = weights.keys() & targets.keys() - head
+    wrong = sorted(name for name in common if _differs(weights[name], targets[name]))
+    left = auxiliary | head | set(wrong)
+    chosen = {name: tensor for name, tensor in weights.items() if name not in left}
+    values, type_notes = _converted(chosen, targets)
+    missing, extra = _put(model, {origins.get(name, name): t for name, t in values.items()})
+    there = {own[origins[name]].data_ptr() for name in values if name in origins}  # for tied names
+    expected = {origins.get(name) for name in left}
+    lacking = [n for n in missing if n not in expected and own[n].data_ptr() not in there]
+    shapes = [f"{n} {_shape(weights[n])} and {_shape(targets[n])} here" for n in wrong]
+    found = {"missing in the file": lacking, "not in the model": extra, "of other shapes": shapes}
+    problems = [_count(what, names) for what, names in found.items() if names]
+    if problems:
+        raise UsageError(f"weights of another architecture: {'; '.join(problems)}")
+    ignored = [f"auxiliary heads: {len(auxiliary)} tensors are ignored"] if auxiliary else []
+    return [*ignored, *head_notes, *type_notes]
+
+
+def _renewed(name: str, targets: Weights) -> str:
+    renewed = OLD_DENSENET.sub(r"\1\2", name)
+    return renewed if renewed in targets and name not in targets else name
+
+
+def _leave_head(
+    model: nn.Module, weights: Weights, origins: dict[str, str], targets: Weights
+) -> tuple[set[str], list[str]]:
+    """Return the names of the head if the file has it for other classes, and a note."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, HEADS)]
+    head = {f"{layers[-1]}.weight", f"{layers[-1]}.bias"} if layers else set()
+    names = sorted(clean for clean, name in origins.items() if name in head)
+    pairs = [(weights.get(name), targets[name]) for name in names]
+    if not pairs or not all(_has_other_classes(theirs, ours) for theirs, ours in pairs):
+        return set(), []
+    layer, _, _ = names[0].rpartition(".")
+    counts = f"{len(weights[names[0]])} classes in the file, {len(targets[names[0]])} here"
+    return set(names), [f"head {layer}: {counts}: reinitialised"]
+
+
+def _has_other_classes(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
+    """Return whether the shapes differ only in the first dimension, the number of classes."""
+    if theirs is None or theirs.dim() != ours.dim():
+        return False
+    return len(theirs) != len(ours) and theirs.shape[1:] == ours.shape[1:]
+
+
+def _differs(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
+    """Return whether shapes differ, or only one of the types is floating point."""
+    return theirs.shape != ours.shape or theirs.is_floating_point() != ours.is_floating_point()
+
+
+def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
+    """Return the weights in the types of the model, and a note.
+
+    Raises UsageError unless all are finite after the conversion, which may overflow.
+    """
+    values = {n: t.to(targets[n].dtype) if n in targets else t for n, t in weights.items()}
+    not_finite = [name for name, value in values.items() if not value.isfinite().all()]
+    if not_finite:
+        raise UsageError(_count("not finite", not_finite))
+    changes = sorted(
+        {(_type(weights[n]), _type(t)) for n, t in values.items() if t.dtype != weights[n].dtype}
+    )
+    return values, [f"converted from {theirs} to {ours}" for theirs, ours in changes]
+
+
+def _put(model: nn.Module, values: Weights) -> tuple[list[str], list[str]]:
+    """Load values and return the names missing in them, and those that the model lacks."""
+    state = OrderedDict(values)
+    # Without versions of layers, torch and torchvision convert the names of older releases. The
+    # version of the network itself is required by torchvision's MNASNet.
+    state._metadata = {"": {"version": model._version}}  # type: ignore[attr-defined]
+    try:
+        missing, extra = model.load_state_dict(state, strict=False)
+    except Exception as error:  # layers may define their own loading
+        raise UsageError(f"cannot be loaded: {error}") from error
+    return list(missing), list(extra)
+
+
+def _count(what: str, names: list[str]) -> str:
+    more = ", ..." if len(names) > EXAMPLES else ""
+    return f"{len(names)} {what} ({', '.join(names[:EXAMPLES])}{more})"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    kind = "" if tensor.is_floating_point() else f" {_type(tensor)}"
+    return ("x".join(map(str, tensor.shape)) or "scalar") + kind
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

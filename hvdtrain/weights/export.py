@@ -18,7 +18,7 @@ from hvdtrain.weights import Weights, clean_names, describe_removed, find_weight
 SUFFIX = ".safetensors"
 
 
-def export(source: Path, out: Path, force: bool, keep_names: bool) -> int:
+def export(source: Path, out: Path, force: bool = False, keep_names: bool = False) -> int:
     """Write the weights of `source` to `out` and return the exit code. Raises UsageError."""
     _refuse_unfit(out, force)
     weights = read_weights(source)
@@ -28,8 +28,18 @@ def export(source: Path, out: Path, force: bool, keep_names: bool) -> int:
             weights, removed = clean_names(weights)
         except UsageError as error:
             raise UsageError(f"{source}: {error}; --keep-names leaves them as they are") from error
-    digest = _write(_apart(weights), out, force)
-    say("\n".join([f"{find_weights(source)} -> {out}", *_describe(weights, removed, digest)]))
+    # Each tensor in memory of its own: the format has no views, and no shared tensors.
+    weights = {n: t.clone(memory_format=torch.contiguous_format) for n, t in weights.items()}
+    digest = _write(weights, out, force)
+    values = sum(tensor.numel() for tensor in weights.values())
+    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    say(f"{find_weights(source)} -> {out}")
+    say(
+        f"  {len(weights)} tensors, {values:,} values in parameters and buffers, "
+        f"{' and '.join(types)}"
+    )
+    for line in [*describe_removed(removed), f"sha256 {digest}"]:
+        say(f"  {line}")
     return EXIT_OK
 
 
@@ -47,14 +57,6 @@ def _refuse_unfit(out: Path, force: bool) -> None:
         raise UsageError(*problems)
 
 
-def _apart(weights: Weights) -> Weights:
-    """Copy each tensor to memory of its own: the format has no views, and no shared tensors."""
-    return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in weights.items()
-    }
-
-
 def _write(weights: Weights, out: Path, force: bool) -> str:
     """Write the file atomically, by renaming a temporary one, and return its SHA-256."""
     partial = out.with_name(f".{out.name}.partial")
@@ -65,7 +67,9 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
             while block := stream.read(1 << 20):
                 content.update(block)
             os.fsync(stream.fileno())
-        partial.chmod(0o666 & ~_umask())  # safetensors creates files readable only by their owner
+        umask = os.umask(0)  # it can only be read by setting it
+        os.umask(umask)
+        partial.chmod(0o666 & ~umask)  # safetensors creates files readable only by their owner
         _refuse_unfit(out, force)  # writing may have taken a while
         partial.replace(out)
     except (OSError, SafetensorError, ValueError) as error:
@@ -74,21 +78,3 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return content.hexdigest()
-
-
-def _umask() -> int:
-    """Return the umask of the process, which can only be read by setting it."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
-
-
-def _describe(weights: Weights, removed: dict[str, int], digest: str) -> list[str]:
-    values = sum(tensor.numel() for tensor in weights.values())
-    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    return [
-        f"  {len(weights)} tensors, {values:,} values in parameters and buffers, "
-        f"{' and '.join(types)}",
-        *(f"  {line}" for line in describe_removed(removed)),
-        f"  sha256 {digest}",
-    ]

@@ -58,7 +58,8 @@ def main() -> int:
         elif arguments.command == "logs":
             logs(engine)
         else:
-            start_beside(engine, _command_of(arguments.command, arguments.rest))
+            command = {"run": "launch"}.get(arguments.command, arguments.command)
+            start_beside(engine, ["hvdtrain", command, *arguments.rest])
     except HvdtrainError as error:
         complain(f"cluster: error: {error}")
         return error.exit_code
@@ -210,10 +211,6 @@ def _wait_until_they_answer(engine: Engine, workers: Sequence[str]) -> None:
         time.sleep(0.3)
 
 
-def _command_of(command: str, rest: Sequence[str]) -> list[str]:
-    return ["hvdtrain", {"run": "launch"}.get(command, command), *rest]
-
-
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise UsageError(
@@ -262,13 +259,12 @@ def _parse_up(argv: Sequence[str]) -> argparse.Namespace:
         help="keep the runs in one volume for all hosts, or in one for each host (shared)",
     )
     options = parser.parse_args(argv)
-    problems = []
-    for flag, value, most in (
-        ("--hosts", options.hosts, MOST_HOSTS),
-        ("--slots", options.slots, MOST_SLOTS),
-    ):
-        if not 1 <= value <= most:
-            problems.append(f"{flag}={value}: must be from 1 to {most}")
+    limits = {"--hosts": (options.hosts, MOST_HOSTS), "--slots": (options.slots, MOST_SLOTS)}
+    problems = [
+        f"{flag}={value}: must be from 1 to {most}"
+        for flag, (value, most) in limits.items()
+        if not 1 <= value <= most
+    ]
     if options.data and not options.data.is_dir():
         problems.append(f"--data={options.data}: there is no such folder")
     if problems:

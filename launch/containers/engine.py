@@ -46,36 +46,32 @@ class Engine:
         """Raise PreflightError unless an engine answers."""
         if not shutil.which("docker"):
             raise PreflightError(NO_DOCKER)
-        done = _run(["docker", "version", "--format", "{{.Server.Version}}"])
+        done = _try(["docker", "version", "--format", "{{.Server.Version}}"])
         if done.returncode != 0:
-            raise PreflightError(NO_ENGINE.format(answer=_last_lines(done.stderr)))
+            raise PreflightError(NO_ENGINE.format(answer=last_lines(done.stderr)))
 
     def capture(self, *arguments: str, stdin: str | None = None) -> str:
         """Return the standard output of a docker command. Raises EngineError when it fails."""
-        return _docker(arguments, stdin).stdout
+        return run(["docker", *arguments], f"docker {arguments[0]}", stdin).stdout
 
     def logs(self, container: str, lines: str) -> str:
         """Return the last lines of a container's output, including standard error (used by sshd).
 
         Raises EngineError when it fails.
         """
-        done = _docker(("logs", "--tail", lines, container))
+        done = run(["docker", "logs", "--tail", lines, container], "docker logs")
         return (done.stdout + done.stderr).rstrip()
 
     def succeeds(self, *arguments: str) -> bool:
         """Return whether a docker command ends with exit code 0."""
-        return _run(["docker", *arguments]).returncode == 0
+        return _try(["docker", *arguments]).returncode == 0
 
     def compose(self, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
         """Run a Compose command on this cluster. Raises EngineError when it fails."""
         command = [*_compose_command(), "--project-name", self.cluster]
         command += ["--file", os.fspath(self.compose_file), *arguments]
-        done = _run(command, environment={**os.environ, **(variables or {})})
-        if done.returncode != 0:
-            raise EngineError(
-                f"docker compose {arguments[0]} failed (exit code {done.returncode}): "
-                f"{_last_lines(done.stderr or done.stdout)}"
-            )
+        environment = {**os.environ, **(variables or {})}
+        run(command, f"docker compose {arguments[0]}", environment=environment)
 
     def workers(self, running: bool = True) -> list[str]:
         """Return the names of the cluster's worker containers in the order of their numbers."""
@@ -128,14 +124,28 @@ def launcher_argv(
 
 
 def _compose_command() -> list[str]:
-    if _run(["docker", "compose", "version"]).returncode == 0:
+    if _try(["docker", "compose", "version"]).returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
     raise PreflightError(NO_COMPOSE)
 
 
-def _run(
+def run(
+    command: list[str],
+    what: str,
+    stdin: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command. Raises EngineError, which names it as `what`, when it fails."""
+    done = _try(command, stdin, environment)
+    if done.returncode != 0:
+        output = last_lines(done.stderr or done.stdout)
+        raise EngineError(f"{what} failed (exit code {done.returncode}): {output}")
+    return done
+
+
+def _try(
     command: list[str], stdin: str | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -143,14 +153,6 @@ def _run(
     )
 
 
-def _docker(arguments: Sequence[str], stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a docker command. Raises EngineError when it fails."""
-    done = _run(["docker", *arguments], stdin)
-    if done.returncode != 0:
-        output = _last_lines(done.stderr or done.stdout)
-        raise EngineError(f"docker {arguments[0]} failed (exit code {done.returncode}): {output}")
-    return done
-
-
-def _last_lines(text: str) -> str:
+def last_lines(text: str) -> str:
+    """Return the end of a command's output."""
     return "\n".join(text.strip().splitlines()[-LAST_LINES:])

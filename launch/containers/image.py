@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.log import say
-from launch.containers.engine import Engine, EngineError
+from launch.containers.engine import Engine, EngineError, last_lines, run
 from launch.containers.wheels import put_wheels, remove_wheels
 from launch.install.horovod_wheel import cache_folder
 
@@ -64,10 +64,9 @@ def _build(root: Path, tag: str) -> None:
         log = cache_folder().parent / "image-build.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(done.stdout + done.stderr, "utf-8")
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise EngineError(
             f"the image could not be built (exit code {done.returncode}; all of its output is in "
-            f"{log}):\n{tail}"
+            f"{log}):\n{last_lines(done.stdout + done.stderr)}"
         )
 
 
@@ -130,14 +129,11 @@ def _ensure_base(engine: Engine, base: str) -> None:
 
 def _bootstrap(base: str) -> None:
     """Build the base image from Debian packages with debootstrap."""
-    problems = [
-        problem
-        for problem, present in (
-            ("debootstrap is missing: apt-get install debootstrap", shutil.which("debootstrap")),
-            ("only root can run it", os.geteuid() == 0),
-        )
-        if not present
-    ]
+    problems = []
+    if not shutil.which("debootstrap"):
+        problems.append("debootstrap is missing: apt-get install debootstrap")
+    if os.geteuid() != 0:
+        problems.append("only root can run it")
     if problems:
         raise PreflightError(
             f"the base image {base} can neither be pulled nor built here: {'; '.join(problems)}. "
@@ -146,18 +142,9 @@ def _bootstrap(base: str) -> None:
     say(f"cluster: building {base} with debootstrap: takes a minute or two, once")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-base-") as scratch:
         tree, archive = Path(scratch, "root"), Path(scratch, "base.tar")
-        _tool("debootstrap", "--variant=minbase", DEBIAN_RELEASE, str(tree))
-        for leftover in [
-            *tree.glob("var/cache/apt/archives/*.deb"),
-            *tree.glob("var/lib/apt/lists/*_*"),
-        ]:
-            leftover.unlink()
-        _tool("tar", "--create", "--directory", str(tree), "--file", str(archive), ".")
-        _tool("docker", "import", str(archive), base)
-
-
-def _tool(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        raise PreflightError(f"{command[0]} failed (exit code {done.returncode}): {tail}")
+        run(["debootstrap", "--variant=minbase", DEBIAN_RELEASE, str(tree)], "debootstrap")
+        for pattern in ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*_*"):
+            for leftover in tree.glob(pattern):
+                leftover.unlink()
+        run(["tar", "--create", "--directory", str(tree), "--file", str(archive), "."], "tar")
+        run(["docker", "import", str(archive), base], "docker import")

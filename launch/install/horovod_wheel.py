@@ -16,18 +16,11 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from launch.install.horovod_source import (
-    EDITS,
-    HOROVOD_SHA256,
-    HOROVOD_VERSION,
-    apply_edits,
-)
+from launch.install.horovod_source import EDITS, HOROVOD_SHA256, HOROVOD_VERSION, apply_edits
 from launch.install.machine import Mpi
 
 # CMake 3.26 supports C++17 for every compiler that torch supports; 4 is the newest tested.
@@ -141,7 +134,8 @@ def obtain_wheel(inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
 
 
 def _build_once(folder: Path, inputs: WheelInputs, python: Path, mpi: Mpi) -> Path:
-    with _locked(folder / "lock"):
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         wheel = cached_wheel(inputs)
         if wheel is None:
             with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
@@ -149,13 +143,6 @@ def _build_once(folder: Path, inputs: WheelInputs, python: Path, mpi: Mpi) -> Pa
                 wheel = _publish(built, folder)
             (folder / "inputs.json").write_text(json.dumps(asdict(inputs), indent=2) + "\n")
     return wheel
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _publish(built: Path, folder: Path) -> Path:
@@ -181,7 +168,10 @@ def _build(scratch: Path, log: Path, inputs: WheelInputs, python: Path, mpi: Mpi
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
             )
             if done.returncode != 0:
-                raise PreflightError(_failure(what, done.returncode, log))
+                error = first_error(log.read_text(errors="replace"))
+                raise PreflightError(
+                    f"could not {what} (exit code {done.returncode}): {error}\nfull log: {log}"
+                )
 
         step("install the build tools", [*pip, "install", "--target", str(tools), *BUILD_TOOLS])
         step(
@@ -223,19 +213,10 @@ def _unpack(archive: Path, into: Path) -> Path:
     return into / f"horovod-{HOROVOD_VERSION}"
 
 
-def _failure(what: str, returncode: int, log: Path) -> str:
-    error = first_error(log.read_text(errors="replace"))
-    return f"could not {what} (exit code {returncode}): {error}\nfull log: {log}"
-
-
 def first_error(log_text: str) -> str:
     """Return the first line that a compiler, CMake or pip marks as an error, and the next line."""
     lines = log_text.splitlines()
-    for pattern in (
-        r"\berror: |fatal error: |undefined reference",
-        r"CMake Error",
-        r"ERROR: |Error",
-    ):
+    for pattern in (r"\berror: |undefined reference", r"CMake Error", r"ERROR: |Error"):
         for number, line in enumerate(lines):
             # pip's summary line does not name the cause.
             if re.search(pattern, line) and "subprocess-exited-with-error" not in line:

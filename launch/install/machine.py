@@ -1,4 +1,8 @@
-"""System requirements: all missing ones are reported at once, with the command to install them."""
+"""System requirements: what is missing, and the installation of Debian packages.
+
+All missing requirements are reported at once, with the command to install them. Packages are
+installed without starting their services, now or at boot.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,22 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-MINIMUM_PYTHON = (3, 10)
+POLICY = Path("/usr/sbin/policy-rc.d")  # consulted by packages before they start a service
+REFUSE = "#!/bin/sh\n# Written by launch/setup while it installs packages.\nexit 101\n"
+SERVICES = {
+    "openssh-server": ("ssh.service", "ssh.socket"),
+    "munge": ("munge.service",),
+    "slurmctld": ("slurmctld.service",),
+    "slurmd": ("slurmd.service",),
+}
+
+Run = Callable[[list[str], str], object]
 
 
 @dataclass(frozen=True)
@@ -40,50 +52,36 @@ def _find_python_header() -> str | None:
     return str(header) if header.is_file() else None
 
 
-def _find_tool(name: str) -> str | None:
-    """Find a program on PATH or in the sbin folders, which may not be on a user's PATH."""
-    path = os.environ.get("PATH", "")
-    return shutil.which(name, path=f"{path}{os.pathsep}/usr/sbin{os.pathsep}/sbin")
+def _tool(name: str, why: str, debian_package: str, program: str | None = None) -> Requirement:
+    """Return the requirement of a program on PATH or in the sbin folders, which may not be on a
+    user's PATH.
+    """
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    return Requirement(name, why, debian_package, lambda: shutil.which(program or name, path=path))
 
 
 REQUIREMENTS = (
     Requirement("C++ compiler", "Horovod is compiled here", "g++", _find_compiler),
-    Requirement("make", "Horovod is compiled here", "make", lambda: shutil.which("make")),
+    _tool("make", "Horovod is compiled here", "make"),
     Requirement("Python headers", "Horovod is compiled here", "python3-dev", _find_python_header),
     Requirement("Python venv", "hvdtrain is installed in .venv", "python3-venv", _find_venv),
-    Requirement(
-        "ssh client",
-        "horovodrun reaches hosts by ssh",
-        "openssh-client",
-        lambda: shutil.which("ssh"),
-    ),
+    _tool("ssh client", "horovodrun reaches hosts by ssh", "openssh-client", "ssh"),
 )
 
 # The test suite needs these too: it builds hosts from namespaces, and skips those tests if one is
 # missing.
 TEST_REQUIREMENTS = (
-    Requirement(
-        "ssh server", "test hosts are reached by ssh", "openssh-server", lambda: _find_tool("sshd")
-    ),
-    Requirement("ip", "test hosts have networks", "iproute2", lambda: _find_tool("ip")),
-    Requirement(
-        "unshare", "test hosts are namespaces", "util-linux", lambda: _find_tool("unshare")
-    ),
-    *(
-        Requirement(tool, "test hosts have a Slurm", package, partial(_find_tool, tool))
-        for tool, package in (
-            ("munged", "munge"),
-            ("slurmctld", "slurmctld"),
-            ("slurmd", "slurmd"),
-            ("srun", "slurm-client"),
-        )
-    ),
+    _tool("ssh server", "test hosts are reached by ssh", "openssh-server", "sshd"),
+    _tool("ip", "test hosts have networks", "iproute2"),
+    _tool("unshare", "test hosts are namespaces", "util-linux"),
+    _tool("munged", "test hosts have a Slurm", "munge"),
+    _tool("slurmctld", "test hosts have a Slurm", "slurmctld"),
+    _tool("slurmd", "test hosts have a Slurm", "slurmd"),
+    _tool("srun", "test hosts have a Slurm", "slurm-client"),
 )
 
 
-def missing_requirements(
-    requirements: tuple[Requirement, ...] = REQUIREMENTS,
-) -> list[Requirement]:
+def missing_requirements(requirements: tuple[Requirement, ...]) -> list[Requirement]:
     """Return the requirements that this machine does not meet, in the order given."""
     return [requirement for requirement in requirements if requirement.find() is None]
 
@@ -100,6 +98,31 @@ def explain_missing(missing: list[Requirement]) -> str:
             "or, as root: launch/setup --system-packages",
         ]
     )
+
+
+def install_packages(packages: list[str], run: Run, policy: Path = POLICY) -> None:
+    """Install packages with apt-get; disable their services. `run` takes a command and a title."""
+    apt = ["apt-get", "install", "--yes", "--quiet", *packages]
+    run(["apt-get", "update", "--quiet"], "apt-get update")
+    with _services_stay_off(policy):
+        run(["env", "DEBIAN_FRONTEND=noninteractive", *apt], "apt-get install")
+    services = [service for package in packages for service in SERVICES.get(package, ())]
+    if services and shutil.which("systemctl"):
+        run(["systemctl", "--quiet", "disable", *services], f"disable {' '.join(services)}")
+
+
+@contextmanager
+def _services_stay_off(policy: Path) -> Iterator[None]:
+    """Install a policy that starts no service, unless the machine already has a policy."""
+    if policy.exists():
+        yield
+        return
+    policy.write_text(REFUSE)
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -135,11 +158,3 @@ def find_system_mpi(outside: Path) -> Mpi | None:
     done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     version = re.search(r"\(Open MPI\) (4\.\d+\.\d+)", done.stdout)
     return Mpi(version.group(1), "system") if version else None
-
-
-def python_problem() -> str | None:
-    """Return why this Python is unsuitable, or None."""
-    if sys.version_info < MINIMUM_PYTHON:
-        wanted = ".".join(map(str, MINIMUM_PYTHON))
-        return f"Python {wanted} or newer is needed, this is {sys.version.split()[0]}"
-    return None

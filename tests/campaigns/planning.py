@@ -8,6 +8,10 @@ prints the tables of docs/planning.md. `measure` takes some minutes, and require
 It adds missing measurements to docs/planning-measured.json; `measured` prints them again. The jobs
 of a model for all N are alive together and train in turns, so that a drift in the speed of the
 machine affects all N alike.
+
+Nothing is fitted to a published result. The time of one device is that of the authors, or of the
+same GPU in TensorFlow's benchmarks. Latencies are those in NCCL's model of its ring. Links have
+their nominal bandwidth.
 """
 
 from __future__ import annotations
@@ -20,21 +24,33 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvdtrain.lab.bench.scaling import OURS, ScalingCase, Starter
+from hvdtrain.lab.bench.contestants import OURS, ScalingCase, Starter
 from hvdtrain.lab.bench.within_job import DATA
 from hvdtrain.lab.children import fork_server, guarded
-from hvdtrain.lab.plan.costs import Cluster
-from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.lab.plan.network import measure_network, read_network
-from hvdtrain.lab.plan.predicting import Queue, Scenario, predict
-from hvdtrain.lab.plan.profiles import read_profile
+from hvdtrain.lab.plan.predicting import (
+    Cluster,
+    Link,
+    Queue,
+    Scenario,
+    negotiation_messages,
+    predict,
+)
+from hvdtrain.lab.plan.probe import measure_network, read_network
+from hvdtrain.lab.plan.profiles import (
+    WARM_UP_STEPS,
+    Layer,
+    build_layers,
+    measure_profile,
+    read_profile,
+    share_out,
+)
 from hvdtrain.lab.systems.work import WorkSpec
-from tests.campaigns.published import POINTS, layers_of, predicted_efficiencies
 from tests.parallel.launching import CHECKOUT, CONTROLLERS
 
 MEASURED = CHECKOUT / "docs" / "planning-measured.json"
@@ -42,12 +58,152 @@ WORK = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # samples per worker
 PROFILE_STEPS = {"lenet": 60, "mlp": 30, "resnet18-small": 6}
 WORKERS = (1, 2, 3, 4)
 ROUNDS, TURN_S = 4, 3.0
-LIMIT_S = 1200.0  # of each model, and of the network
+LIMIT_S = 1200.0  # of each model
+
+GBIT = 1e9 / 8
+# The usual image size of each model, and 1,000 classes.
+IMAGENET = "synthetic:3x224x224,classes=1000"
+INPUTS = {"inception_v3": "synthetic:3x299x299,classes=1000"}
+
+# NCCL 2.5.6 (November 2019, the first version with them), src/graph/tuning.cc: latency of a hop of
+# its ring with the protocol Simple, by NVLink and PCI 5.7 us, over the network 6.6 us.
+NVLINK_LATENCY_S = PCI_LATENCY_S = 5.7e-6
+NETWORK_LATENCY_S = 6.6e-6
+PCI_BANDWIDTH = 15.75e9  # PCI Express 3.0 x16: 16 lanes of 8 GT/s, 128b/130b
+NVLINK_BANDWIDTH = 20e9  # in each direction by one of a Tesla P100's four links, 80 GB/s in all
+
+
+def _network(gbit_s: float) -> Link:
+    return Link(NETWORK_LATENCY_S, gbit_s * GBIT)
+
+
+PASCAL_25 = Cluster(_network(25), Link(PCI_LATENCY_S, PCI_BANDWIDTH), workers_per_host=4)
+PASCAL_40 = Cluster(_network(40), Link(PCI_LATENCY_S, PCI_BANDWIDTH), workers_per_host=4)
+BIG_BASIN = Cluster(_network(50), Link(NVLINK_LATENCY_S, NVLINK_BANDWIDTH), workers_per_host=8)
+
+# Horovod until June 2018: a fusion buffer of 64 MiB, a tick of 5 ms (horovod/common/operations.cc
+# at its commit 8318a898).
+HOROVOD_2018 = Queue(cycle_s=0.005, fusion_bytes=64 << 20)
+# Goyal et al., section 4: each gradient is reduced as soon as it is available.
+AT_ONCE = Queue(cycle_s=0.0, fusion_bytes=0)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published efficiency, and the parameters of its prediction."""
+
+    what: str
+    model: str
+    cluster: Cluster
+    queue: Queue
+    negotiation_message_s: float
+    method: str
+    batch_size: int
+    step_s: float  # of one device
+    workers: int
+    base: int  # the number of workers that the efficiency is relative to
+    efficiency: float
+
+
+def _horovod(
+    what: str, cluster: Cluster, workers: int, images_per_s: dict[str, float], *found: float
+) -> list[Published]:
+    """Return a point for each model; `found`: its efficiency.
+
+    Until June 2018 each rank in turn reported ready tensors to rank 0 (Horovod's pull request 276):
+    2 (N - 1) messages, instead of those of a tree.
+    """
+    one_by_one_s = 2 * (workers - 1) * NETWORK_LATENCY_S
+    return [
+        Published(
+            what=what,
+            model=model,
+            cluster=cluster,
+            queue=HOROVOD_2018,
+            negotiation_message_s=one_by_one_s / negotiation_messages(workers),
+            method="ring",
+            batch_size=64,
+            step_s=64 / images_per_s[model],
+            workers=workers,
+            base=1,
+            efficiency=efficiency,
+        )
+        for model, efficiency in zip(images_per_s, found, strict=True)
+    ]
+
+
+def _efficiencies(workers: int, alone: dict[str, float], *totals: float) -> list[float]:
+    return [total / (workers * one) for total, one in zip(totals, alone.values(), strict=True)]
+
+
+# Horovod's README at its commit d54e3a88 (September 2017): one GPU, batch 64, images per second.
+ALONE_25 = {"inception_v3": 134.4, "resnet101": 119.4, "vgg16": 130.9}
+ALONE_40 = {"inception_v3": 148.8, "resnet101": 136.0, "vgg16": 149.6}
+# TensorFlow's benchmarks (May 2017): one Tesla P100 of a DGX-1, ResNet-50, batch 32, images/s.
+P100_RESNET50 = 195.0
+# Goyal et al., section 4: the backward pass of ResNet-50 with 32 images on a P100 takes 120 ms. By
+# number of operations the forward pass takes half of that.
+GOYAL_STEP_S = 0.120 * 3 / 2
+
+POINTS = [
+    # "RDMA Horovod (allreduce on GPU with NCCL)", in images per second on 16 GPUs
+    *_horovod(
+        *("Horovod, 25 Gbit/s RoCE", PASCAL_25, 16, ALONE_25),
+        *_efficiencies(16, ALONE_25, 2022.6, 1746.2, 1787.4),
+    ),
+    # the README at its commit cd2a3ce8 (November 2017)
+    *_horovod("Horovod, 25 Gbit/s RoCE", PASCAL_25, 128, ALONE_25, 0.90, 0.90, 0.79),
+    # the README and docs/benchmarks.md at its commit 8318a898 (May 2018), unchanged since
+    *_horovod("Horovod, 25 Gbit/s RoCE", PASCAL_25, 512, ALONE_25, 0.90, 0.90, 0.68),
+    # "TCP Horovod (allreduce on GPU with NCCL)", in images per second on 64 GPUs
+    *_horovod(
+        *("Horovod, 40 Gbit/s TCP", PASCAL_40, 64, ALONE_40),
+        *_efficiencies(64, ALONE_40, 7932.1, 7741.6, 6084.2),
+    ),
+    *(
+        Published(
+            what=f"Goyal et al., {what}",
+            model="resnet50",
+            cluster=BIG_BASIN,
+            queue=AT_ONCE,
+            negotiation_message_s=0.0,
+            method="hierarchical_ring",
+            batch_size=32,
+            step_s=step_s,
+            workers=256,
+            base=8,
+            efficiency=0.90,
+        )
+        for what, step_s in (
+            ("one GPU as in TensorFlow's", 32 / P100_RESNET50),
+            ("one GPU as they say", GOYAL_STEP_S),
+        )
+    ),
+]
+
+
+def predicted_efficiencies(point: Published, layers: list[Layer]) -> tuple[float, float]:
+    """Return the efficiency with and without overlap, relative to `point.base` workers."""
+    setting = Scenario(
+        profile=share_out(layers, point.model, point.batch_size, point.step_s),
+        cluster=point.cluster,
+        queue=point.queue,
+        negotiation_message_s=point.negotiation_message_s,
+    )
+    found = predict(setting, point.method, point.workers)
+    base = predict(setting, point.method, point.base)
+    return (
+        found.efficiency / base.efficiency,
+        found.efficiency_without_overlap / base.efficiency_without_overlap,
+    )
 
 
 def published_table() -> list[str]:
     """Return the lines of a table with a row for each published efficiency."""
-    layers = {model: layers_of(model) for model in dict.fromkeys(p.model for p in POINTS)}
+    layers = {
+        model: build_layers(model, INPUTS.get(model, IMAGENET), ".")
+        for model in {p.model for p in POINTS}
+    }
     lines = [
         "| | model | N | predicted | published | residual | predicted without overlap |",
         "|---|---|---|---|---|---|---|",
@@ -74,11 +230,10 @@ def measure(controllers: Sequence[str]) -> None:
         if model not in found["profiles"]:
             count = WARM_UP_STEPS + PROFILE_STEPS[model]
             spec = WorkSpec(model, DATA, ".", batch_size, count, "float32", 0, 0.01, 0.9)
-            _keep(found, "profiles", model, measure_profile(spec).as_json())
+            _keep(found, "profiles", model, asdict(measure_profile(spec)))
     for controller in controllers:
         if controller not in found["networks"]:
-            network = measure_network(controller, LIMIT_S).as_json()
-            _keep(found, "networks", controller, network)
+            _keep(found, "networks", controller, asdict(measure_network(controller)))
         for model in WORK:
             if (name := f"{controller} {model}") not in found["samples_per_s"]:
                 _keep(found, "samples_per_s", name, _train(controller, model))

@@ -32,15 +32,23 @@ from hvdtrain.errors import (
     TransportError,
     UsageError,
 )
-from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, agree, join
+from hvdtrain.exchange import (
+    AVERAGE,
+    SUM,
+    Exchange,
+    SingleProcess,
+    agree,
+    check_equal_on_all_ranks,
+    join,
+    params_sha256,
+)
 from hvdtrain.exchange.horovod import ENVIRONMENT_DEFAULTS, HorovodExchange
-from hvdtrain.exchange.parameters import check_equal_on_all_ranks, params_sha256
 from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
-from hvdtrain.train.loop import Intervals, Job, Position, State
+from hvdtrain.train.loop import Intervals, Job, State
 from hvdtrain.train.metering import Meter, StepSums
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE
 from hvdtrain.train.state import capture
@@ -173,7 +181,7 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
                 sums = one_step(job, where, audit, step, np.arange(samples))
                 sums.total()
                 assert sums.gradient_norm > 0
-            kept = capture(job, State(Position(3, samples), Meter(where, samples)), where, {})
+            kept = capture(job, State(Meter(where, samples), 3, samples), where, {})
             assert (kept is None) == (where.rank > 0)
             learned.append([parameter.detach() for parameter in model.parameters()])
         assert [record.ok for record in records] == [True] * 3

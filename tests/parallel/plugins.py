@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.models.lenet import LeNet
+from hvdtrain.models import LeNet
 from hvdtrain.topology import Topology
 
 FAULTY_RANK = 1

@@ -16,7 +16,7 @@ def test_all_is_measured(controller: str, tmp_path: Path) -> None:
     is left behind (`run` looks for them).
     """
     file, profile = tmp_path / "plan.json", tmp_path / "profile.json"
-    flags = ["--model=lenet", "--data=synthetic:1x28x28", "--batch-size=8", "--steps=5"]
+    flags = ["--model=lenet", "--data=synthetic:1x28x28", "--batch-size=8"]
     flags += [f"--controller={controller}", "--max-workers=4", f"--save-profile={profile}"]
     flags += [f"--json={file}", f"--output={tmp_path / 'plot'}"]
     finished = run(hvdtrain("plan", *flags), timeout_s=150)
@@ -27,18 +27,9 @@ def test_all_is_measured(controller: str, tmp_path: Path) -> None:
     assert network["link"] == content["cluster"]["between"] == content["cluster"]["inside"]
     assert network["link"]["bandwidth_bytes_per_s"] > 1e6
     assert content["profile"] == json.loads(profile.read_text())
-    assert len(content["profile"]["step_times_s"]) == 5
+    assert len(content["profile"]["step_times_s"]) == 30
     assert [p["workers"] for p in content["predictions"]] == [
         n for n in (1, 2, 4) for _ in range(4)
     ]
     assert f"measured with 2 workers ({controller})" in finished.output
     assert (tmp_path / "plot" / "scaling.png").exists()
-
-
-def test_a_measurement_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """Fails if --time-limit-s does not hold, the way out is not told, or a worker is left."""
-    flags = ["--steps=1", "--batch-size=1", "--time-limit-s=0.5", f"--output={tmp_path}"]
-    finished = run(hvdtrain("plan", *flags), timeout_s=60)
-    assert finished.exit_code == 1, finished.output
-    assert "not finished after 0.5 s (--time-limit-s)" in finished.output
-    assert "Give --latency-us and --bandwidth-gbit-s" in finished.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.data import Shares
-from hvdtrain.lab.systems.gather_broadcast import GatherBroadcast
+from hvdtrain.lab.systems.all_reduce import GatherBroadcast
 from hvdtrain.lab.systems.work import GlobalBatch
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.processes import descendants
-from hvdtrain.launcher.protocol import Message
-from hvdtrain.launcher.tickets import Orders, ticket_paths, write_ticket
+from hvdtrain.launcher.protocol import Message, Orders, ticket_paths, write_ticket
 
 TOKEN = "the token of this job"
 JOB = "test-job"

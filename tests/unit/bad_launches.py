@@ -241,7 +241,11 @@ CASES = [
         write("c.yaml", "epochs: ten\nlr: [1]\n"),
     ),
     train("weights", "--rank-weights=1,2,3", "--rank-weights=1,2,3: 3 weights for 2 workers"),
-    train("weights-words", "--rank-weights=a,b", "train: --rank-weights=a,b: must be numbers"),
+    train(
+        "weights-words",
+        "--rank-weights=a,b",
+        "--rank-weights=a,b: must be comma-separated",
+    ),
     launch(
         "weights-min-np",
         "-np 2 --min-np 1 --restarts 1 -- train --rank-weights=1,2",

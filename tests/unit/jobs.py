@@ -18,15 +18,15 @@ from hvdtrain.data.splits import Batch, Dataset
 from hvdtrain.errors import Stopped
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.pulse import Pulse
-from hvdtrain.run.profiling import StepProfiler
+from hvdtrain.run.training import StepProfiler
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
 from hvdtrain.train.loop import Audit, Hooks, Intervals, Job, Outcome, State, train, train_step
-from hvdtrain.train.metering import PhaseClock, StepSums, Totals
-from hvdtrain.train.schedule import make_schedule
+from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
+from hvdtrain.train.optimizers import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.update import Update
 
@@ -195,10 +195,6 @@ class MemoryKeeper:
         self.asked = 0
         self.snapshot: Snapshot | None = None
 
-    def evaluation_begins(self) -> None: ...
-
-    def waits(self) -> None: ...
-
     def stop_requested(self) -> bool:
         self.asked += 1
         return self._stop_at is not None and self.asked >= self._stop_at
@@ -227,7 +223,8 @@ def run_job(
     stop_at: int | None = None,
 ) -> Ran:
     """Train as the command does, from the beginning or from `state`."""
-    at, recording = State.at_start(job, exchange), Recording()
+    at = State(Meter(exchange, job.sampler.samples, job.task.metrics))
+    recording = Recording()
     if state is not None:
         restore(state, job, at, exchange)
     keeper = MemoryKeeper(exchange, stop_at)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.data.streaming import BadSample
+from hvdtrain.data.feeding import BadSample
 
 
 @dataclass

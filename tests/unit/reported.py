@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.report.page import draw_plots
+from hvdtrain.lab.report.plots import draw_plots
 from hvdtrain.lab.report.runs import read_runs
 
 CONFUSION = [[5, 1, 0], [0, 7, 2], [0, 0, 9]]

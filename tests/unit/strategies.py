@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvdtrain.lab.systems.contract import Place, Spec, Strategy
-from hvdtrain.lab.systems.single import Single
+from hvdtrain.lab.systems.plain_torch import Single
 from hvdtrain.lab.systems.work import Work, WorkSpec
 
 
@@ -33,9 +33,8 @@ def make_spec(system: str = "single", workers: int = 2, **changes: object) -> Sp
         "folder": str(Path()),
         "token": "00" * 32,
         "time_limit_s": 10.0,
-        "controller_pid": 1,
     }
-    return Spec(system, workers, **values | changes)  # type: ignore[arg-type]
+    return Spec(system=system, workers=workers, **values | changes)  # type: ignore[arg-type]
 
 
 def run_alone(strategy_class: type[Strategy], spec: Spec) -> Strategy:

@@ -23,7 +23,7 @@ from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange import AVERAGE, SUM, Reduction
 from hvdtrain.ring import Transport, split_evenly
 from hvdtrain.ring.orders import OPEN_MPI_RING
-from hvdtrain.ring.transports.in_process import run_in_process
+from tests.rings import run_in_process
 
 SHAPES = {"weight": (4, 5), "bias": (4,), "scale": (), "unused": (3,)}
 Fault = Callable[[int, dict[str, torch.Tensor]], None]
@@ -510,7 +510,7 @@ def test_an_audit_that_never_checked_says_so(
 IDLE = """
 import torch
 from hvdtrain import GradientAudit
-from hvdtrain.ring.transports.in_process import in_process_ring
+from hvdtrain.ring.transports import in_process_ring
 
 model = torch.nn.Linear(3, 1)
 audit = GradientAudit(model, transport=in_process_ring(2)[0])

@@ -58,9 +58,3 @@ def test_cycles_and_seeds_deal_differently() -> None:
     assert [first.of_audit(n) for n in range(20)] == [again.of_audit(n) for n in range(20)]
     assert first.of_audit(0) != first.of_audit(10)
     assert first.of_audit(0) != other.of_audit(0)
-
-
-def test_no_parts_are_refused() -> None:
-    """Fails if an audit of nothing can be asked for."""
-    with pytest.raises(ValueError, match="0 parts"):
-        Parts([5], 0, 0, whole=False)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.cli import main
-from hvdtrain.data import download
+from hvdtrain.data import builtin
 from tests.unit.bad_plugins import linear
 from tests.unit.folders import make_class, make_folder
 
@@ -299,7 +299,7 @@ def quiet_machine(tmp_path: Path, monkeypatch) -> Iterator[None]:
     def unreachable() -> Any:
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(download, "import_torchvision", unreachable)
+    monkeypatch.setattr(builtin, "import_torchvision", unreachable)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     modules, threads = set(sys.modules), torch.get_num_threads()

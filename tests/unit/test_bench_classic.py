@@ -16,11 +16,11 @@ from hvdtrain.lab.bench.classic import (
     Setting,
     as_json,
     data_that_is_there,
+    draw_classic,
     epoch_time,
-    measure,
     table,
 )
-from hvdtrain.lab.bench.plots import draw_classic
+from hvdtrain.lab.bench.turns import measure
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
@@ -35,7 +35,7 @@ PLAN = ClassicPlan(
 )
 
 
-def run(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
+def run(setting: Setting, folder: Path) -> ClassicResult:
     """The first epoch takes longer; the rest 4, 2 and 1 s."""
     seconds = 4.0 / setting.workers * 256 / setting.global_batch_size
     return ClassicResult([9.0, seconds, seconds], 0.75)
@@ -77,7 +77,7 @@ def test_the_first_epoch_is_left_out() -> None:
 
 def test_table_json_and_plot(tmp_path: Path) -> None:
     """Fails if ours and the published figures are not beside one another, with speed-ups."""
-    results = measure(PLAN, run, tmp_path, lambda line: None)
+    results = measure(SETTINGS, PLAN.rounds, run, tmp_path, lambda line: None)
     found = [" ".join(line.split()) for line in table(PLAN, results).splitlines()]
     assert found[2:5] == [
         "1 256 0.1 4.000 1.00x 0.7500 14.2 1.00x 2.6 1.00x",

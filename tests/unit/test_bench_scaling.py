@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -10,31 +9,35 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.cli import make_parser
 from hvdtrain.cli.bench import check_flags
-from hvdtrain.data import load_dataset
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.bench import peers
-from hvdtrain.lab.bench.peers import Independent, PlainDdp
-from hvdtrain.lab.bench.plots import draw_plots
-from hvdtrain.lab.bench.scaling import (
+from hvdtrain.files import json_ready
+from hvdtrain.lab.bench.contestants import (
     CONTESTANTS,
     DDP,
     LIMIT,
     OURS,
+    SAMPLES,
+    Independent,
+    PlainDdp,
     ScalingCase,
-    ScalingPlan,
     Starter,
-    _is_train,
-    examine,
-    in_turn,
-    measure,
+    is_train,
 )
-from hvdtrain.lab.bench.scaling_results import as_json, points_of, ratio_within_rounds, table
-from hvdtrain.lab.bench.turns import logged_steps, on_workers, train_argv
+from hvdtrain.lab.bench.scaling import (
+    ScalingPlan,
+    as_json,
+    draw_plots,
+    examine,
+    measure,
+    points_of,
+    ratio_within_rounds,
+    table,
+)
+from hvdtrain.lab.bench.turns import in_turn, logged_steps, on_workers, train_argv
 from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.children import ChildFailure
 from hvdtrain.lab.systems import find_strategy
@@ -140,13 +143,13 @@ def test_weak_and_strong_meet_at_the_most_workers() -> None:
 def test_a_run_ends_before_its_epoch_does() -> None:
     """Fails if an evaluation or a short last batch could come into a turn."""
     for size in (1, 6, 256, 3000):
-        assert (ScalingCase("lenet", 1, size).steps + 1) * size <= peers.SAMPLES
+        assert (ScalingCase("lenet", 1, size).steps + 1) * size <= SAMPLES
 
 
 def test_contestants_take_turns() -> None:
     """Fails if one is left out of a round, or always follows the same one."""
-    assert in_turn(0) == in_turn(2) == CONTESTANTS
-    assert in_turn(1) == CONTESTANTS[::-1]
+    assert in_turn(CONTESTANTS, 0) == in_turn(CONTESTANTS, 2) == CONTESTANTS
+    assert in_turn(CONTESTANTS, 1) == CONTESTANTS[::-1]
 
 
 class MadeUp:
@@ -222,7 +225,7 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
     points = points_of(one, rates)
     assert (points[0].over_ddp, points[0].samples_per_s[DDP]) == (None, None)
     assert points[0].over_limit is not None
-    content = json.loads(json.dumps(as_json(one, rates, points, problems), allow_nan=False))
+    content = json_ready(as_json(one, rates, points, problems))
     assert content["runs"][0]["samples_per_s"][DDP] == [None] * 3
     assert content["points"][0]["over_limit"]["median"] == 0.9
     assert reason in content["problems"][0]
@@ -295,24 +298,17 @@ def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
         assert find_strategy(spec.system) is strategy
 
 
-def test_the_images_are_many_to_train_on_and_few_to_evaluate() -> None:
-    """Fails if a bench would run into an epoch's end, or wait for a long evaluation."""
-    data = load_dataset(peers.NAME, Path(), 0, torch.float32)
-    assert (data.shape, data.classes) == (peers.SHAPE, peers.CLASSES)
-    assert (len(data.train), len(data.valid)) == (peers.SAMPLES, peers.VALID_SAMPLES)
-
-
 def test_a_worker_is_told_from_those_that_name_it() -> None:
     """Fails if horovodrun or mpirun, whose arguments hold the same words, would get the signal."""
     words = ["-m", "hvdtrain.cli", "train"]
     naming = [sys.executable, "-c", "import time; time.sleep(60)", *words]
     with subprocess.Popen(naming) as process:
-        assert not _is_train(process.pid)
+        assert not is_train(process.pid)
         process.kill()
     with subprocess.Popen([sys.executable, *words], stdout=-3, stderr=-3) as process:
         deadline = time.monotonic() + 20  # until it has become that
-        while not (found := _is_train(process.pid)) and time.monotonic() < deadline:
+        while not (found := is_train(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()
     assert found
-    assert not _is_train(process.pid)
+    assert not is_train(process.pid)

@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.bench.plots import draw_start
 from hvdtrain.lab.bench.start import (
     CONTESTANTS,
     LAUNCH,
     PARTS,
     TORCHRUN,
     TRAIN,
-    PulseReader,
     Started,
     StartPlan,
+    draw_start,
     marks_of,
-    measure,
+    pulse_lines,
     ratios_of,
     started,
     table,
 )
+from hvdtrain.lab.bench.turns import measure
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 
@@ -60,7 +60,7 @@ def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.Monke
 def test_commands_take_turns(tmp_path: Path) -> None:
     """Fails if a command is left out of a round, or two starts share a folder."""
     told: list[str] = []
-    starts = measure(PLAN, run, tmp_path, told.append)
+    starts = measure(CONTESTANTS, PLAN.rounds, run, tmp_path, told.append)
     assert [start.total_s for start in starts[LAUNCH]] == [6, 7, 8]
     names = [line.split(": ")[1] for line in told]
     assert names == [*CONTESTANTS, *reversed(CONTESTANTS), *CONTESTANTS]
@@ -69,7 +69,7 @@ def test_commands_take_turns(tmp_path: Path) -> None:
 
 def test_table_ratios_and_plot(tmp_path: Path) -> None:
     """Fails if a ratio is upside down, or parts are told of what cannot be taken apart."""
-    starts = measure(PLAN, run, tmp_path, lambda line: None)
+    starts = measure(CONTESTANTS, PLAN.rounds, run, tmp_path, lambda line: None)
     ratio = ratios_of(starts)[f"{LAUNCH} / {TORCHRUN}"]
     assert (ratio.median, ratio.highest) == (7 / 5, 6 / 4)
     lines = table(PLAN, starts).splitlines()
@@ -105,8 +105,8 @@ def test_rank_0_alone_is_stamped(rank: str, stamps: int, tmp_path: Path) -> None
     program = "import sys; from hvdtrain.pulse import Pulse; Pulse.from_environment().beat('x')"
     command = [sys.executable, "-m", "hvdtrain.lab.bench.stamp", str(pipe), sys.executable, "-c"]
     names = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": rank}
-    with PulseReader(pipe) as reader:
+    with pulse_lines(pipe) as lines:
         done = subprocess.run([*command, program], env=os.environ | names, timeout=60, check=False)
     assert done.returncode == 0
-    told = [line[0] for _, line in reader.lines]
+    told = [line[0] for _, line in lines]
     assert told == ["@", "?", "+", "#"] if stamps else ["#"]

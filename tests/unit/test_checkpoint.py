@@ -18,16 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from hvdtrain import files
 from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
-from hvdtrain.exchange import SingleProcess
-from hvdtrain.exchange.parameters import params_sha256
+from hvdtrain.exchange import SingleProcess, params_sha256
 from hvdtrain.models import build_model
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
-from hvdtrain.train.loop import Position, State
+from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 from tests.unit.jobs import equal, made_up_data, make_job
@@ -60,7 +58,7 @@ def of_model(step: int, model: torch.nn.Module) -> Snapshot:
     job = make_job(made_up_data(4), 4, SingleProcess(), build=lambda: model)
     job.model.to(torch.float64)
     exchange = SingleProcess()
-    snapshot = capture(job, State(Position(step), Meter(exchange, 4)), exchange, {"note": 1})
+    snapshot = capture(job, State(Meter(exchange, 4), step), exchange, {"note": 1})
     assert snapshot is not None
     return snapshot
 
@@ -304,15 +302,6 @@ def disturb(folder: Path, number: int, action: Callable[[], None]) -> None:
     sys.addaudithook(hook)
 
 
-def without_exchange() -> None:
-    """As on a file system that has none."""
-
-    def unsupported(one: Path, other: Path) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    files.exchange_names = unsupported
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -322,8 +311,7 @@ def fill_disk() -> None:
 
 
 @pytest.mark.parametrize("action", [kill, fill_disk], ids=["kill", "failure"])
-@pytest.mark.parametrize("has_exchange", [True, False], ids=["exchange", "two renames"])
-def test_a_step_saved_again_is_never_lost(tmp_path: Path, has_exchange: bool, action) -> None:
+def test_a_step_saved_again_is_never_lost(tmp_path: Path, action) -> None:
     """Fails if a kill, or a full disk, before any change of the disk that such a save makes leaves
     neither the old nor the new checkpoint for a resume, or `best` pointing to nothing.
     """
@@ -334,14 +322,11 @@ def test_a_step_saved_again_is_never_lost(tmp_path: Path, has_exchange: bool, ac
         save(folder, small(1), small(2), keep=1, best=2)
 
         def again(folder: Path = folder, number: int = number) -> None:
-            if not has_exchange:
-                without_exchange()
             disturb(folder, number, action)
             save(folder, small(2, again=True), keep=1, best=2)
 
         code = in_child(again)
-        standing = (folder / "step-00000002").is_dir()
-        assert standing or (action is kill and not has_exchange), number
+        assert action is kill or (folder / "step-00000002").is_dir(), number
         checkpoints = Checkpoints(folder, keep=1)
         checkpoints.put_back()
         (found,) = checkpoints.complete()
@@ -361,28 +346,17 @@ def test_a_checkpoint_that_cannot_be_put_back_is_named(tmp_path: Path, monkeypat
     honest = Path.rename
 
     def once(self: Path, target: Path) -> Path:
-        if str(target).endswith(files.REPLACED):
+        if str(target).endswith(checkpoint.REPLACED):
             return honest(self, target)
         return fill_disk()
 
     monkeypatch.setattr(Path, "rename", once)
-    monkeypatch.setattr(files, "exchange_names", lambda *_: exec("raise OSError(22, 'x')"))
     with pytest.raises(TrainingError, match=r"one is called \.step-00000001\.replaced: --resume"):
         save(tmp_path, small(1, again=True))
     monkeypatch.undo()
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.put_back()
     assert load_checkpoint(tmp_path / "step-00000001")[1] == {"step": 1}
-
-
-def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
-    """Fails if the file system of this machine has the exchange and it is not used."""
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "content").write_text(name)
-    files.exchange_names(tmp_path / "one", tmp_path / "other")
-    assert (tmp_path / "one" / "content").read_text() == "other"
-    assert (tmp_path / "other" / "content").read_text() == "one"
 
 
 @pytest.mark.parametrize(

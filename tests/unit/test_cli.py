@@ -133,7 +133,7 @@ def test_printed_configs_read_back(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         ([], "COMMAND"),
-        (["trian"], "'trian'"),
+        (["trian"], "trian: no such command; did you mean train?"),
         (["train", "--learning-rat"], "--learning-rat: no such flag"),
         (["train", "--lr", "fast"], "--lr"),
         (["train", "--lr", "-1"], "--lr=-1.0: must be at least 0"),

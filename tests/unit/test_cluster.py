@@ -57,7 +57,7 @@ def test_what_follows_the_command_is_left_as_it_is(
 def test_a_name_that_compose_refuses_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Fails when it reaches Compose, which would change or refuse it."""
     assert run_cluster(monkeypatch, "--name", "My cluster", "down") == 2
-    assert "--name=My cluster: must be" in capsys.readouterr().err
+    assert "--name=My cluster: must consist of" in capsys.readouterr().err
 
 
 def test_a_missing_docker_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

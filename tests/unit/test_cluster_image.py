@@ -138,15 +138,15 @@ def test_wheels_are_asked_for_by_what_setup_declares() -> None:
     assert not any(text.startswith(("horovod", "pytest", "ruff")) for text in wanted)
 
 
-def test_wheels_are_for_the_image_and_not_for_this_python(tmp_path: Path) -> None:
-    """Fails when this machine's Python or libc decides which wheels come."""
-    argv = cluster_wheels.download_argv(
-        Path("python3.99"), tmp_path, Path("pins"), "aarch64", ["torch"]
-    )
-    platforms = [argv[i + 1] for i, text in enumerate(argv) if text == "--platform"]
-    assert platforms[0] == "manylinux_2_36_aarch64" and "manylinux2014_aarch64" in platforms
-    assert argv[argv.index("--python-version") + 1] == "3.11"
-    assert argv[-3:] == ["--constraint", "pins", "torch"]
+def test_wheels_are_left_to_the_image_elsewhere(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a machine with another libc downloads wheels that the image cannot load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "cache"))
+    monkeypatch.setattr(cluster_wheels.platform, "libc_ver", lambda: ("glibc", "2.39"))
+    with pytest.raises(PreflightError, match=r"no pip of Python 3\.11 on glibc-2\.36 here"):
+        cluster_wheels.put_wheels(checkout, "")
+    assert not (checkout / "docker" / "wheels" / "from-host").exists()
 
 
 def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:

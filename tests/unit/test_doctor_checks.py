@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.launcher.doctor import checks, machine_checks, network
-from hvdtrain.launcher.doctor.examination import format_findings, format_verdict
-from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Facts, Finding
+from hvdtrain.launcher.doctor import (
+    ALL_HOSTS,
+    Facts,
+    Finding,
+    checks,
+    failed,
+    format_findings,
+    format_verdict,
+    machine_checks,
+)
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, last_words
 
 GIB = 1 << 30
@@ -86,7 +93,7 @@ CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "user": lambda facts: checks.check_user(facts, HERE),
     "path": checks.check_working_directory,
     "channel": lambda facts: checks.check_channel(facts, HOSTS),
-    "interface": lambda facts: checks.check_interface(facts, LAUNCHER),
+    "interface": lambda facts: checks.check_interface(facts, LAUNCHER)[1],
     "loads": machine_checks.check_horovod_loads,
     "mpi": lambda facts: machine_checks.check_mpi(facts, needed=False),
     "mpi needed": lambda facts: machine_checks.check_mpi(facts, needed=True),
@@ -98,7 +105,7 @@ CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "limits": lambda facts: machine_checks.check_limits(facts, SLOTS),
     "output": lambda facts: machine_checks.check_output(facts, "alpha"),
     "output first": lambda facts: machine_checks.check_output(facts, "beta"),
-    "ports": network.check_ports,
+    "ports": checks.check_ports,
 }
 
 
@@ -290,8 +297,8 @@ def test_clocks(ahead: float, uncertain: float, status: str) -> None:
 
 def test_latency() -> None:
     """Fails when a slow connection passes."""
-    assert [item.status for item in network.check_latency({"a": 0.002, "b": 0.003})] == ["ok"]
-    (found,) = network.check_latency({"a": 0.002, "b": 0.9})
+    assert [item.status for item in checks.check_latency({"a": 0.002, "b": 0.003})] == ["ok"]
+    (found,) = checks.check_latency({"a": 0.002, "b": 0.9})
     assert (found.status, found.host, "900 ms" in found.text) == ("warn", "b", True)
 
 
@@ -327,11 +334,9 @@ def tries(**problems: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def judge(facts: dict[str, Facts], reached: Any, wanted: str | None = None) -> list[Finding]:
-    routes = network.find_routes(facts, reached)
-    return [
-        *network.check_pairs(routes, reached),
-        *network.check_route(facts, routes, wanted),
-    ]
+    usable = checks.find_usable(facts, reached)
+    pairs = checks.check_pairs(facts, reached, usable)
+    return pairs if failed(pairs) else [*pairs, *checks.check_route(facts, usable, wanted)]
 
 
 def test_every_pair_is_joined() -> None:
@@ -380,12 +385,12 @@ def test_the_faster_interface_is_best() -> None:
         for attempt in reached[source]:
             attempt["problem"] = None
     facts = {host: Facts({"speeds": {"eth0": 1000, "ib0": 100_000}}) for host in HOSTS}
-    assert network.find_routes(facts, reached).usable == ("ib0", "eth0", "br-1", "docker0")
+    assert list(checks.find_usable(facts, reached)) == ["ib0", "eth0", "br-1", "docker0"]
 
 
 def test_no_port_to_listen_on() -> None:
     """Fails when a host that cannot listen passes."""
-    (found,) = network.check_ports({"alpha": Facts({}, {"listener": "OSError: in use"})})
+    (found,) = checks.check_ports({"alpha": Facts({}, {"listener": "OSError: in use"})})
     assert (found.status, found.host) == ("fail", "alpha")
 
 

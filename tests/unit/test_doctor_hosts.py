@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.launcher.doctor.examination import Wishes, examine
-from hvdtrain.launcher.doctor.facts import Finding
-from hvdtrain.launcher.doctor.preflight import Preflight, preflight
-from hvdtrain.launcher.doctor.sessions import open_sessions
-from hvdtrain.launcher.doctor.ssh_failures import Attempt, explain
+from hvdtrain.launcher.doctor import Finding
+from hvdtrain.launcher.doctor.examination import Preflight, Wishes, examine, preflight
+from hvdtrain.launcher.doctor.sessions import NoAnswer, explain, open_sessions
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.protocol import Ticket, read_ticket
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
-from hvdtrain.launcher.tickets import Ticket, read_ticket
 from tests.unit.sshd import ADDRESS, Sshd, free_port, running_sshd
 
 HERE, THERE = Host("localhost", 2), Host(ADDRESS, 2)
@@ -167,10 +165,10 @@ def test_a_server_that_hangs_up(sshd: Sshd) -> None:
         with SshSetup(hosts, options) as ssh, open_sessions(hosts, ssh) as sessions:
             server.accept()[0].close()
             session = sessions[ADDRESS]
-            with pytest.raises(Exception) as silence:
+            with pytest.raises(NoAnswer) as silence:
                 session.ask({"do": "ping"}, time.monotonic() + LIMIT_S)
-    attempt = Attempt(ADDRESS, ADDRESS, "ssh x", 255, silence.value.stderr)  # type: ignore[attr-defined]
-    assert "hung up" in explain(attempt).text
+    assert silence.value.exit_code == 255
+    assert "hung up" in explain(THERE, "ssh x", silence.value).text
 
 
 def test_a_host_that_never_answers(sshd: Sshd) -> None:
@@ -223,10 +221,6 @@ def test_hosts_without_the_environment(
     assert finding.fix
 
 
-def attempt(stderr: str, code: int | None = 255) -> Attempt:
-    return Attempt("carol@beta", "beta", "ssh carol@beta", code, stderr)
-
-
 @pytest.mark.parametrize(
     ("stderr", "text"),
     [  # as OpenSSH prints them; a test cannot bring these about on an ordinary machine
@@ -242,7 +236,7 @@ def attempt(stderr: str, code: int | None = 255) -> Attempt:
 )
 def test_what_else_ssh_says(stderr: str, text: str) -> None:
     """Fails when the cause is lost."""
-    finding = explain(attempt(stderr))
+    finding = explain(Host("beta", user="carol"), "ssh carol@beta", NoAnswer(255, stderr))
     assert (finding.status, finding.host) == ("fail", "carol@beta")
     assert text in finding.text
     assert finding.fix

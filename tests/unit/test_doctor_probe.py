@@ -19,11 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.launcher import addresses, tickets
-from hvdtrain.launcher.doctor import machine, probe
-from hvdtrain.launcher.doctor import software as children
-from hvdtrain.launcher.doctor import software as gathering
-from hvdtrain.launcher.doctor.network import Listener, reach_all
+from hvdtrain.launcher import addresses
+from hvdtrain.launcher import protocol as tickets
+from hvdtrain.launcher.doctor import facts, probe
 from hvdtrain.launcher.doctor.ring import ring_environment, run_ring
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from tests.unit.programs import put
@@ -100,7 +98,7 @@ def test_limits_of_containers(
     tmp_path: Path, files: dict[str, str], expected: dict[str, Any]
 ) -> None:
     """Fails when a limit is overlooked, or the number for "none" is taken for one."""
-    assert machine.cgroup_limits(write(tmp_path, files)) == expected
+    assert facts.cgroup_limits(write(tmp_path, files)) == expected
 
 
 def test_memory_and_speeds(tmp_path: Path) -> None:
@@ -111,8 +109,8 @@ def test_memory_and_speeds(tmp_path: Path) -> None:
         "sys/class/net/eth1/speed": "-1\n",
     }
     root = write(tmp_path, files)
-    assert machine.memory(root) == {"total": 102_400, "available": 61_440}
-    assert machine.link_speeds(root) == {"eth0": 1000}
+    assert facts.memory(root) == {"total": 102_400, "available": 61_440}
+    assert facts.link_speeds(root) == {"eth0": 1000}
 
 
 def test_limits_of_this_process() -> None:
@@ -120,7 +118,7 @@ def test_limits_of_this_process() -> None:
     program = (
         "import resource as r, json\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (99, r.getrlimit(r.RLIMIT_NOFILE)[1]))\n"
-        "from hvdtrain.launcher.doctor.machine import limits\n"
+        "from hvdtrain.launcher.doctor.facts import limits\n"
         "print(json.dumps(limits()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -133,19 +131,17 @@ def test_limits_of_this_process() -> None:
 def test_output_folders(tmp_path: Path) -> None:
     """Fails when a folder that cannot be written passes, or the check leaves something there."""
     asked = tmp_path / "a" / "runs"
-    found = machine.output_folder(asked)
+    found = facts.output_folder(asked)
     assert (found["asked"], found["path"], found["problem"]) == (str(asked), str(tmp_path), None)
     assert list(tmp_path.iterdir()) == []
-    read_only = machine.output_folder(Path("/proc/runs"))
+    read_only = facts.output_folder(Path("/proc/runs"))
     assert read_only["path"] == "/proc"
     assert read_only["problem"]
 
 
 def test_every_fact_of_this_machine_can_be_had(tmp_path: Path) -> None:
     """Fails when a fact breaks here, on an ordinary machine."""
-    found = gathering.gather(
-        gathering.quick_sources(str(tmp_path)) | machine.machine_sources(str(tmp_path))
-    )
+    found = facts.gather(facts.quick_sources(str(tmp_path)) | facts.slow_sources(str(tmp_path)))
     assert found["errors"] == {}
     values = found["values"]
     assert values["working_directory"] == {"path": str(tmp_path), "usable": True}
@@ -159,18 +155,18 @@ def test_one_broken_fact_leaves_the_others() -> None:
     def broken() -> None:
         raise ZeroDivisionError("no")
 
-    found = gathering.gather({"a": broken, "b": lambda: 1})
+    found = facts.gather({"a": broken, "b": lambda: 1})
     assert found == {"values": {"b": 1}, "errors": {"a": "ZeroDivisionError: no"}}
 
 
 def test_changed_code_shows(tmp_path: Path) -> None:
     """Fails when two checkouts of one version cannot be told apart."""
     root = write(tmp_path, {"a.py": "x = 1\n", "b/c.py": "", "notes.txt": "1"})
-    before = gathering.source_hash(root)
+    before = facts.source_hash(root)
     write(root, {"notes.txt": "2"})
-    assert gathering.source_hash(root) == before
+    assert facts.source_hash(root) == before
     write(root, {"b/c.py": "y = 2\n"})
-    assert gathering.source_hash(root) != before
+    assert facts.source_hash(root) != before
 
 
 def test_interfaces_are_those_of_psutil() -> None:
@@ -187,18 +183,18 @@ def test_interfaces_are_those_of_psutil() -> None:
 def test_programs_that_tell_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when the answers of mpirun or nvidia-smi are misread (no GPU here: they are fake)."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(children.shutil, "which", which_in(tmp_path))
-    assert children.mpi_version() is None
-    assert children.gpus() == {"list": [], "problem": None}
+    monkeypatch.setattr(facts.shutil, "which", which_in(tmp_path))
+    assert facts.mpi_version() is None
+    assert facts.gpus() == {"list": [], "problem": None}
     put(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     put(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1, 143771'")
-    assert children.mpi_version() == "Open MPI 4.1.4"
+    assert facts.mpi_version() == "Open MPI 4.1.4"
     gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_mb": "143771"}
-    assert children.gpus()["list"] == [gpu]
+    assert facts.gpus()["list"] == [gpu]
     put(tmp_path, "mpirun", "echo 'HYDRA build details:'")
     put(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
-    assert children.mpi_version() == "HYDRA build details:"
-    assert children.gpus()["problem"] == "Driver/library version mismatch"
+    assert facts.mpi_version() == "HYDRA build details:"
+    assert facts.gpus()["problem"] == "Driver/library version mismatch"
 
 
 def which_in(folder: Path) -> Callable[[str], str | None]:
@@ -209,7 +205,7 @@ def test_a_horovod_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monkey
     """Fails when a Horovod whose library does not fit passes, or the reason is lost."""
     write(tmp_path, {"horovod/__init__.py": "", "horovod/torch/__init__.py": "import nothing_here"})
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = children.horovod_loads()
+    found = facts.horovod_loads()
     assert "No module named 'nothing_here'" in found["problem"]
 
 
@@ -275,13 +271,13 @@ def test_launcher_addresses() -> None:
 
 def test_reaching() -> None:
     """Fails when another host that answers is taken for the one that was meant."""
-    listener = Listener()
-    target = {"host": "beta", "port": listener.port, "addresses": [["lo", "127.0.0.1"]]}
+    listener = probe.listen()
+    target = {"host": "beta", "port": listener["port"], "addresses": [["lo", "127.0.0.1"]]}
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = {**target, "port": closed.getsockname()[1], "token": ""}
-        right, wrong, none = reach_all(
-            [target | {"token": listener.token}, target | {"token": "other"}, nobody]
+        right, wrong, none = probe.reach_all(
+            [target | {"token": listener["token"]}, target | {"token": "other"}, nobody]
         )
     assert (right["problem"], right["through"], right["interface"]) == (None, "lo", "lo")
     assert wrong["problem"] == "another machine answers"
@@ -290,14 +286,13 @@ def test_reaching() -> None:
 
 def test_files_that_are_looked_for(tmp_path: Path) -> None:
     """Fails when a file of the doctor's is seen where it is not, or left behind."""
-    here = {"folder": str(tmp_path), "name": "x"}
-    elsewhere = {"folder": str(tmp_path / "none"), "name": "x"}
+    here, elsewhere = {"file": str(tmp_path / "x")}, {"file": str(tmp_path / "none" / "x")}
     probe.leave(here)
     assert probe.look(here)
     assert not probe.look(elsewhere)
-    probe.remove(here)
+    probe.take_file(here)
     assert not probe.look(here)
-    made = probe.make_file()
+    made = probe.make_file({})
     Path(made).write_text("{}")
     assert probe.take_file({"file": made}) == "{}"
     assert not Path(made).exists()
@@ -328,7 +323,8 @@ def test_a_ring_without_end_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = f"set -m; sleep 98 & echo $! > {file}; echo started; trap '' TERM; wait; sleep 97"
     began = time.monotonic()
-    code, output = run_ring(["bash", "-c", program], os.environ, limit_s=1)
+    environment = os.environ | {probe.MARK: "without-end"}
+    code, output = run_ring(["bash", "-c", program], environment, limit_s=1)
     assert (code, output) == (None, "started\n")
     assert time.monotonic() - began < 15
     pid = int(file.read_text())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from hvdtrain.data import download, load_dataset
+from hvdtrain.data import builtin, load_dataset
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import UsageError
 
@@ -44,7 +44,7 @@ class NoNetwork:
 @pytest.fixture
 def offline(monkeypatch) -> NoNetwork:
     fake = NoNetwork(OSError("Network is unreachable"))
-    monkeypatch.setattr(download, "import_torchvision", lambda: fake)
+    monkeypatch.setattr(builtin, "import_torchvision", lambda: fake)
     return fake
 
 
@@ -53,45 +53,45 @@ def test_offline_the_files_are_named(name: str, offline: NoNetwork, tmp_path: Pa
     """Fails when one cannot tell which files to put where, or a time limit stays behind."""
     folder = tmp_path / "data"
     with pytest.raises(UsageError, match=f"--data={name}: ") as caught:
-        download.fetch(name, folder)
-    files = download.KNOWN[name][1]
+        builtin.fetch(name, folder)
+    files = builtin.KNOWN[name][1]
     assert all(str(file) in str(caught.value) for file in files)
     assert all(text in str(caught.value) for text in (str(folder), "unreachable", "--data-dir"))
-    assert offline.timeouts == [download.TIMEOUT_S] and socket.getdefaulttimeout() is None
+    assert offline.timeouts == [builtin.TIMEOUT_S] and socket.getdefaulttimeout() is None
 
 
 def test_only_missing_files_are_named(offline: NoNetwork, tmp_path: Path) -> None:
     """Fails when a file that is there is asked for again."""
-    there, *missing = download.KNOWN["fashion-mnist"][1]
+    there, *missing = builtin.KNOWN["fashion-mnist"][1]
     (tmp_path / there).parent.mkdir(parents=True)
     (tmp_path / there).touch()
     with pytest.raises(UsageError) as caught:
-        download.fetch("fashion-mnist", tmp_path)
+        builtin.fetch("fashion-mnist", tmp_path)
     assert str(there) not in str(caught.value)
     assert all(str(file) in str(caught.value) for file in missing)
 
 
 def test_nothing_is_fetched_without_need(offline: NoNetwork, tmp_path: Path) -> None:
     """Fails when the network is asked for files that are there, or for data of no known source."""
-    for file in download.KNOWN["fashion-mnist"][1]:
+    for file in builtin.KNOWN["fashion-mnist"][1]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    download.fetch("fashion-mnist", tmp_path)
+    builtin.fetch("fashion-mnist", tmp_path)
     for name in ("digits", "imagefolder:images", "a.b:c", "unknown"):
-        download.fetch(name, tmp_path / "none")
+        builtin.fetch(name, tmp_path / "none")
     assert offline.asked == [] and not (tmp_path / "none").exists()
 
 
 def test_jobs_fetch_one_after_another(offline: NoNetwork, tmp_path: Path, monkeypatch) -> None:
     """Fails when a second job writes the same files meanwhile, or a held lock gives a traceback."""
-    monkeypatch.setattr(download, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(builtin, "LOCK_TIMEOUT_S", 0.1)
     offline.raises = None
     with FileLock(tmp_path / ".cifar10.lock"):
         with pytest.raises(UsageError, match=r"--data=cifar10: .*Timeout"):
-            download.fetch("cifar10", tmp_path)
+            builtin.fetch("cifar10", tmp_path)
         assert offline.asked == []
-        download.fetch("fashion-mnist", tmp_path)
-    download.fetch("cifar10", tmp_path)
+        builtin.fetch("fashion-mnist", tmp_path)
+    builtin.fetch("cifar10", tmp_path)
     assert offline.asked == [f"FashionMNIST {tmp_path}", f"CIFAR10 {tmp_path}"]
 
 
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_made_is_told(offline: NoNetwork, tmp_path: Path
     """Fails when a file in place of the folder ends in a traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--data=cifar10: "):
-        download.fetch("cifar10", tmp_path / "file" / "data")
+        builtin.fetch("cifar10", tmp_path / "file" / "data")
 
 
 @pytest.fixture

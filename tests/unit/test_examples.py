@@ -15,7 +15,7 @@ import torch
 from examples.language_model import CONTEXT, BatchFirst, BatchSecond
 from examples.regression import Diabetes
 from hvdtrain import Settings, Task, exchange
-from hvdtrain.data.image_files import EXTENSIONS
+from hvdtrain.data.image_folder import EXTENSIONS
 from hvdtrain.tasks import check_sums
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hvdtrain
-import hvdtrain.weights.export as command
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
+from hvdtrain.weights.export import export
 
 ROOT = Path(hvdtrain.__file__).parents[1]
 # As on a machine where neither is installed.
@@ -26,10 +26,6 @@ CALL = (
     "import sys; sys.modules.update(dict.fromkeys(('horovod', 'mpi4py')))\n"
     "from hvdtrain.cli import main; sys.exit(main())"
 )
-
-
-def export(source: Path, out: Path, force: bool = False, keep_names: bool = False) -> int:
-    return command.run(source, out, force=force, keep_names=keep_names)
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -193,7 +189,7 @@ def test_a_write_that_fails_leaves_nothing(
         path.write_text("half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "save_file", full_disk)
+    monkeypatch.setattr("hvdtrain.weights.export.save_file", full_disk)
     out = tmp_path / "out.safetensors"
     out.write_text("old")
     with pytest.raises(HvdtrainError, match=r"cannot be written: .*No space left"):

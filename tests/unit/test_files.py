@@ -19,8 +19,7 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import open_kept, open_to_read
 from hvdtrain.lab.report.page import save
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.failure import take_cause
-from hvdtrain.run.records import Recorder
+from hvdtrain.run.ledger import Recorder, take_cause
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals

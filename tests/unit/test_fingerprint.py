@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.config.options import build_config
 from hvdtrain.data import AugmentedSplit, ReadOptions, TensorSplit, load_dataset
-from hvdtrain.data.fingerprint import difference, fingerprint
+from hvdtrain.data.splits import difference, fingerprint
 from hvdtrain.data.transforms import ResizedSplit
 from hvdtrain.errors import AgreedFailure, UsageError
 from hvdtrain.exchange import SingleProcess

@@ -13,10 +13,10 @@ from torch import nn
 from hvdtrain.audit import NoAudit
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train.finite import find_not_finite, not_finite
-from hvdtrain.train.loop import Job, Position, State
+from hvdtrain.train.loop import Job, State
 from hvdtrain.train.metering import Meter
-from hvdtrain.train.state import capture
+from hvdtrain.train.state import capture, find_not_finite
+from hvdtrain.train.update import not_finite
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
@@ -176,7 +176,7 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
         run_job(job, exchange)
         SPOILED[expected](job)
         with pytest.raises(TrainingError) as caught:
-            capture(job, State(Position(3, 20), Meter(exchange, 20)), exchange, {})
+            capture(job, State(Meter(exchange, 20), 3, 20), exchange, {})
         return str(caught.value)
 
     for text in run_ranks(exchanges, work):
@@ -184,38 +184,10 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
 
 
 def test_masks_of_infinities_are_saved() -> None:
-    """Fails if a constant buffer is taken for a parameter, also in a checkpoint without names, or
-    a frozen parameter must be finite.
-    """
+    """Fails if a constant buffer is taken for a parameter, or a frozen one must be finite."""
     snapshot = run_job(trained(SINGLE), SINGLE).snapshot
     assert snapshot is not None and snapshot.state["model"]["4.mask"].isinf().all()
-    older = {name: value for name, value in snapshot.state.items() if name != "parameters"}
-    assert find_not_finite(older) is None
-
-
-class Tied(nn.Module):
-    """One parameter has two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.twin = plain(), nn.Linear(8, 7)
-        self.twin.weight = self.body[3].weight
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.body(images) + self.twin.bias
-        return scores
-
-
-def test_shared_parameters_of_an_old_checkpoint_are_looked_at() -> None:
-    """Fails if one that does not tell parameters from buffers, of a model with two names for one
-    parameter, is resumed with NaN.
-    """
-    snapshot = run_job(make_job(made_up_data(20), 8, SINGLE, build=Tied), SINGLE).snapshot
-    assert snapshot is not None
-    older = {key: it for key, it in snapshot.state.items() if key not in ("parameters", "frozen")}
-    assert find_not_finite(older) is None
-    older["model"]["twin.weight"][0, 1] = torch.nan
-    assert find_not_finite(older) == "the parameter twin.weight is not finite"
+    assert find_not_finite(snapshot.state) is None
 
 
 def test_a_skipped_fp16_step_is_saved() -> None:
@@ -227,4 +199,4 @@ def test_a_skipped_fp16_step_is_saved() -> None:
     job.update.load_state_dict(state)
     one_step(job, SINGLE, NoAudit(), 1, np.arange(12))
     assert job.update.state_dict()["scaler"]["scale"] == 2.0**39  # it was skipped
-    assert capture(job, State(Position(1, 12), Meter(SINGLE, 12)), SINGLE, {}) is not None
+    assert capture(job, State(Meter(SINGLE, 12), 1, 12), SINGLE, {}) is not None

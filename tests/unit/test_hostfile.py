@@ -129,10 +129,10 @@ def test_a_text_as_editors_leave_it(tmp_path: Path, content: bytes, expected: ob
         ("root@-l", "'-l': a host's name does not begin with '-'"),
         ("-l@alpha", "'-l': a user's name consists of"),
         ("a$(id)", "'$' '(' ')' not allowed in a host's name"),
-        ("a;b", "';' cannot stand"),
-        ("^alpha", "'^' cannot stand"),
-        ("+n0", "'+' cannot stand"),
-        ("alpha,beta", "',' cannot stand"),
+        ("a;b", "';' not allowed"),
+        ("^alpha", "'^' not allowed"),
+        ("+n0", "'+' not allowed"),
+        ("alpha,beta", "',' not allowed"),
         ("b\xfcro", "is ASCII; write an international name in its xn-- form"),
         ("a..b", "between the dots"),
         (".", "between the dots"),
@@ -307,10 +307,13 @@ def test_a_host_list() -> None:
     [
         ("", ["-H: entry 1: is empty"]),
         ("a:2,", ["-H: entry 2: is empty"]),
-        ("a:0,,b c:2,a", ["entry 1: 'a:0'", "entry 2: is empty", "entry 3: 'b c': ' ' cannot"]),
+        (
+            "a:0,,b c:2,a",
+            ["entry 1: 'a:0'", "entry 2: is empty", "entry 3: 'b c': ' ' not"],
+        ),
         ("a,root@a", ["-H: root@a is already listed (as a)"]),
         ("a:2:3", ["-H: entry 1: 'a:2:3': not an IPv6 address"]),
-        ("a slots=2", ["-H: entry 1: 'a slots=2': ' ' '=' cannot stand"]),
+        ("a slots=2", ["-H: entry 1: 'a slots=2': ' ' '=' not allowed"]),
         ("a" * (MOST_BYTES + 1), ["-H: longer than"]),
     ],
 )
@@ -342,7 +345,3 @@ def test_too_few_slots() -> None:
         take_slots(HOSTS, 6)
     with pytest.raises(UsageError, match="and 92 more"):
         take_slots([Host(f"n{number}") for number in range(100)], 101)
-    with pytest.raises(UsageError, match="-np 0: must be above 0"):
-        take_slots(HOSTS, 0)
-    with pytest.raises(UsageError, match="-np 1: no hosts"):
-        take_slots((), 1)

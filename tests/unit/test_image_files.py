@@ -12,10 +12,8 @@ import torch
 from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, load_dataset
-from hvdtrain.data.feeding import stream
-from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
-from hvdtrain.data.image_folder import read_image
-from hvdtrain.data.streaming import BadSample
+from hvdtrain.data.feeding import BadSample, stream
+from hvdtrain.data.image_folder import EXTENSIONS, images_under, left_out, read_image
 from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
 

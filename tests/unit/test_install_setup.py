@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from launch.install import machine, packages
+from launch.install import machine
 from launch.install.machine import Mpi, Requirement
 from tests.unit.programs import put
 
@@ -39,7 +39,7 @@ def test_missing_requirements_are_named_at_once(monkeypatch: pytest.MonkeyPatch,
     assert all(f"  {name}: not found (why)" in text for name, _ in parts)
     assert "apt-get install -y make openssh-client g++" in text.splitlines()[-2]
     assert "venv" not in text
-    monkeypatch.setattr(machine, "missing_requirements", lambda: missing)
+    monkeypatch.setattr(machine, "missing_requirements", lambda _: missing)
     monkeypatch.setattr(sys, "argv", ["setup", "--check"])
     assert program.main() == 3
     assert text in capsys.readouterr().err
@@ -56,18 +56,18 @@ def test_installed_services_stay_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise PreflightError("apt-get install failed")
 
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    packages.install(["iproute2", "openssh-server", "munge"], run, policy)
+    machine.install_packages(["iproute2", "openssh-server", "munge"], run, policy)
     update, install, disable = seen
     assert update[0][:2] == ["apt-get", "update"]
     assert install[0][-3:] == ["iproute2", "openssh-server", "munge"] and not install[1]
     services = ["ssh.service", "ssh.socket", "munge.service"]
     assert disable[0] == ["systemctl", "--quiet", "disable", *services]
     with pytest.raises(PreflightError):
-        packages.install(["broken"], run, policy)
+        machine.install_packages(["broken"], run, policy)
     assert not policy.exists()
     policy.write_text("#!/bin/sh\nexit 0\n")
     policy.chmod(0o755)
-    packages.install(["g++"], run, policy)
+    machine.install_packages(["g++"], run, policy)
     assert policy.read_text() == "#!/bin/sh\nexit 0\n"
     assert len(seen) == 3 + 2 + 2  # nothing to disable in the last two
 
@@ -91,7 +91,7 @@ def test_packages_are_installed_where_asked(
     tool = Requirement("ip", "why", "iproute2", lambda: None)
     monkeypatch.setattr(machine, "REQUIREMENTS", (there, make))
     monkeypatch.setattr(machine, "TEST_REQUIREMENTS", (there, tool))
-    monkeypatch.setattr(packages, "install", lambda names, run: installed.extend(names))
+    monkeypatch.setattr(machine, "install_packages", lambda names, run: installed.extend(names))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(program, "_report", lambda checkout: 0)
     monkeypatch.setattr(sys, "argv", ["setup", "--check", *flags])
@@ -112,7 +112,7 @@ def test_packages_that_bring_daemons_have_their_services_listed() -> None:
         for requirement in machine.TEST_REQUIREMENTS
         if requirement.name.endswith(("d", "server"))
     }
-    assert daemons == set(packages.SERVICES)
+    assert daemons == set(machine.SERVICES)
 
 
 def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:

@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.launcher.command import (
+    SETTING_REASONS,
     EngineOptions,
     agent_argv,
     engine_environment,
@@ -170,16 +171,16 @@ def test_where_other_hosts_find_open_mpi(tmp_path: Path, monkeypatch) -> None:
 def test_what_is_set_and_why(controller: str, ours: bool, expected: dict[str, str]) -> None:
     """Fails when a setting is another one, has no reason to show, or replaces the user's."""
     found = settings_for(controller, {}, 300.0, ours)
-    assert {setting.name: setting.value for setting in found} == expected
-    assert all(len(setting.why) > 20 for setting in found)
+    assert found == expected
+    assert all(len(SETTING_REASONS[name]) > 20 for name in found)
     for name in expected:
         left = settings_for(controller, {name: "the user's"}, 300.0, ours)
-        assert {setting.name for setting in left} == set(expected) - {name}
+        assert set(left) == set(expected) - {name}
 
 
 def test_a_short_watchdog_is_still_one() -> None:
     """Fails when a limit below a second is rounded to 0, which means never to Horovod."""
-    found = {setting.name: setting.value for setting in settings_for("gloo", {}, 0.2, False)}
+    found = settings_for("gloo", {}, 0.2, False)
     assert found["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "1"
     assert found["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "1"
 

@@ -174,7 +174,7 @@ def test_the_live_view_on_a_terminal(monkeypatch) -> None:
     monkeypatch.setattr(
         "rich.console.Console", lambda file: Console(file=file, force_terminal=True, width=90)
     )
-    view = LiveView(screen)
+    view = LiveView(2, screen)
     assert view.label(0, "step 4  loss 0.5") is None
     view.show(str(view.label(1, "step 4 of my own [bold]")))
     view.show("restart 1 of 3 [/]")
@@ -182,7 +182,7 @@ def test_the_live_view_on_a_terminal(monkeypatch) -> None:
     view.close()
     text = screen.getvalue()
     assert "[1] step 4 of my own [bold]" in text and "restart 1 of 3 [/]" in text
-    assert "77" in text and text.endswith("\x1b[?25h")
+    assert "77" in text and "\x1b[?25h" in text and text.endswith("\x1b[2K")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -231,7 +231,7 @@ def read_all(fd: int, into: list[bytes]) -> None:
 
 def test_a_terminal_gets_the_live_view(monkeypatch, tmp_path: Path) -> None:
     """Fails when a pipe gets escape sequences, or a terminal plain lines."""
-    monkeypatch.setattr(live, "LiveView", lambda output: "live")
+    monkeypatch.setattr(live, "LiveView", lambda workers, output: "live")
     with (tmp_path / "out").open("w") as stream:
         assert isinstance(make_view(4, stream, tmp_path).view, PlainView)
         monkeypatch.setattr(live, "Output", lambda stream: stream)

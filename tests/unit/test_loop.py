@@ -13,7 +13,7 @@ import torch
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.checkpoint import Snapshot
-from hvdtrain.train.loop import Job, Position, State
+from hvdtrain.train.loop import Job, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture, restore
 from tests.unit.jobs import (
@@ -236,7 +236,7 @@ def test_random_numbers_go_on_at_another_number_of_ranks(
     job = make_job(data, 8, exchange, total_steps=2)
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    told = restore(state, job, State(Position(), Meter(exchange, 20)), exchange)
+    told = restore(state, job, State(Meter(exchange, 20)), exchange)
     assert told == expected
     now = before if kept is None else state["ranks"][kept]["rng"]["torch"]
     assert torch.equal(torch.get_rng_state(), now)
@@ -254,7 +254,7 @@ def test_ranks_that_drifted_apart_are_never_saved(rank: int) -> None:
     def work(exchange: ThreadExchange) -> str:
         meter = Meter(exchange, 20)
         with pytest.raises(TrainingError, match="before the checkpoint of step 5") as caught:
-            capture(jobs[exchange.rank], State(Position(5, 40), meter), exchange, {})
+            capture(jobs[exchange.rank], State(meter, 5, 40), exchange, {})
         return str(caught.value)
 
     assert all(f"rank {rank} held" in text for text in run_ranks(exchanges, work))
@@ -267,7 +267,7 @@ def test_statistics_of_their_own_are_no_drift() -> None:
     jobs[1].model[1].running_mean += 1
 
     def work(exchange: ThreadExchange) -> None:
-        capture(jobs[exchange.rank], State(Position(5, 40), Meter(exchange, 20)), exchange, {})
+        capture(jobs[exchange.rank], State(Meter(exchange, 20), 5, 40), exchange, {})
 
     run_ranks(exchanges, work)
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from hvdtrain.run.memory import CHOSEN_BY_USER
+from hvdtrain.run.process import CHOSEN_BY_USER
 
 PAGES_OF_A_BLOCK = 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
 import resource, sys
 import torch
-from hvdtrain.run.memory import keep_freed_memory
+from hvdtrain.run.process import keep_freed_memory
 if "keep" in sys.argv:
     print(keep_freed_memory())
 def step():

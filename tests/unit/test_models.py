@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange.parameters import params_sha256
+from hvdtrain.exchange import params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE, build_optimizer
-from hvdtrain.train.schedule import make_schedule, scaled_lr
+from hvdtrain.train.optimizers import (
+    BY_NAME,
+    UNSUITABLE,
+    build_optimizer,
+    make_schedule,
+    scaled_lr,
+)
 
 MODULE = """
 import torch
@@ -254,8 +259,9 @@ def test_unsuitable_optimizers_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         build_optimizer(name, small_model(), 0.1, 0.9, 0.0)
     reason = UNSUITABLE.get(name, "unknown")
-    assert str(caught.value).startswith(f"--opt={name}: {reason}; choose from adadelta, ")
-    assert "lbfgs" not in str(caught.value).partition("choose")[2]
+    assert str(caught.value).startswith(f"--opt={name}: {reason}; ")
+    choices = str(caught.value).partition("; choose from ")[2]
+    assert choices.startswith("adadelta, ") and "lbfgs" not in choices
 
 
 @pytest.mark.parametrize("shape", ["constant", "cosine", "step"])

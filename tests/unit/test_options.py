@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli.flags import Parser, add_train_flags
-from hvdtrain.config import BatchConfig, TrainConfig
+from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, BatchConfig, TrainConfig
 from hvdtrain.config.options import Option, as_flat_dict, build_config, dump_yaml, train_options
 from hvdtrain.errors import UsageError
 
@@ -28,7 +28,6 @@ FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
 
 def parse(*argv: str) -> TrainConfig:
     parser = Parser(prog="train")
-    parser.add_argument("--config")
     add_train_flags(parser)
     arguments, unknown = parser.parse_known_args(argv)
     return build_config(vars(arguments), unknown)
@@ -289,4 +288,7 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
     config = build_config(flat, [])
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")
+    if config.batch.batch_size is config.batch.global_batch_size is None:  # the default is resolved
+        batch = dataclasses.replace(config.batch, global_batch_size=DEFAULT_GLOBAL_BATCH_SIZE)
+        config = dataclasses.replace(config, batch=batch)
     assert build_config({"config": str(path)}, []) == config

@@ -23,8 +23,7 @@ from hvdtrain.ring.orders import (
     reproduce,
     scale_as_horovod,
 )
-from hvdtrain.ring.transports.in_process import run_in_process
-from tests.rings import rank_data
+from tests.rings import rank_data, run_in_process
 
 MIB = 1 << 20
 NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}

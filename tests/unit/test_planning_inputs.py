@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from hvdtrain.cli import make_parser
 from hvdtrain.cli.plan import check_flags
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.lab.plan.costs import Cluster, Link, ring
-from hvdtrain.lab.plan.network import Point, fit, read_network
-from hvdtrain.lab.plan.profiles import read_profile, write_profile
+from hvdtrain.lab.plan.predicting import Cluster, Link, ring
+from hvdtrain.lab.plan.probe import Point, fit, read_network
+from hvdtrain.lab.plan.profiles import read_profile
 from hvdtrain.topology import Topology
 from tests.unit.plans import PROFILE, write
 
@@ -42,16 +43,8 @@ BAD_FLAGS = {
     "--workers-per-host=2 --intra-latency-us=1": "--intra-bandwidth-gbit-s: give both",
     "--intra-latency-us=1 --intra-bandwidth-gbit-s=1": "give --workers-per-host too",
     "--cores-per-host=0": "--cores-per-host=0: must be at least 1",
-    "--servers=-2": "--servers=-2: must be at least 1",
-    "--fusion-bytes=-1": "--fusion-bytes=-1: must be from 0 to 1e+09",
-    "--cycle-time-ms=-1": "--cycle-time-ms=-1.0: must be from 0 to 1e+09",
-    "--negotiation-us=-1": "--negotiation-us=-1.0: must be from 0 to 1e+09",
-    "--compute-speed=0": "--compute-speed=0.0: must be from 1e-09 to 1e+09",
     "--step-time-s=0": "--step-time-s=0.0: must be from 1e-09 to 1e+09",
-    "--step-time-s=1 --steps=3": "--steps: has no effect",
     "--batch-size=0": "--batch-size=0: must be at least 1",
-    "--steps=0": "--steps=0: must be at least 1",
-    "--time-limit-s=0": "--time-limit-s=0.0: must be from 1e-09 to 1e+09",
     "--max-workers=1": "--max-workers=1: must be from 2 to 1,048,576",
     "--max-workers=1048577": "--max-workers=1048577: must be from 2",
     "--min-efficiency=0": "--min-efficiency=0.0: must be above 0 and at most 1",
@@ -63,7 +56,6 @@ BAD_FLAGS = {
     "--save-profile=no/such/folder/f": "there is no such folder",
     "--output=/dev/null": "is not a folder",
     "--controller=nccl": "--controller",
-    "--negotiation=star": "--negotiation",
     "--max-workers=many": "--max-workers",
     "--faster": "--faster: no such flag",
 }
@@ -80,7 +72,9 @@ def test_bad_flags(text: str) -> None:
 def test_all_problems_of_the_flags_at_once() -> None:
     """Fails when one problem hides another."""
     with pytest.raises(UsageError) as caught:
-        flags("--latency-us=-1", "--servers=0", "--max-workers=0", "--profile=p", "--data=d", "-x")
+        flags(
+            "--latency-us=-1", "--batch-size=0", "--max-workers=0", "--profile=p", "--data=d", "-x"
+        )
     assert len(caught.value.problems) == 6
 
 
@@ -88,19 +82,18 @@ def test_it_is_run_once() -> None:
     """Fails when every worker of a job begins to plan, and to start workers."""
     parsed, unknown = make_parser().parse_known_args(["plan"])
     launched = Topology(rank=0, size=2, launched=True)
-    with pytest.raises(UsageError, match="not by horovodrun"):
+    with pytest.raises(UsageError, match="not under horovodrun"):
         check_flags(vars(parsed), unknown, launched)
 
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     """Fails when a figure is lost on the way to the file and back."""
-    write_profile(PROFILE, tmp_path / "profile")
-    assert read_profile(tmp_path / "profile") == PROFILE
+    assert read_profile(write(tmp_path, asdict(PROFILE))) == PROFILE
 
 
 def test_a_profile_by_hand_need_not_be_in_order(tmp_path: Path) -> None:
     """Fails when gradients travel in the file's order, or spread and source must be there."""
-    content = json.loads(json.dumps(PROFILE.as_json()))
+    content = json.loads(json.dumps(asdict(PROFILE)))
     del content["step_times_s"], content["source"]
     content["gradients"].reverse()
     found = read_profile(write(tmp_path, content))
@@ -112,7 +105,7 @@ BAD_PROFILES: dict[str, tuple[object, str]] = {
     "no JSON": ("{", "is not JSON"),
     "a list": ([1], "a JSON object was expected"),
     "an unknown field": ({"speed": 3}, "speed: no such field"),
-    "no name": ({"name": None}, "name: a string was expected"),
+    "no name": ({"name": None}, "name=None: a string was expected"),
     "half a sample": ({"batch_size": 0.5}, "batch_size=0.5: a whole number"),
     "true samples": ({"batch_size": True}, "batch_size=True"),
     "no forward": ({"forward_s": None}, "forward_s=None: seconds"),
@@ -123,12 +116,12 @@ BAD_PROFILES: dict[str, tuple[object, str]] = {
     "no time": ({"forward_s": 0, "backward_s": 0}, "one of them must be at least 1e-09"),
     "spread of 0": ({"step_times_s": [0]}, "step_times_s: a list of seconds above 0"),
     "spread is a number": ({"step_times_s": 3}, "step_times_s: a list"),
-    "no gradients": ({"gradients": []}, "gradients: a list was expected"),
+    "no gradients": ({"gradients": []}, "gradients: a list of at least 1"),
     "not a gradient": ({"gradients": [3]}, "gradients[0]: an object such as"),
     "too little of one": ({"gradients": [{"name": "w"}]}, "gradients[0]: an object such as"),
     "empty": ({"gradients": [GRADIENT | {"size_bytes": 0}]}, "gradients[0].size_bytes=0"),
     "huge": ({"gradients": [GRADIENT | {"size_bytes": 10**400}]}, "a whole number of at least 1"),
-    "nameless": ({"gradients": [GRADIENT | {"name": 3}]}, "gradients[0].name: a string"),
+    "nameless": ({"gradients": [GRADIENT | {"name": 3}]}, "gradients[0].name=3: a string"),
     "too late": ({"gradients": [GRADIENT | {"ready_s": 1.0}]}, "must be from 0 to backward_s"),
     "too early": ({"gradients": [GRADIENT | {"ready_s": -1.0}]}, "gradients[0].ready_s=-1.0"),
 }
@@ -139,20 +132,18 @@ def test_bad_profiles(kind: str, tmp_path: Path) -> None:
     """Fails when such a file is taken, breaks with a traceback, or the place is not named."""
     content, expected = BAD_PROFILES[kind]
     if isinstance(content, dict):
-        content = PROFILE.as_json() | content
+        content = asdict(PROFILE) | content
     with pytest.raises(UsageError) as caught:
         read_profile(write(tmp_path, content))
     assert expected in str(caught.value) and "--profile=" in str(caught.value)
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """Fails when a missing file, a folder or bytes end in a traceback."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for name in ("absent", ".", "bytes"):
         with pytest.raises(UsageError, match="--profile="):
             read_profile(tmp_path / name)
-    with pytest.raises(UsageError, match="--save-profile="):
-        write_profile(PROFILE, tmp_path)
 
 
 SHAPES = [(k, b) for k in (1, 8, 32) for b in (4, 4096, 65536, 1 << 20)]
@@ -215,11 +206,11 @@ NETWORK = {"workers": 2, "controller": "gloo", "cycle_s": 0.001}
 POINT = {"tensors": 1, "size_bytes": 4, "seconds": 0.1}
 BAD_NETWORKS: dict[str, tuple[dict[str, object], str]] = {
     "one worker": ({"workers": 1}, "workers=1: a whole number of at least 2"),
-    "no controller": ({"controller": 3}, "controller: a string"),
+    "no controller": ({"controller": 3}, "controller=3: a string"),
     "no cycle": ({"cycle_s": -1}, "cycle_s=-1: seconds"),
     "few points": ({"points": [POINT] * 3}, "points: a list of at least 4"),
     "no point": ({"points": [POINT, 3, POINT, POINT]}, "points[1]: an object such as"),
-    "no time": ({"points": [POINT | {"seconds": 0}] * 4}, "points[0]: whole numbers"),
+    "no time": ({"points": [POINT | {"seconds": 0}] * 4}, "points[0].seconds=0: seconds above 0"),
     "all alike": ({"points": [POINT | {"seconds": 1 / b} | {"size_bytes": b} for b in (1, 2, 3, 4)]}
                   , "do not grow"),
 }  # fmt: skip

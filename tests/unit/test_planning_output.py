@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,15 @@ from torch import nn
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.charts import to_png
-from hvdtrain.lab.plan.costs import Cluster, Link
-from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.lab.plan.predicting import METHODS, Queue, Scenario, largest_useful, predict_all
-from hvdtrain.lab.plan.profiles import build_layers, count_layers, share_out, write_profile
-from hvdtrain.lab.plan.table import draw_plot
+from hvdtrain.lab.plan.command import draw_plot
+from hvdtrain.lab.plan.predicting import METHODS, Cluster, Link, Scenario, largest_useful, predict
+from hvdtrain.lab.plan.profiles import (
+    WARM_UP_STEPS,
+    build_layers,
+    count_layers,
+    measure_profile,
+    share_out,
+)
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
 
@@ -64,7 +68,7 @@ def test_layers_are_counted_as_they_run() -> None:
 
 def test_operations_of_lenet_by_hand() -> None:
     """Fails when convolutions are counted other than 2 x outputs x inputs of each."""
-    layers = build_layers("lenet", "synthetic:1x28x28", ".", "float32")
+    layers = build_layers("lenet", "synthetic:1x28x28", ".")
     expected = {
         "conv1": 2 * 26 * 26 * 20 * 9,
         "conv2": 2 * 9 * 9 * 50 * 20 * 25,
@@ -106,10 +110,10 @@ def test_golden_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails when a figure or its place changes; columns are held to the JSON beside it."""
-    write_profile(PROFILE, tmp_path / "profile")
+    profile = write(tmp_path, asdict(PROFILE))
     file = tmp_path / "plan.json"
     inside = ("--intra-latency-us=5", "--intra-bandwidth-gbit-s=64", "--max-workers=6")
-    places = (f"--profile={tmp_path / 'profile'}", f"--json={file}", f"--output={tmp_path}")
+    places = (f"--profile={profile}", f"--json={file}", f"--output={tmp_path}")
     assert run_plan(monkeypatch, *GIVEN, *inside, *places) == 0
     told = capsys.readouterr().out
     assert told.startswith(GOLDEN)
@@ -145,7 +149,7 @@ def test_bad_files_end_with_2_before_anything_is_measured(
     path = write(tmp_path, {"name": 3})
     assert run_plan(monkeypatch, f"--profile={path}", f"--output={tmp_path}") == 2
     assert run_plan(monkeypatch, f"--network={path}", f"--output={tmp_path}") == 2
-    assert "gradients: a list" in capsys.readouterr().err
+    assert "gradients: a list of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["lenett", "nowhere:net"])
@@ -161,11 +165,11 @@ def test_models_that_are_not_there(
 
 def test_the_plot_shows_every_prediction(tmp_path: Path) -> None:
     """Fails when a method is left out, or a curve is not what was predicted."""
-    setting = Scenario(PROFILE, Cluster(Link(1e-4, 1e8), Link(1e-5, 1e9), 4), Queue())
+    setting = Scenario(PROFILE, Cluster(Link(1e-4, 1e8), Link(1e-5, 1e9), 4))
     counts = [1, 2, 4, 8, 16]
-    predictions = predict_all(setting, counts)
+    predictions = [predict(setting, method, n) for n in counts for method in METHODS]
     useful = {method: largest_useful(setting, method, 16, 0.5) for method in METHODS}
-    figure = draw_plot(predictions, useful, 0.5, PROFILE).figure
+    figure = draw_plot(predictions, useful, 0.5, PROFILE.name).figure
     upper, lower = figure.axes
     for index, method in enumerate(METHODS):
         rows = [p for p in predictions if p.method == method]

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from tests.campaigns.planning import MEASURED, measured_table, published_table
-from tests.campaigns.published import POINTS
+from tests.campaigns.planning import MEASURED, POINTS, measured_table, published_table
 from tests.parallel.launching import CHECKOUT
 
 PAGE = (CHECKOUT / "docs" / "planning.md").read_text("utf-8")

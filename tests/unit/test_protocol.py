@@ -54,7 +54,7 @@ def test_words_behind_the_greeting_are_kept() -> None:
         ([b'{"challenge": "a"}\n', b'{"proof": "\xc3\xa4"}\n'], "does not hold this job's token"),
         ([b'{"challenge": "\\ud800"}\n', b'{"proof": null}\n'], "does not hold this job's token"),
         ([b'{"challenge": "a"}\n', b""], "closed"),
-        ([b"x" * (1 << 15)], "does not end"),
+        ([b"x" * (1 << 15)], "unterminated line"),
     ],
 )
 def test_an_agent_trusts_its_own_launcher_only(answers: list[bytes], text: str) -> None:

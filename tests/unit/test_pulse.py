@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PeerFailure, TrainingError
-from hvdtrain.launcher.protocol import STEPS_SHOWN, WorkerPulse
-from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL, Pulse
+from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL, STEPS_SHOWN, Pulse, WorkerPulse
 
 pytestmark = pytest.mark.timeout(60)
 PIPE_BUF = 4096  # written in one piece or not at all (POSIX has 512, Linux this)

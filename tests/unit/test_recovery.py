@@ -14,13 +14,13 @@ import pytest
 
 from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.launcher import job as recovery
-from hvdtrain.launcher import stopping
+from hvdtrain.launcher import processes as stopping
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.job import FRUITLESS, JobPlan, LaunchJob, WorkerCommands, channel_address
+from hvdtrain.launcher.job import FRUITLESS, JobPlan, LaunchJob, channel_address
 from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.processes import StopRequests, spared_by_slurm
 from hvdtrain.launcher.ranks import JobOutcome, Limits
 from hvdtrain.launcher.ssh import SshOptions
-from hvdtrain.launcher.stopping import StopRequests, spared_by_slurm
 
 FINE, AWAY = JobOutcome(0), PreflightError("away")
 
@@ -34,6 +34,8 @@ class Scripted(LaunchJob):
 
     def __init__(self, restarts: int, ends: list[JobOutcome | Exception], folder: Path) -> None:
         plan = JobPlan(
+            command=["true"],
+            restarted=["true"],
             workers=1,
             min_workers=1,
             hosts=(Host("localhost"),),
@@ -49,8 +51,7 @@ class Scripted(LaunchJob):
         logs = Logs(folder / "logs", lambda rank, line: None)
         logs.close()
         stop = StopRequests.__new__(StopRequests)
-        work = WorkerCommands(["true"], ["true"])
-        super().__init__(plan, work, logs, stop, self.lines.append, lambda watch: None)
+        super().__init__(plan, logs, stop, self.lines.append, lambda watch: None)
         self._ends = ends
         self.started: list[int] = []
 

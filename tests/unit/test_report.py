@@ -16,9 +16,9 @@ from PIL import Image
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.charts import PALETTE
-from hvdtrain.lab.report.page import draw_plots
+from hvdtrain.lab.report.page import compare_options, compare_runs, notes_of
+from hvdtrain.lab.report.plots import draw_plots
 from hvdtrain.lab.report.runs import read_runs
-from hvdtrain.lab.report.tables import compare_options, compare_runs, notes_of
 from tests.unit.reported import epoch_record, lines_of, make_run, plots_of, step_record, write_lines
 
 SCRIPT = "<script>alert(1)<script>"
@@ -31,7 +31,7 @@ def report(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def cells_of(*folders: Path) -> list[dict[str, str]]:
     table = compare_runs(read_runs(folders))
-    return [dict(zip(table.columns, cells, strict=True)) for _, cells in table.rows]
+    return [{name: cells[i] for name, cells in table.rows} for i in range(len(table.columns))]
 
 
 class Elements(HTMLParser):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import Transport, all_gather, all_reduce, gamma, reduce_scatter, split_evenly
-from hvdtrain.ring.transports.in_process import run_in_process
-from tests.rings import LONG, lengths_for, rank_data, run_tcp_ring
+from tests.rings import LONG, lengths_for, rank_data, run_in_process, run_tcp_ring
 
 RANKS = range(1, 10)
 TRANSPORTS = {"in_process": run_in_process, "tcp": run_tcp_ring}

@@ -74,7 +74,7 @@ def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 TWICE = """
 import os, signal, sys, time
-from hvdtrain.run import signals
+from hvdtrain.run import stop as signals
 signals.TOGETHER_S = float(sys.argv[1])
 with signals.StopSignals() as stop:
     stop.training_starts(note=lambda error: None, give_up=lambda error: None)

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hvdtrain.ring
 from hvdtrain.errors import TransportError
-from hvdtrain.ring import all_reduce
+from hvdtrain.ring import algorithm, all_reduce
 from hvdtrain.ring.algorithm import Exchange
-from hvdtrain.ring.trace import (
+from tests.ring_trace import (
     draw_picture,
     draw_table,
     run_in_step,
@@ -22,8 +21,7 @@ from hvdtrain.ring.trace import (
     simulate_broadcast,
     trace_all_reduce,
 )
-from hvdtrain.ring.transports.in_process import run_in_process
-from tests.rings import rank_data
+from tests.rings import rank_data, run_in_process
 
 DOCS = Path(__file__).parents[2] / "docs" / "ring.md"
 
@@ -81,9 +79,9 @@ def test_the_trace_is_a_ring(size: int) -> None:
     assert set(Counter(m.segment for m in messages).values()) <= {2 * (size - 1)}
 
 
-def test_the_packages_head_shows_the_trace_of_three_ranks() -> None:
-    """Fails if the table at the head of the package is not what the algorithm does."""
-    lines = re.findall(r"^ +step (\d).*?((?: +\d>\d:\d)+)$", hvdtrain.ring.__doc__, re.M)
+def test_the_algorithms_head_shows_the_trace_of_three_ranks() -> None:
+    """Fails if the table at the head of the algorithm is not what the algorithm does."""
+    lines = re.findall(r"^ +step (\d).*?((?: +\d>\d:\d)+)$", algorithm.__doc__, re.M)
     shown = [
         (int(step), *map(int, cell))
         for step, cells in lines

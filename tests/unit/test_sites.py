@@ -169,7 +169,7 @@ def test_which_site(tmp_path: Path) -> None:
     assert hosts_of_site({}, NOWHERE) == ()
     assert hosts_of_site({"SLURM_JOB_NODELIST": ""}, NOWHERE) == ()
     assert hosts_of_site({}, hostfile) == (Host("worker", 2, None, f"{hostfile}:1"),)
-    assert hosts_of_site({"SLURM_NODELIST": "old"}, hostfile)[0].name == "old"
+    assert hosts_of_site({"SLURM_JOB_NODELIST": "new"}, hostfile)[0].name == "new"
     hostfile.write_text("# none yet\n")
     with pytest.raises(UsageError, match="no hosts in it"):
         hosts_of_site({}, hostfile)

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from hvdtrain.slurm import Place, Step, Variables, first_host, interface_of, meet, placement
+from hvdtrain.slurm import SlurmTask, Step, Variables, first_host, interface_of, meet, placement
 from hvdtrain.topology import Topology
 
 # What srun gives the third of four tasks, on the second of three hosts (1, 2 and 1 tasks).
@@ -29,7 +29,12 @@ TASK = {
     "SLURM_NODEID": "1",
     "SLURMD_NODENAME": "gpu009",
 }
-PLACES = [Place(0, "a", 0, 0), Place(1, "b", 1, 0), Place(2, "b", 1, 1), Place(3, "c", 2, 0)]
+PLACES = [
+    SlurmTask(0, "a", 0, 0),
+    SlurmTask(1, "b", 1, 0),
+    SlurmTask(2, "b", 1, 1),
+    SlurmTask(3, "c", 2, 0),
+]
 # By rank: local rank, local size, cross rank, cross size; as horovodrun numbers them.
 NUMBERS = [(0, 1, 0, 3), (0, 2, 1, 3), (1, 2, 0, 1), (0, 1, 2, 3)]
 LIMIT_S = 60.0  # for what takes a moment
@@ -59,7 +64,7 @@ def test_who_a_task_is(changes: dict[str, str | None], expected: Topology) -> No
 def test_step() -> None:
     """Fails if a step is read wrongly, or two steps have the same identity or ports."""
     step = Step.from_environment(TASK)
-    assert (step.place, step.size) == (Place(2, "gpu009", 1, 1), 4)
+    assert (step.place, step.size) == (SlurmTask(2, "gpu009", 1, 1), 4)
     assert step.first_host == "gpu008"
     others = [Step.from_environment(TASK | {name: "8"}) for name in list(TASK)[:3]]
     assert len({it.identity for it in [step, *others]}) == 4
@@ -108,7 +113,7 @@ def test_placement() -> None:
     assert [it["HOROVOD_HOSTNAME"] for it in found] == list("abbc")
     assert {it["HOROVOD_SIZE"] for it in found} == {"4"}
     with pytest.raises(UsageError, match="--distribution=block"):
-        placement([Place(0, "a", 0, 0), Place(1, "b", 1, 0), Place(2, "a", 0, 1)])
+        placement([SlurmTask(0, "a", 0, 0), SlurmTask(1, "b", 1, 0), SlurmTask(2, "a", 0, 1)])
 
 
 def test_interface() -> None:
@@ -124,7 +129,7 @@ def test_interface() -> None:
         interface_of("127.0.0.2", address_of)
 
 
-def steps(places: list[Place]) -> list[Step]:
+def steps(places: list[SlurmTask]) -> list[Step]:
     """A step on this machine; its identity, and so its ports, are its own."""
     identity = f"hvdtrain {uuid.uuid4()}"
     return [Step(place, len(places), "localhost", identity) for place in places]
@@ -192,7 +197,7 @@ def visit(port: int, text: bytes) -> None:
 
 def test_hosts_that_alternate_are_refused_everywhere() -> None:
     """Fails if any task waits, or starts, when Slurm has dealt ranks out in turns."""
-    places = [Place(0, "a", 0, 0), Place(1, "b", 1, 0), Place(2, "a", 0, 1)]
+    places = [SlurmTask(0, "a", 0, 0), SlurmTask(1, "b", 1, 0), SlurmTask(2, "a", 0, 1)]
     with meeting(steps(places), pytest.fail) as tasks:
         errors = [it.exception() for it in tasks]
     assert all(isinstance(error, UsageError) for error in errors)

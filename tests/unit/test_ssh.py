@@ -118,15 +118,6 @@ def test_wrong_options_are_all_told(port: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["-oProxyCommand=x", 'a"b', "a\nHost *", "a b", "a\\b"])
-def test_nothing_gets_into_the_configuration_through_a_name(name: str) -> None:
-    """Fails when a host's name could be an option of ssh, or a line of its configuration."""
-    with pytest.raises(UsageError, match="hosts:3"):
-        SshSetup([Host(name, source="hosts:3")], PLAIN)
-    with pytest.raises(UsageError, match="hosts:3"):
-        SshSetup([Host("alpha", user=name, source="hosts:3")], PLAIN)
-
-
 @pytest.mark.parametrize(("known", "code"), [(True, 0), (False, 255)])
 def test_host_keys_stay_checked(sshd: Sshd, known: bool, code: int) -> None:
     """Fails when horovodrun's own option, which comes with its command, lets any host key pass."""

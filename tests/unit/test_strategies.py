@@ -13,10 +13,11 @@ from torch import nn
 from hvdtrain.cli import compare as compare_options
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.systems import SYSTEMS, Strategy, find_strategy
-from hvdtrain.lab.systems.contract import CountedTransport, socket_traffic
-from hvdtrain.lab.systems.data_parallel import NO_GPU, TorchDataParallel
+from hvdtrain.lab.systems.all_reduce import CountedTransport
+from hvdtrain.lab.systems.contract import socket_traffic
 from hvdtrain.lab.systems.model_parallel import choose_cuts, cut_into_stages, shapes_between
 from hvdtrain.lab.systems.parameter_server import AsynchronousServer
+from hvdtrain.lab.systems.plain_torch import NO_GPU, TorchDataParallel
 from hvdtrain.lab.systems.towers import REDUCTIONS, Towers, split_along
 from hvdtrain.lab.systems.work import (
     GlobalBatch,
@@ -25,9 +26,9 @@ from hvdtrain.lab.systems.work import (
     flatten_parameters,
     parameters_of,
 )
-from hvdtrain.models.lenet import LeNet
+from hvdtrain.models import LeNet
 from hvdtrain.ring import all_reduce
-from hvdtrain.ring.transports.in_process import run_in_process
+from tests.rings import run_in_process
 from tests.unit.strategies import make_spec, run_alone, run_single, work_spec
 
 SIZE = 12 * 8  # of gradients, for formulas
@@ -216,7 +217,7 @@ def test_a_counted_ring_sends_what_its_formula_says() -> None:
     def work(transport: object) -> tuple[float, ...]:
         counted = CountedTransport(transport)  # type: ignore[arg-type]
         all_reduce(np.ones(12), counted)
-        return counted.tally.total
+        return counted.traffic
 
     formula = find_strategy("ring").formula(make_spec("ring", 3), SIZE)
     assert formula is not None
@@ -250,7 +251,6 @@ def test_names_of_systems_are_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("nccl", "unknown; choose from single, towers"),
         ("tests.unit.strategies:make_spec", "not a subclass of"),
         ("tests.unit.strategies:absent", "has no 'absent'"),
     ],

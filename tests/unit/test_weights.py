@@ -229,7 +229,7 @@ def truncated(path: Path) -> None:
             lambda path: torch.save({"w": torch.ones(2, device="meta")}, path),
             "tensor w is without values",
         ),
-        ("x", lambda path: path.mkdir(), "holds neither checkpoints/ nor model.safetensors"),
+        ("x", lambda path: path.mkdir(), "contains neither checkpoints/ nor model.safetensors"),
     ],
 )
 def test_files_that_hold_no_weights(name: str, write, expected: str, tmp_path: Path) -> None:

@@ -6,18 +6,25 @@ learning rate. Epoch times cover the training steps, as in the published table.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.data.builtin import FASHION_FOLDER, FILES
-from hvdtrain.lab.bench.turns import HVDTRAIN, records, run_command, train_argv
-from hvdtrain.log import counted
+from matplotlib.patches import Patch
 
-FASHION_MNIST, DIGITS = "fashion-mnist", "digits"
+from hvdtrain.data.builtin import FASHION_FOLDER, FILES
+from hvdtrain.errors import EXIT_OK
+from hvdtrain.files import write_json
+from hvdtrain.lab import charts
+from hvdtrain.lab.bench import turns
+from hvdtrain.lab.charts import Plot
+from hvdtrain.lab.children import run_command
+from hvdtrain.log import counted, say
 
 
 @dataclass(frozen=True)
@@ -28,25 +35,16 @@ class Setting:
     global_batch_size: int
     lr: float  # of SGD without momentum
 
+    def __str__(self) -> str:
+        return f"{self.workers} x {self.global_batch_size}"
+
 
 SETTINGS = (Setting(1, 256, 0.1), Setting(2, 256, 0.1), Setting(2, 512, 0.2))
-
-
-@dataclass(frozen=True)
-class Published:
-    """Published times, in seconds per epoch, in the order of SETTINGS."""
-
-    name: str
-    epoch_s: tuple[float, float, float]
-
-
-# On Fashion-MNIST with one and two GPUs. These figures are quoted without a citable source. The
-# nearest source found is d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla V100), with
-# 13.2 s for the first setting and 7.3 s for the last one in Gluon.
-PUBLISHED = (
-    Published("Gluon, ResNet-18", (14.2, 10.2, 8.1)),
-    Published("d2l, LeNet", (2.6, 2.6, 2.4)),
-)
+# Published seconds per epoch, in the order of SETTINGS, on Fashion-MNIST with one and two GPUs.
+# These figures are quoted without a citable source. The nearest source found is
+# d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla V100), with 13.2 s for the first
+# setting and 7.3 s for the last one in Gluon.
+PUBLISHED = {"Gluon, ResNet-18": (14.2, 10.2, 8.1), "d2l, LeNet": (2.6, 2.6, 2.4)}
 
 
 @dataclass(frozen=True)
@@ -69,36 +67,30 @@ class ClassicResult:
     epoch_s: list[float]  # of each epoch
     accuracy: float  # on the validation data, at the end, from 0 to 1
 
+    def __str__(self) -> str:
+        return f"{epoch_time([self]):.3f} s an epoch, accuracy {self.accuracy:.4f}"
+
 
 Results = dict[Setting, list[ClassicResult]]
+
+
+def run(arguments: dict[str, Any]) -> int:
+    """Run all settings, one after the other; return the exit code. Raises TrainingError."""
+    data = arguments["data"] or data_that_is_there(Path(arguments["data_dir"]))
+    plan = turns.plan_of(ClassicPlan, arguments | {"data": data})
+    with turns.scratch_folder("classic") as folder:
+        results = turns.measure(SETTINGS, plan.rounds, partial(train, plan), folder, say)
+    say(table(plan, results))
+    write_json(arguments["json"], as_json(plan, results))
+    for path in charts.write_plots([draw_classic(plan, results)], arguments["output"]):
+        say(f"written to {path}")
+    return EXIT_OK
 
 
 def data_that_is_there(data_dir: Path) -> str:
     """Return Fashion-MNIST where all of its files are present, else digits."""
     complete = all((data_dir / FASHION_FOLDER / name).is_file() for name in FILES)
-    return FASHION_MNIST if complete else DIGITS
-
-
-def measure(
-    plan: ClassicPlan,
-    run: Callable[[ClassicPlan, Setting, Path], ClassicResult],
-    folder: Path,
-    report: Callable[[str], None],
-) -> Results:
-    """Run all settings in turns; return results by setting and round. Raises ChildFailure."""
-    results: Results = {setting: [] for setting in SETTINGS}
-    for number in range(plan.rounds):
-        order = list(enumerate(SETTINGS))
-        for place, setting in order if number % 2 == 0 else reversed(order):
-            own = folder / f"{number}-{place}"
-            own.mkdir(mode=0o700)
-            result = run(plan, setting, own)
-            results[setting].append(result)
-            report(
-                f"round {number + 1}: {setting.workers} x {setting.global_batch_size}: "
-                f"{epoch_time([result]):.3f} s an epoch, accuracy {result.accuracy:.4f}"
-            )
-    return results
+    return "fashion-mnist" if complete else "digits"
 
 
 def train(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
@@ -106,17 +98,17 @@ def train(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
     flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
     flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
     flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
-    argv = [*HVDTRAIN, "launch", "-np", str(setting.workers), "--controller", plan.controller]
-    argv += ["--", *train_argv(folder, flags)[len(HVDTRAIN) :]]
+    argv = turns.launch_argv(setting.workers, plan.controller, turns.train_argv(folder, flags))
     run_command(argv, os.environ, folder, plan.time_limit_s)
-    epochs = records(folder, "epoch")
+    records = map(json.loads, turns.log_of(folder).read_text("utf-8").splitlines())
+    epochs = [record for record in records if record["kind"] == "epoch"]
     return ClassicResult(
         [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],
         epochs[-1]["valid_accuracy"],
     )
 
 
-def epoch_time(results: list[ClassicResult]) -> float:
+def epoch_time(results: Sequence[ClassicResult]) -> float:
     """Return the median epoch in seconds, without the first of each run with several."""
     return statistics.median(
         seconds for result in results for seconds in result.epoch_s[1:] or result.epoch_s
@@ -125,29 +117,26 @@ def epoch_time(results: list[ClassicResult]) -> float:
 
 def table(plan: ClassicPlan, results: Results) -> str:
     """Return the table, one row per setting: our results and the published ones."""
-    lines = [
-        f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
-        f"{counted(plan.rounds, 'round')}, SGD "
-        "without momentum, one compute thread each; seconds an epoch (median without the first), "
-        "speed-up over one worker"
-    ]
-    before = f"{'workers':>9}{'batch':>7}{'lr':>6}"
-    heads = [f"hvdtrain ({plan.controller})", *(found.name for found in PUBLISHED)]
-    lines.append(before + f"{heads[0]:>26}" + "".join(f"{name:>22}" for name in heads[1:]))
-    alone_s = epoch_time(results[SETTINGS[0]])
+    own_s = [epoch_time(results[setting]) for setting in SETTINGS]
+    rows = [["workers", "batch", "lr", f"hvdtrain ({plan.controller})", "speed-up", "accuracy"]]
+    rows[0] += [heading for name in PUBLISHED for heading in (name, "speed-up")]
     for place, setting in enumerate(SETTINGS):
-        own_s = epoch_time(results[setting])
         accuracy = statistics.median(result.accuracy for result in results[setting])
-        line = f"{setting.workers:>9}{setting.global_batch_size:>7}{setting.lr:>6g}"
-        line += f"{own_s:>10.3f}{alone_s / own_s:>6.2f}x{accuracy:>9.4f}"
-        for found in PUBLISHED:
-            line += f"{found.epoch_s[place]:>14.1f}{found.epoch_s[0] / found.epoch_s[place]:>7.2f}x"
-        lines.append(line)
-    lines.append(
+        row = [str(setting.workers), str(setting.global_batch_size), f"{setting.lr:g}"]
+        row += [f"{own_s[place]:.3f}", f"{own_s[0] / own_s[place]:.2f}x", f"{accuracy:.4f}"]
+        for epoch_s in PUBLISHED.values():
+            row += [f"{epoch_s[place]:.1f}", f"{epoch_s[0] / epoch_s[place]:.2f}x"]
+        rows.append(row)
+    head = (
+        f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
+        f"{counted(plan.rounds, 'round')}, SGD without momentum, one compute thread each; seconds "
+        "an epoch (median without the first), speed-up over one worker"
+    )
+    foot = (
         "  ours: seconds, speed-up, validation accuracy; the others' were published for GPUs, on "
         "Fashion-MNIST: compare speed-ups, not seconds"
     )
-    return "\n".join(lines)
+    return "\n".join([head, *turns.columns(rows), foot])
 
 
 def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
@@ -162,4 +151,31 @@ def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
         }
         for setting, found in results.items()
     ]
-    return {**asdict(plan), "rows": rows, "published": [asdict(found) for found in PUBLISHED]}
+    published = [{"name": name, "epoch_s": epoch_s} for name, epoch_s in PUBLISHED.items()]
+    return {**asdict(plan), "rows": rows, "published": published}
+
+
+def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
+    """Plot our speed-ups over one worker and the published ones."""
+    own = tuple(epoch_time(results[setting]) for setting in SETTINGS)
+    series = {f"hvdtrain, {plan.model} on {plan.data}": own}
+    series |= {f"{name}, published": epoch_s for name, epoch_s in PUBLISHED.items()}
+    figure = charts.new_figure()
+    axes = figure.add_subplot()
+    width = 0.8 / len(series)
+    for number, (seconds, colour) in enumerate(zip(series.values(), charts.PALETTE, strict=False)):
+        first = (number - (len(series) - 1) / 2) * width
+        factors = [seconds[0] / value for value in seconds]
+        places = [first + place for place in range(len(seconds))]
+        axes.bar_label(axes.bar(places, factors, width * 0.9, color=colour), fmt="%.2f", fontsize=8)
+    titles = [
+        f"{counted(s.workers, 'worker')}\nbatch {s.global_batch_size}, lr {s.lr}" for s in SETTINGS
+    ]
+    axes.set_xticks(range(len(SETTINGS)), titles)
+    charts.set_title(axes, "Speed-up")
+    axes.set_ylabel("epoch time of one worker / epoch time")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=colour) for colour, _ in zip(charts.PALETTE, series, strict=False)]
+    charts.legend_below(figure, handles, [*series], fontsize=8)
+    caption = "Epoch time of one worker over that of each setting; the published ones on GPUs."
+    return Plot("classic", "Classic table", caption, figure)

@@ -6,62 +6,48 @@ hvdtrain/lab/bench/turns.py); the ratios within a round of turns are compared.
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
-import secrets
-import signal
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
-from hvdtrain.errors import UsageError
-from hvdtrain.lab.bench import peers
-from hvdtrain.lab.bench.turns import (
-    TurnJob,
-    Turns,
-    log_of,
-    logged_steps,
-    on_workers,
-    read_steps,
-    steps_per_s,
-    train_argv,
-)
-from hvdtrain.lab.children import POLL_S, Child, ChildFailure, Commanded
-from hvdtrain.lab.compare.comparing import start_system
-from hvdtrain.lab.systems.contract import Spec
-from hvdtrain.lab.systems.work import WorkSpec
+from hvdtrain.data.builtin import read_spec
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.files import write_json
+from hvdtrain.lab import charts
+from hvdtrain.lab.bench import contestants, turns
+from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
+from hvdtrain.lab.bench.turns import Ratio, Turns
+from hvdtrain.lab.charts import Plot
+from hvdtrain.lab.children import ChildFailure, fork_server
+from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 
-OURS, DDP, LIMIT = "hvdtrain", "DDP", "limit"
-CONTESTANTS = (OURS, DDP, LIMIT)
-WEAK, STRONG = "weak", "strong"
+WEAK = "weak"
 LEAST_SHARE = 2  # samples per worker, the fewest for batch norm statistics
 LEAST_STEPS = 1000  # in the epoch that contains all turns
-LR, MOMENTUM = 0.01, 0.9
-FINISH_S = 60.0
-
-
-@dataclass(frozen=True)
-class ScalingCase:
-    """A model, number of workers and batch size, the same for all contestants."""
-
-    model: str
-    workers: int
-    global_batch_size: int
-
-    @property
-    def steps(self) -> int:
-        """The limit of steps, never reached: one epoch without its last batch."""
-        return peers.SAMPLES // self.global_batch_size - 1
-
-    def __str__(self) -> str:
-        return f"{self.model}, N = {self.workers}, {self.global_batch_size} samples a step"
+HEADINGS = (
+    *("model", "N", "samples a step"),
+    *(f"{name}/s" for name in CONTESTANTS),
+    *(f"{OURS} / {name} (middle half)" for name in (DDP, LIMIT)),
+    *("efficiency", f"{DDP}'s", f"{LIMIT}'s"),
+)
+PANEL_HEIGHT, PANEL_MARGIN = 2.7, 0.7  # inches
+COLOURS = dict(zip(CONTESTANTS, (*charts.PALETTE[:2], charts.GREY), strict=True))
+STYLES: dict[str, dict[str, Any]] = {
+    name: {"color": COLOURS[name], "marker": marker, "linewidth": 1.8}
+    for name, marker in zip(CONTESTANTS, ("o", "s", "^"), strict=True)
+}
+IDEAL: dict[str, Any] = {"color": charts.GREY, "linestyle": (0, (1, 1.5)), "linewidth": 1.2}
 
 
 @dataclass(frozen=True)
@@ -85,21 +71,36 @@ class ScalingPlan:
 
     def cases(self) -> list[ScalingCase]:
         """Return all cases without duplicates, in the order of running."""
-        found = (
-            self.case(mode, model, workers)
-            for model in self.models
-            for mode in self.modes
-            for workers in self.workers
-        )
-        return list(dict.fromkeys(found))
+        keys = itertools.product(self.models, self.modes, self.workers)
+        return list(dict.fromkeys(self.case(mode, model, workers) for model, mode, workers in keys))
+
+
+Rates = dict[ScalingCase, dict[str, list[float]]]  # samples/s by contestant and round; NaN: failed
+Start = Callable[[ScalingCase, str, Path], Turns]
+
+
+def run(arguments: dict[str, Any]) -> int:
+    """Measure all cases, in turns; return the exit code, 1 where some have failed."""
+    plan = turns.plan_of(ScalingPlan, arguments)
+    with turns.scratch_folder("scaling") as folder:
+        examine(plan)
+        starter = contestants.Starter(plan.controller, plan.time_limit_s, fork_server())
+        rates, problems = measure(plan, starter, folder, say)
+    points = points_of(plan, rates)
+    say(table(plan, points))
+    write_json(arguments["json"], as_json(plan, rates, points, problems))
+    for path in charts.write_plots(draw_plots(plan, rates, points), arguments["output"]):
+        say(f"written to {path}")
+    return EXIT_FAILED if problems else EXIT_OK
 
 
 def examine(plan: ScalingPlan) -> None:
     """Raise UsageError for models that cannot be built, and batches too large or too small."""
     problems: list[str] = []
+    shape, classes, _ = read_spec(contestants.DATA)
     for model in plan.models:
         try:
-            build_model(model, peers.SHAPE, peers.CLASSES, torch.float32)
+            build_model(model, shape, classes, torch.float32)
         except UsageError as error:
             problems += [problem.replace("--model=", "--models=") for problem in error.problems]
     for case in plan.cases():
@@ -111,37 +112,20 @@ def examine(plan: ScalingPlan) -> None:
         raise UsageError(*problems)
 
 
-class Contestant(Protocol):
-    """A participant that takes turns."""
-
-    def take(self, turn_s: float) -> None:
-        """Run one turn. Raises ChildFailure."""
-
-    def rates(self) -> list[float]:
-        """End, and return the samples/s of each turn. Raises ChildFailure."""
-
-    def close(self) -> None:
-        """End all processes; further calls have no effect."""
-
-
-Rates = dict[ScalingCase, dict[str, list[float]]]  # samples/s by contestant and round; NaN: failed
-Start = Callable[[ScalingCase, str, Path], Contestant]
-
-
 def measure(
     plan: ScalingPlan, start: Start, folder: Path, report: Callable[[str], None]
 ) -> tuple[Rates, list[str]]:
     """Measure one case after the other; problems are reported at once, and also returned."""
     rates: Rates = {}
     problems: list[str] = []
+
+    def note(problem: str) -> None:
+        problems.append(problem)
+        report(problem)
+
     for number, case in enumerate(plan.cases()):
         own = folder / str(number)
         own.mkdir(mode=0o700)
-
-        def note(name: str, failure: ChildFailure, case: ScalingCase = case) -> None:
-            problems.append(f"{name}, {case}: {failure}")
-            report(problems[-1])
-
         rates[case] = measure_case(plan, case, start, own, note)
         speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates[case].items())
         report(f"{case}: {', '.join(speeds)} samples/s")
@@ -149,145 +133,186 @@ def measure(
 
 
 def measure_case(
-    plan: ScalingPlan,
-    case: ScalingCase,
-    start: Start,
-    folder: Path,
-    note: Callable[[str, ChildFailure], None],
+    plan: ScalingPlan, case: ScalingCase, start: Start, folder: Path, note: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Measure all rounds of a case; a contestant that fails is left out from then on."""
-    running: dict[str, Contestant] = {}
+    running: dict[str, Turns] = {}
     rates = {name: [math.nan] * plan.rounds for name in CONTESTANTS}
+
+    @contextmanager
+    def failure_noted(name: str) -> Iterator[None]:
+        try:
+            yield
+        except ChildFailure as failure:
+            note(f"{name}, {case}: {failure}")
+            if name in running:
+                running.pop(name).close()
+
     try:
         for name in CONTESTANTS:
-            try:
+            with failure_noted(name):
                 running[name] = start(case, name, folder / name)
-            except ChildFailure as failure:
-                note(name, failure)
         for number in range(plan.rounds):
-            for name in in_turn(number):
+            for name in turns.in_turn(CONTESTANTS, number):
                 if name in running:
-                    try:
+                    with failure_noted(name):
                         running[name].take(plan.turn_s)
-                    except ChildFailure as failure:
-                        note(name, failure)
-                        running.pop(name).close()
-        for name, contestant in running.items():
-            try:
-                rates[name] = contestant.rates()
-            except ChildFailure as failure:
-                note(name, failure)
+        for name in [*running]:
+            with failure_noted(name):
+                rates[name] = running[name].rates()
     finally:
         for contestant in running.values():
             contestant.close()
     return rates
 
 
-def in_turn(number: int) -> tuple[str, ...]:
-    """Return the order of a round; every other one is reversed, to balance who follows whom."""
-    return CONTESTANTS if number % 2 == 0 else CONTESTANTS[::-1]
-
-
-class InTurns:
-    """A contestant that is a job in turns."""
-
-    def __init__(self, turns: Turns, samples: float) -> None:
-        """`samples`: per step, of each process that logs steps."""
-        self._turns, self._samples = turns, samples
-        self.take, self.close = turns.take, turns.close
-
-    def rates(self) -> list[float]:
-        return [
-            sum(steps_per_s(steps) for steps in processes) * self._samples
-            for processes in self._turns.end()
-        ]
-
-
 @dataclass(frozen=True)
-class Starter:
-    """A starter of contestants."""
+class ScalingPoint:
+    """The results for one mode, model and number of workers."""
 
-    controller: str
-    time_limit_s: float
-    context: ForkServerContext
-
-    def __call__(self, case: ScalingCase, name: str, folder: Path) -> InTurns:
-        """Start a contestant. Raises ChildFailure."""
-        deadline_s = time.monotonic() + self.time_limit_s
-        if name == OURS:
-            return InTurns(Turns(self._ours(case, folder), deadline_s), case.global_batch_size)
-        job = self._peer(case, peers.PlainDdp if name == DDP else peers.Independent, folder)
-        return InTurns(Turns(job, deadline_s), case.global_batch_size / case.workers)
-
-    def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
-        """Return the job of `hvdtrain train`, with all that it does by default."""
-        flags = ["--model", case.model, "--data", peers.NAME, "--device", "cpu"]
-        flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
-        flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
-        argv, environment = on_workers(train_argv(folder, flags), case.workers, self.controller)
-        # A worker that waits for its turn has not failed.
-        waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
-
-        def start(children: list[Child]) -> None:
-            folder.mkdir(mode=0o700)
-            children.append(Commanded(argv, folder / "process-0.log", waiting | environment))
-
-        return TurnJob(folder, start, [log_of(folder)], stop_train, lambda: [logged_steps(folder)])
-
-    def _peer(self, case: ScalingCase, strategy: type[peers.BareLoop], folder: Path) -> TurnJob:
-        spec = self.spec(case, strategy, folder)
-        logs = [peers.step_log(folder, number) for number in range(case.workers)]
-
-        def start(children: list[Child]) -> None:
-            start_system(spec, strategy, self.controller, self.context, children)
-
-        return TurnJob(folder, start, logs, lambda children: None, lambda: [*map(read_steps, logs)])
-
-    def spec(self, case: ScalingCase, strategy: type[peers.BareLoop], folder: Path) -> Spec:
-        """Return the specification for the processes of a peer."""
-        work = WorkSpec(
-            model=case.model,
-            data=peers.NAME,
-            data_dir="",
-            global_batch_size=case.global_batch_size,
-            steps=case.steps,
-            dtype="float32",
-            seed=0,
-            lr=LR,
-            momentum=MOMENTUM,
-        )
-        return Spec(
-            system=f"{strategy.__module__}:{strategy.__name__}",
-            workers=case.workers,
-            servers=0,
-            work=work,
-            towers_reduction="",
-            towers_dim=0,
-            folder=str(folder),
-            token=secrets.token_hex(32),
-            time_limit_s=self.time_limit_s,
-            controller_pid=os.getpid(),
-        )
+    mode: str
+    case: ScalingCase
+    samples_per_s: dict[str, float | None]  # medians by contestant; None: all failed
+    over_ddp: Ratio | None  # our speed over theirs, within rounds
+    over_limit: Ratio | None
+    efficiency: dict[str, float | None]  # speed over N times that of one worker; None: unknown
 
 
-def stop_train(children: Sequence[Child]) -> None:
-    """Stop a run with SIGTERM to one worker, which notifies the others: all save and exit.
-
-    Killed, Open MPI would leave files of its shared memory.
-    """
-    (child,) = children
-    workers = [pid for pid in child.processes() if _is_train(pid)]
-    for pid in workers[:1]:
-        os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + FINISH_S
-    while child.exit_code() is None and time.monotonic() < until:
-        time.sleep(POLL_S)
+def points_of(plan: ScalingPlan, rates: Rates) -> list[ScalingPoint]:
+    """Return the points by mode, model and workers; a case may belong to both modes."""
+    keys = itertools.product(plan.modes, plan.models, plan.workers)
+    return [_point(plan, rates, *key) for key in keys]
 
 
-def _is_train(pid: int) -> bool:
-    """Return whether this is a worker; horovodrun and mpirun only name one in their arguments."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return words[1:4] == [b"-m", b"hvdtrain.cli", b"train"]
+def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> ScalingPoint:
+    case = plan.case(mode, model, workers)
+    found, alone = rates[case], rates.get(plan.case(mode, model, 1), {})
+    speed = {name: median(found[name]) for name in CONTESTANTS}
+    efficiency: dict[str, float | None] = {}
+    for name, own in speed.items():
+        base = median(alone.get(name, []))
+        efficiency[name] = own / (workers * base) if own and base else None
+    return ScalingPoint(
+        mode=mode,
+        case=case,
+        samples_per_s=speed,
+        over_ddp=ratio_within_rounds(found[OURS], found[DDP]),
+        over_limit=ratio_within_rounds(found[OURS], found[LIMIT]),
+        efficiency=efficiency,
+    )
+
+
+def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """Return the ratio over rounds in which neither failed; None without such a round."""
+    ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
+    return turns.ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
+
+
+def median(rates: Sequence[float]) -> float | None:
+    """Return the median without failed rounds; None where all failed."""
+    ended = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.median(ended) if ended else None
+
+
+def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
+    """Return the table, in one part for each mode."""
+    rounds = counted(plan.rounds, "round")
+    lines = [
+        f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
+        "DDP on gloo, one compute thread each; limit: as many processes at once, without exchange"
+    ]
+    for mode in plan.modes:
+        kept = "samples a worker" if mode == WEAK else "samples a step over all workers"
+        lines.append(f"{mode} scaling, the same {kept}:")
+        rows = [_cells(point) for point in points if point.mode == mode]
+        lines += turns.columns([HEADINGS, *rows])
+    return "\n".join(lines)
+
+
+def _cells(point: ScalingPoint) -> list[str]:
+    rates = [point.samples_per_s[name] for name in CONTESTANTS]
+    shares = [point.efficiency[name] for name in CONTESTANTS]
+    overs = (point.over_ddp, point.over_limit)
+    return [
+        *map(str, astuple(point.case)),
+        *("-" if rate is None else f"{rate:,.0f}" for rate in rates),
+        *(f"{over.median:.3f} ({over.middle_half})" if over else "-" for over in overs),
+        *("-" if share is None else f"{share:.2f}" for share in shares),
+    ]
+
+
+def as_json(
+    plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint], problems: Sequence[str]
+) -> dict[str, Any]:
+    """Return all results for `write_json`, with NaN for a failed round."""
+    return {
+        **asdict(plan),
+        "runs": [asdict(case) | {"samples_per_s": found} for case, found in rates.items()],
+        "points": [asdict(point) for point in points],
+        "problems": problems,
+    }
+
+
+def draw_plots(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]) -> list[Plot]:
+    """Return the plots of all points that have results."""
+    done = [point for point in points if point.samples_per_s[OURS]]
+    return [_draw_speed(plan, done), _draw_ratios(plan, rates, done)] if done else []
+
+
+def _draw_speed(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> Plot:
+    """Plot samples/s over N, one row per mode and one column per model."""
+    models = list(dict.fromkeys(point.case.model for point in points))
+    width = charts.WIDTH * max(1, len(models) / 2)
+    figure = charts.new_figure(width, PANEL_MARGIN + PANEL_HEIGHT * len(plan.modes))
+    panels = figure.subplots(len(plan.modes), len(models), squeeze=False)
+    for row, mode in zip(panels, plan.modes, strict=True):
+        for axes, model in zip(row, models, strict=True):
+            own = [point for point in points if (point.mode, point.case.model) == (mode, model)]
+            _draw_panel(axes, f"{model}, {mode}", own)
+    handles = [Line2D([], [], **style) for style in (*STYLES.values(), IDEAL)]
+    labels = [OURS, DDP, f"{LIMIT} of this machine", "N times one process alone"]
+    charts.legend_below(figure, handles, labels, fontsize=8)
+    caption = (
+        "Samples per second over all workers, medians. Weak: the same samples a worker; strong: "
+        "the same global batch. The limit: as many processes at the same time, without exchange."
+    )
+    return Plot("scaling", "Scaling", caption, figure)
+
+
+def _draw_panel(axes: Axes, title: str, points: Sequence[ScalingPoint]) -> None:
+    counts = [point.case.workers for point in points]
+    charts.dress(axes, title, "samples/s", "workers")
+    axes.xaxis.set_major_locator(FixedLocator(counts))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    alone = next((p.samples_per_s[LIMIT] for p in points if p.case.workers == 1), None)
+    if alone:
+        axes.plot(counts, [alone * count for count in counts], **IDEAL)
+    for name, style in STYLES.items():
+        axes.plot(counts, [point.samples_per_s[name] or math.nan for point in points], **style)
+    axes.margins(x=0.12, y=0.1)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_ratios(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]) -> Plot:
+    """Plot one row per point: the ratios of all rounds as dots, their medians as lines."""
+    figure = charts.new_figure(charts.WIDTH, 1.3 + charts.ROW_HEIGHT * len(points))
+    axes = figure.add_subplot()
+    for place, point in enumerate(points):
+        found = rates[point.case]
+        for other, over, at in (
+            (DDP, point.over_ddp, place - 0.16),
+            (LIMIT, point.over_limit, place + 0.16),
+        ):
+            values = [a / b for a, b in zip(found[OURS], found[other], strict=True)]
+            ats = [at] * len(values)
+            axes.scatter(values, ats, s=16, color=COLOURS[other], alpha=0.55, linewidth=0)
+            if over:
+                axes.vlines(over.median, at - 0.14, at + 0.14, COLOURS[other], linewidth=2.4)
+    labels = [f"{p.case.model}, {p.mode}, N = {p.case.workers}" for p in points]
+    axes.axvline(1, color="black", linewidth=0.8)
+    x_label = "as a multiple of the other's, within rounds"
+    charts.dress_rows(axes, "hvdtrain's speed", labels, x_label)
+    handles = [Line2D([], [], color=COLOURS[name], linewidth=2.4) for name in (DDP, LIMIT)]
+    charts.legend_below(figure, handles, [f"of {DDP}'s", f"of the {LIMIT}"])
+    caption = f"Ratios of {plan.rounds} rounds, and their medians."
+    return Plot("ratios", "Ratios", caption, figure)

@@ -14,28 +14,34 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.lab.bench import ddp_script, stamp
-from hvdtrain.lab.bench.turns import (
-    HVDTRAIN,
-    Ratio,
-    logged_steps,
-    on_workers,
-    run_command,
-    spread,
-    train_argv,
-)
-from hvdtrain.log import counted
+from matplotlib.patches import Patch
+
+from hvdtrain.errors import EXIT_OK
+from hvdtrain.files import write_json
+from hvdtrain.lab import charts
+from hvdtrain.lab.bench import ddp_script, stamp, turns
+from hvdtrain.lab.bench.turns import Ratio
+from hvdtrain.lab.charts import Plot
+from hvdtrain.lab.children import run_command
+from hvdtrain.log import counted, say
 
 LAUNCH, HOROVODRUN, TORCHRUN = "hvdtrain launch", "horovodrun hvdtrain train", "torchrun, DDP"
 TRAIN, SCRIPT = "hvdtrain train, alone", "python script, alone"
 CONTESTANTS = (LAUNCH, HOROVODRUN, TORCHRUN, TRAIN, SCRIPT)
 PAIRS = ((LAUNCH, TORCHRUN), (HOROVODRUN, TORCHRUN), (TRAIN, SCRIPT))
 PARTS = ("start", "imports", "join", "prepare", "first step")
-END = "#"  # terminates the reading of a pipe; no worker writes it
+WHOLE = "not taken apart"
+COLOURS = dict(zip(PARTS, (charts.PALETTE[4], *charts.PALETTE[:4]), strict=True))
+COLOURS[WHOLE] = "#999999"
+BAR = 0.62  # share of a row
+END = b"#\n"  # terminates the reading of a pipe; no worker writes it
 TRAIN_FLAGS = (
     *("--model", "lenet", "--data", f"synthetic:1x28x28,samples={ddp_script.SAMPLES}"),
     *("--device", "cpu"),
@@ -60,81 +66,70 @@ class Started:
     total_s: float  # from the command to the end of the first step
     parts_s: Mapping[str, float]  # they add up to the total; empty where unknown
 
+    def __str__(self) -> str:
+        return f"{self.total_s:.2f} s"
+
 
 Starts = dict[str, list[Started]]
 
 
-def measure(
-    plan: StartPlan,
-    run: Callable[[str, Path], Started],
-    folder: Path,
-    report: Callable[[str], None],
-) -> Starts:
-    """Run all commands in turns; return their starts by name and round. Raises ChildFailure."""
-    starts: Starts = {name: [] for name in CONTESTANTS}
-    for number in range(plan.rounds):
-        for name in CONTESTANTS if number % 2 == 0 else reversed(CONTESTANTS):
-            own = folder / f"{number}-{CONTESTANTS.index(name)}"
-            own.mkdir(mode=0o700)
-            starts[name].append(run(name, own))
-            report(f"round {number + 1}: {name}: {starts[name][-1].total_s:.2f} s")
-    return starts
+def run(arguments: dict[str, Any]) -> int:
+    """Measure all starts, one after the other; return the exit code. Raises TrainingError."""
+    plan = turns.plan_of(StartPlan, arguments)
+    with turns.scratch_folder("start") as folder:
+        starts = turns.measure(CONTESTANTS, plan.rounds, partial(start, plan), folder, say)
+    say(table(plan, starts))
+    seconds = {name: [asdict(one) for one in found] for name, found in starts.items()}
+    ratios = {name: asdict(found) for name, found in ratios_of(starts).items()}
+    write_json(arguments["json"], {**asdict(plan), "starts": seconds, "ratios": ratios})
+    for path in charts.write_plots([draw_start(starts)], arguments["output"]):
+        say(f"written to {path}")
+    return EXIT_OK
 
 
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
-    return {
-        f"{ours} / {other}": spread(
-            [a.total_s / b.total_s for a, b in zip(starts[ours], starts[other], strict=True)]
-        )
-        for ours, other in PAIRS
-    }
+    totals = {name: [one.total_s for one in found] for name, found in starts.items()}
+    return {f"{ours} / {other}": turns.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
 
 
-@dataclass(frozen=True)
-class StartRunner:
-    """A runner of single commands."""
+def start(plan: StartPlan, name: str, folder: Path) -> Started:
+    """Run the command of this name once. Raises ChildFailure."""
+    if name in (TORCHRUN, SCRIPT):
+        return _script(plan, name, folder)
+    if name != LAUNCH:
+        return _train(plan, name, folder)
+    argv = turns.launch_argv(plan.workers, plan.controller, turns.train_argv(folder, TRAIN_FLAGS))
+    began_s = time.time()
+    run_command(argv, os.environ, folder, plan.time_limit_s)
+    # Only the total is known, as agents read the workers' pipes.
+    return Started(turns.logged_steps(folder)[0].at_s - began_s, {})
 
-    plan: StartPlan
 
-    def __call__(self, name: str, folder: Path) -> Started:
-        """Run the command of this name once. Raises ChildFailure."""
-        if name in (TORCHRUN, SCRIPT):
-            return self._script(name, folder)
-        return self._launch(folder) if name == LAUNCH else self._train(name, folder)
+def _script(plan: StartPlan, name: str, folder: Path) -> Started:
+    times = folder / "times.json"
+    argv = [sys.executable]
+    if name == TORCHRUN:
+        argv += ["-m", "torch.distributed.run", "--standalone"]
+        argv += ["--nproc-per-node", str(plan.workers)]
+    argv += [ddp_script.__file__, str(times)]
+    began_s = time.monotonic()
+    run_command(argv, os.environ, folder, plan.time_limit_s)
+    return started([began_s, *json.loads(times.read_text("utf-8"))])
 
-    def _script(self, name: str, folder: Path) -> Started:
-        times = folder / "times.json"
-        argv = [sys.executable]
-        if name == TORCHRUN:
-            argv += ["-m", "torch.distributed.run", "--standalone"]
-            argv += ["--nproc-per-node", str(self.plan.workers)]
-        argv += [ddp_script.__file__, str(times)]
+
+def _train(plan: StartPlan, name: str, folder: Path) -> Started:
+    pipe = folder / "pulse"
+    command = [sys.executable, "-m", stamp.__name__, str(pipe)]
+    command += turns.train_argv(folder, TRAIN_FLAGS)
+    workers = plan.workers if name == HOROVODRUN else 1
+    argv, environment = turns.on_workers(command, workers, plan.controller)
+    clock_offset_s = time.time() - time.monotonic()
+    with pulse_lines(pipe) as lines:
         began_s = time.monotonic()
-        run_command(argv, os.environ, folder, self.plan.time_limit_s)
-        return started([began_s, *json.loads(times.read_text("utf-8"))])
-
-    def _launch(self, folder: Path) -> Started:
-        """Run `hvdtrain launch`, whose agents read the workers' pipes: only the total is known."""
-        argv = [*HVDTRAIN, "launch", "-np", str(self.plan.workers)]
-        argv += ["--controller", self.plan.controller, "--"]
-        argv += train_argv(folder, TRAIN_FLAGS)[len(HVDTRAIN) :]
-        began_s = time.time()
-        run_command(argv, os.environ, folder, self.plan.time_limit_s)
-        return Started(logged_steps(folder)[0].at_s - began_s, {})
-
-    def _train(self, name: str, folder: Path) -> Started:
-        workers = self.plan.workers if name == HOROVODRUN else 1
-        pipe = folder / "pulse"
-        command = [sys.executable, "-m", stamp.__name__, str(pipe)]
-        command += train_argv(folder, TRAIN_FLAGS)
-        argv, environment = on_workers(command, workers, self.plan.controller)
-        clock_offset_s = time.time() - time.monotonic()
-        with PulseReader(pipe) as reader:
-            began_s = time.monotonic()
-            run_command(argv, environment, folder, self.plan.time_limit_s)
-        first_step_s = logged_steps(folder)[0].at_s - clock_offset_s
-        return started([began_s, *marks_of(reader.lines), first_step_s])
+        run_command(argv, environment, folder, plan.time_limit_s)
+    first_step_s = turns.logged_steps(folder)[0].at_s - clock_offset_s
+    return started([began_s, *marks_of(lines), first_step_s])
 
 
 def started(times_s: Sequence[float]) -> Started:
@@ -145,79 +140,88 @@ def started(times_s: Sequence[float]) -> Started:
     return Started(times_s[-1] - times_s[0], parts)
 
 
+@contextmanager
+def pulse_lines(path: Path) -> Iterator[list[tuple[float, str]]]:
+    """Yield a list that a thread extends by each line from a new named pipe, with its time of
+    arrival in monotonic seconds. It is complete when the context ends.
+    """
+    os.mkfifo(path, 0o600)
+    lines: list[tuple[float, str]] = []
+    # For reading and writing, so that it can be opened before the worker does, and stays open
+    # after the worker has ended.
+    with os.fdopen(os.open(path, os.O_RDWR), "rb") as stream:
+
+        def read() -> None:
+            for line in stream:
+                lines.append((time.monotonic(), line.decode().strip()))
+                if line == END:
+                    return
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        try:
+            yield lines
+        finally:
+            os.write(stream.fileno(), END)
+            thread.join()
+
+
 def marks_of(lines: Sequence[tuple[float, str]]) -> list[float]:
     """Return when rank 0 started, had imported, had joined, and began its first step.
 
     `lines`: time of arrival and text of each line from the pipe. All times in monotonic seconds.
     """
     begun = next(float(line[1:]) for _, line in lines if line.startswith(stamp.STARTED))
-    joined = next(_beat_s(line) for _, line in lines if line.startswith("+prepare "))
+    joined, prepared = (
+        next(float(line.split()[2]) for _, line in lines if line.startswith(phase))
+        for phase in ("+prepare ", "+data 1 ")
+    )
     # This line has no time stamp: it may have been read slightly after it was written.
     imported = min(joined, next(at_s for at_s, line in lines if line.startswith("?")))
-    prepared = next(_beat_s(line) for _, line in lines if line.startswith("+data 1 "))
     return [begun, imported, joined, prepared]
 
 
-def _beat_s(line: str) -> float:
-    return float(line.split()[2])
-
-
-class PulseReader:
-    """A thread that reads a named pipe, with the time of arrival of each line."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path, 0o600)
-        # For reading and writing, so that it can be opened before the worker does, and stays open
-        # after the worker has ended.
-        self._fd = os.open(path, os.O_RDWR)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self.lines: list[tuple[float, str]] = []
-
-    def __enter__(self) -> PulseReader:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.write(self._fd, f"{END}\n".encode())
-        self._thread.join()
-        os.close(self._fd)
-
-    def _read(self) -> None:
-        pending = b""
-        while True:
-            pending += os.read(self._fd, 1 << 16)
-            now_s = time.monotonic()
-            *whole, pending = pending.split(b"\n")
-            self.lines += [(now_s, line.decode()) for line in whole]
-            if END.encode() in whole:
-                return
+def medians_of(found: Sequence[Started]) -> tuple[float, dict[str, float]]:
+    """Return the median seconds of the total and of each part; no parts where unknown."""
+    total_s = statistics.median(one.total_s for one in found)
+    if not all(one.parts_s for one in found):
+        return total_s, {}
+    return total_s, {part: statistics.median(one.parts_s[part] for one in found) for part in PARTS}
 
 
 def table(plan: StartPlan, starts: Starts) -> str:
     """Return the table of medians, in seconds, and ratios."""
-    rounds = counted(plan.rounds, "round")
-    lines = [
-        f"start: seconds from the command to the end of the first step, LeNet, {plan.workers} "
-        f"workers ({plan.controller}; DDP: gloo) or alone; median of {rounds} in turns"
-    ]
-    width = max(map(len, CONTESTANTS))
-    lines.append(f"  {'':{width}}  {'total':>10}" + "".join(f"{part:>12}" for part in PARTS))
+    rows = [["", "total", *PARTS]]
     for name, found in starts.items():
-        total_s = statistics.median(start.total_s for start in found)
-        parts_s = medians_of_parts(found)
-        cells = [f"{parts_s[part]:12.2f}" if parts_s else f"{'-':>12}" for part in PARTS]
-        lines.append(f"  {name:{width}}  {total_s:10.2f}" + "".join(cells))
-    width = max(map(len, ratios_of(starts)))
-    for name, ratio in ratios_of(starts).items():
-        lines.append(
-            f"  ratio, {name:{width}} {ratio.median:6.3f}  (middle half: "
-            f"{ratio.lower_quartile:.3f} to {ratio.upper_quartile:.3f})"
-        )
-    return "\n".join(lines)
+        total_s, parts_s = medians_of(found)
+        cells = [f"{parts_s[part]:.2f}" if parts_s else "-" for part in PARTS]
+        rows.append([name, f"{total_s:.2f}", *cells])
+    head = (
+        f"start: seconds from the command to the end of the first step, LeNet, {plan.workers} "
+        f"workers ({plan.controller}; DDP: gloo) or alone; median of "
+        f"{counted(plan.rounds, 'round')} in turns"
+    )
+    return "\n".join([head, *turns.columns(rows), *turns.ratio_lines(ratios_of(starts))])
 
 
-def medians_of_parts(found: Sequence[Started]) -> dict[str, float]:
-    """Return the median seconds of each part; empty where parts are unknown."""
-    if not all(start.parts_s for start in found):
-        return {}
-    return {part: statistics.median(start.parts_s[part] for start in found) for part in PARTS}
+def draw_start(starts: Starts) -> Plot:
+    """Plot one bar per command, divided into its parts where they are known."""
+    figure = charts.new_figure(charts.WIDTH, 1.2 + charts.ROW_HEIGHT * len(starts))
+    axes = figure.add_subplot()
+    longest = 0.0
+    for place, found in enumerate(starts.values()):
+        total_s, parts_s = medians_of(found)
+        left = 0.0
+        for part, seconds in (parts_s or {WHOLE: total_s}).items():
+            axes.barh(place, seconds, BAR, left=left, color=COLOURS[part])
+            left += seconds
+        end = max(total_s, left)
+        longest = max(longest, end)
+        at = {"textcoords": "offset points", "xytext": (4, 0), "va": "center", "fontsize": 8}
+        axes.annotate(f"{total_s:.2f}", (end, place), **at)  # type: ignore[arg-type]
+    axes.set_xlim(0, longest * 1.12)
+    charts.dress_rows(axes, "From the command to the first step", [*starts], "seconds, medians")
+    handles = [Patch(color=colour) for colour in COLOURS.values()]
+    charts.legend_below(figure, handles, [*COLOURS], fontsize=8)
+    caption = "Medians, of each part by itself: they need not add up to that of the total."
+    return Plot("start", "Start", caption, figure)

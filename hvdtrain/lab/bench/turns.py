@@ -1,50 +1,48 @@
-"""Concurrent jobs that compute in turns, each while all others are stopped.
+"""Turns of contestants, and what all benches share: commands, ratios, tables and files.
 
-A stopped process (SIGSTOP) takes no CPU time, while in a waiting one Horovod's thread would wake up
-or Open MPI would spin. So turns can be short and close together, without process starts between
-them. The measured interval lies between two steps that a job has logged within its turn; the first
-of them ends the interval in which it was stopped.
+Concurrent jobs compute in turns, each while all others are stopped. A stopped process (SIGSTOP)
+takes no CPU time, while in a waiting one Horovod's thread would wake up or Open MPI would spin. So
+turns can be short and close together, without process starts between them. The measured interval
+lies between two steps that a job has logged within its turn; the first of them ends the interval in
+which it was stopped.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
-from hvdtrain.lab.children import (
-    ONE_THREAD,
-    POLL_S,
-    Child,
-    ChildFailure,
-    Commanded,
-    all_ended,
-    watch,
-)
+from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended, guarded
 from hvdtrain.launcher.command import (
     EngineOptions,
     engine_environment,
     horovodrun_argv,
     settings_for,
 )
-from hvdtrain.run.records import METRICS
+from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.run.directory import METRICS
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
-START_TIMEOUT_S = 60
-WATCHDOG_S = 600.0  # the default of `launch`; without effect on `train`
 EXPERIMENT = "run"
+WARM_UP_STEPS = 5
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 
 class Logged(NamedTuple):
@@ -63,6 +61,7 @@ class TurnJob:
     progress: Sequence[Path]  # files that grow by a line with each logged step
     finish: Callable[[Sequence[Child]], None]  # end the job in an orderly way, where that matters
     logged: Callable[[], list[list[Logged]]]  # the steps of each process, after its end
+    samples: float = 1  # of each process in a step
 
 
 class Turns:
@@ -79,7 +78,7 @@ class Turns:
         self._windows: list[tuple[float, float]] = []
         try:
             job.start(self._children)
-            self._wait_for(1)
+            self._wait_for(1, [0] * len(job.progress))
             self._processes = [pid for child in self._children for pid in child.processes()]
         except BaseException:
             self.close()
@@ -98,6 +97,13 @@ class Turns:
             self._signal(signal.SIGSTOP)
         self._windows.append((began_s, time.time()))
 
+    def rates(self) -> list[float]:
+        """End the job; return the samples/s of each turn. Raises ChildFailure."""
+        return [
+            sum(steps_per_s(steps) for steps in processes) * self._job.samples
+            for processes in self.end()
+        ]
+
     def end(self) -> list[list[list[Logged]]]:
         """End the job; return the steps logged within its turns, by turn and process."""
         self._signal(signal.SIGCONT)
@@ -105,7 +111,10 @@ class Turns:
         self._job.finish(self._children)
         self.close()
         logged = self._job.logged()
-        return [[_within(steps, *window) for steps in logged] for window in self._windows]
+        return [
+            [[step for step in steps if began_s < step.at_s <= ended_s] for steps in logged]
+            for began_s, ended_s in self._windows
+        ]
 
     def close(self) -> None:
         """End all processes of the job; further calls have no effect."""
@@ -113,11 +122,12 @@ class Turns:
             self._children.pop().end()
 
     def _lines(self) -> list[int]:
-        return [_count_lines(path) for path in self._job.progress]
+        return [
+            path.read_bytes().count(b"\n") if path.exists() else 0 for path in self._job.progress
+        ]
 
-    def _wait_for(self, lines: int, before: Sequence[int] | None = None) -> None:
+    def _wait_for(self, lines: int, before: Sequence[int]) -> None:
         """Wait until each process has logged `lines` more steps. Raises ChildFailure."""
-        before = before or [0] * len(self._job.progress)
         while any(new < old + lines for new, old in zip(self._lines(), before, strict=True)):
             if all_ended(self._children, self._job.folder):
                 raise ChildFailure("it ended before its turns were over")
@@ -127,14 +137,8 @@ class Turns:
 
     def _signal(self, number: int) -> None:
         for pid in self._processes:
-            try:
+            with suppress(ProcessLookupError):  # the next check of the children reports it
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue  # the next check of the children reports it
-
-
-def _within(steps: Sequence[Logged], began_s: float, ended_s: float) -> list[Logged]:
-    return [logged for logged in steps if began_s < logged.at_s <= ended_s]
 
 
 def steps_per_s(steps: Sequence[Logged]) -> float:
@@ -151,16 +155,15 @@ def read_steps(path: Path) -> list[Logged]:
     return [Logged(int(step), float(at_s)) for step, at_s in map(str.split, lines)]
 
 
-def _count_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0  # not yet
-
-
 def train_argv(folder: Path, flags: Sequence[str]) -> list[str]:
     """Return the command of `hvdtrain train` that writes its run to `folder`/run."""
     return [*HVDTRAIN, "train", *flags, "--output", str(folder), "--experiment", EXPERIMENT]
+
+
+def launch_argv(workers: int, controller: str, train: Sequence[str]) -> list[str]:
+    """Return the command of `hvdtrain launch` for what `train_argv` returns."""
+    argv = [*HVDTRAIN, "launch", "-np", str(workers), "--controller", controller]
+    return [*argv, "--", *train[len(HVDTRAIN) :]]
 
 
 def on_workers(
@@ -172,26 +175,11 @@ def on_workers(
     """
     if workers == 1:
         return [*argv], dict(os.environ)
-    settings = settings_for(controller, os.environ, WATCHDOG_S, ours=True)
+    # The watchdog has no effect on `train`.
+    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, ours=True)
     hosts = (("localhost", workers),)
-    engine = EngineOptions(workers, controller, hosts, None, START_TIMEOUT_S)
-    values = {setting.name: setting.value for setting in settings}
-    return horovodrun_argv(engine, argv), engine_environment(os.environ, values, None)
-
-
-def run_command(
-    argv: Sequence[str], environment: Mapping[str, str], folder: Path, time_limit_s: float
-) -> None:
-    """Run a command to its end, with one compute thread per process and its log in `folder`.
-
-    Raises ChildFailure.
-    """
-    deadline = time.monotonic() + time_limit_s
-    child = Commanded(argv, folder / "process-0.log", {**environment, **ONE_THREAD})
-    try:
-        watch([child], folder, deadline, time_limit_s)
-    finally:
-        child.end()
+    engine = EngineOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
+    return horovodrun_argv(engine, argv), engine_environment(os.environ, settings, None)
 
 
 def logged_steps(folder: Path) -> list[Logged]:
@@ -206,14 +194,64 @@ def log_of(folder: Path) -> Path:
     return folder / EXPERIMENT / METRICS
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the records of one kind (step or epoch) in the run's metrics.jsonl."""
-    text = log_of(folder).read_text("utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+@contextmanager
+def scratch_folder(bench: str) -> Iterator[Path]:
+    """Yield a folder for jobs, and end whatever is started within this context.
+
+    A signal raises Stopped. Raises TrainingError for a ChildFailure.
+    """
+    StopRequests()
+    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+        try:
+            yield Path(folder)
+        except ChildFailure as failure:
+            raise TrainingError(f"bench {bench}: {failure}") from failure
 
 
-WARM_UP_STEPS = 5
+def in_turn(contestants: Sequence[Key], number: int) -> Sequence[Key]:
+    """Return the order of a round; every other one is reversed, to balance who follows whom."""
+    return contestants if number % 2 == 0 else contestants[::-1]
+
+
+def measure(
+    contestants: Sequence[Key],
+    rounds: int,
+    run: Callable[[Key, Path], Found],
+    folder: Path,
+    report: Callable[[str], None],
+) -> dict[Key, list[Found]]:
+    """Run one contestant after the other; return results by contestant and round.
+
+    Raises ChildFailure as `run`, which receives a new folder.
+    """
+    results: dict[Key, list[Found]] = {contestant: [] for contestant in contestants}
+    for number in range(rounds):
+        for contestant in in_turn(contestants, number):
+            own = folder / f"{number}-{contestants.index(contestant)}"
+            own.mkdir(mode=0o700)
+            results[contestant].append(run(contestant, own))
+            report(f"round {number + 1}: {contestant}: {results[contestant][-1]}")
+    return results
+
+
+def run_rounds(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, steps: int, exchange: Exchange
+) -> dict[str, list[float]]:
+    """Collective: return the seconds per step on the slowest rank, by contestant and round."""
+    for step in contestants.values():
+        for _ in range(WARM_UP_STEPS):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name in in_turn([*contestants], number):
+            step = contestants[name]
+            exchange.all_gather_object(None, "hvdtrain.bench.start")
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            own = (time.perf_counter() - started) / steps
+            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -226,60 +264,39 @@ class Ratio:
     upper_quartile: float
     highest: float
 
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the benchmarks within one job; each uses those that apply to it."""
-
-    rounds: int
-    steps: int  # per round
-    model: str
-    batch_size: int  # per worker
-    megabytes: float
+    @property
+    def middle_half(self) -> str:
+        """Return the quartiles as text."""
+        return f"{self.lower_quartile:.3f} to {self.upper_quartile:.3f}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The results of a benchmark within one job."""
-
-    what: str  # description of one step
-    seconds: dict[str, list[float]]  # per step, by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # per step, where the speed is given in MB/s
-
-
-def run_rounds(
-    contestants: Mapping[str, Callable[[], None]], rounds: int, steps: int, exchange: Exchange
-) -> dict[str, list[float]]:
-    """Collective: return the seconds per step on the slowest rank, by contestant and round.
-
-    In a round each contestant makes `steps` steps; every other round is in reverse order, so that
-    none always follows the same other.
-    """
-    for step in contestants.values():
-        for _ in range(WARM_UP_STEPS):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds):
-        order = list(contestants.items())
-        for name, step in order if number % 2 == 0 else reversed(order):
-            exchange.all_gather_object(None, "hvdtrain.bench.start")
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            own = (time.perf_counter() - started) / steps
-            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
-    return seconds
-
-
-def ratio(seconds: Mapping[str, list[float]], name: str, to: str) -> Ratio:
-    """Return the time of `name` over that of `to` within rounds."""
-    return spread([a / b for a, b in zip(seconds[name], seconds[to], strict=True)])
-
-
-def spread(ratios: Sequence[float]) -> Ratio:
-    """Return the spread of the ratios of one or more rounds."""
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Return the spread of ours over theirs within one or more rounds."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     lower, _, upper = (
-        statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [*ratios] * 3
+        statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     )
     return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column is aligned to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    ]
+
+
+def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
+    """Return the lines of a table of ratios: median, middle half and range."""
+    rows = [["", "median", "middle half", "all"]]
+    for name, found in ratios.items():
+        spread = f"{found.lowest:.3f} to {found.highest:.3f}"
+        rows.append([f"ratio, {name}", f"{found.median:.3f}", found.middle_half, spread])
+    return columns(rows)
+
+
+def plan_of(kind: type[Found], arguments: Mapping[str, Any]) -> Found:
+    """Return the dataclass `kind`, whose fields are all among the arguments."""
+    return kind(**{name: arguments[name] for name in kind.__annotations__})

@@ -1,80 +1,140 @@
-"""Benchmarks within one job, on synthetic data: the step, audits and checkpoints."""
+"""Benches within one job, alone or under horovodrun: step, audit, checkpoint and ring.
+
+Steps train on synthetic data. `ring` compares our ring in Python with the all-reduce of C++
+libraries: under mpi with MPI's own, called through mpi4py, and our ring also runs over MPI; under
+gloo with that of torch.distributed over Gloo. All of these work in place. Horovod's is included for
+information (it copies its input, and waits for its next cycle).
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import distributed
 from torch.nn import functional
 
 from hvdtrain.audit import Auditor, NoAudit
 from hvdtrain.audit.checks import BoundCheck
-from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
+from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed, StepData
-from hvdtrain.data.sampler import Indices
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
-from hvdtrain.lab.bench.turns import Measured, Options, Ratio, ratio, run_rounds
-from hvdtrain.models import build_model
-from hvdtrain.tasks import Settings
-from hvdtrain.tasks.classification import Classification
+from hvdtrain.exchange.connect import connect, interface_address
+from hvdtrain.files import write_json
+from hvdtrain.lab.bench.turns import Ratio, columns, plan_of, ratio, ratio_lines, run_rounds
+from hvdtrain.lab.systems.work import Work, WorkSpec
+from hvdtrain.log import say
+from hvdtrain.ring import all_reduce
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.transports.mpi import MpiTransport
+from hvdtrain.run.process import keep_freed_memory
+from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.loop import Audit, Intervals, Job, Position, State, train_step
+from hvdtrain.train.loop import Audit, Intervals, Job, State, train_step
 from hvdtrain.train.metering import Meter
-from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
 
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
+ENDLESS = 2**62  # steps
 NO_AUDITS = NoAudit()
 PARTS = 100
 RARELY = 100  # steps between whole audits
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
-OURS, BARE, ALONE = "hvdtrain", "bare Horovod loop", "bare single-device loop"
-IN_STEP = "bare single-device loop, in step"
 NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
-KEEP = 2
+OURS, OUR_RING = "hvdtrain", "our ring"
+
+Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
 
-def describe(options: Options) -> str:
-    """Return a description of one step."""
-    return f"{options.model}, {options.batch_size} samples a worker"
+@dataclass(frozen=True)
+class Options:
+    """Options of the benches within one job; each uses those that apply to it."""
+
+    rounds: int
+    steps: int  # per round
+    model: str
+    batch_size: int  # per worker
+    megabytes: float
 
 
-def make_job(model_name: str, batch_size: int, exchange: Exchange) -> Job:
-    """Return a job of `batch_size` samples per worker and step, not distributed yet."""
-    dataset = load_dataset(DATA, Path(), 0, torch.float32)
-    torch.manual_seed(0)
-    model = build_model(model_name, dataset.shape, dataset.classes, torch.float32)
-    device = torch.device("cpu")
-    settings = Settings(model_name, DATA, Path(), 0, torch.float32)
-    task = Classification(settings, dataset, lambda: model)
-    sampler = GlobalBatchSampler(len(dataset.train), batch_size * exchange.size, 0)
-    shares = Shares(exchange.size)
-    return Job(
-        model=model,
-        optimizer=build_optimizer("sgd", model, LR, MOMENTUM, weight_decay=0.0),
-        update=Update(model, device),
-        task=task,
-        data=task.build_data(),
-        feed=Feed(dataset.train, sampler, shares, micro_batches=1, everyone=False),
+@dataclass(frozen=True)
+class Measured:
+    """The results of a bench within one job."""
+
+    seconds_per_step: dict[str, list[float]]  # by contestant and round
+    ratios: dict[str, Ratio]
+    megabytes: float | None = None  # summed in a step
+
+
+def run(arguments: dict[str, Any], topology: Topology) -> int:
+    """Collective: measure, print medians and ratios, and return the exit code."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as train does
+    options = plan_of(Options, arguments)
+    exchange = connect(topology)
+    measured = BENCHES[arguments["bench"]](options, exchange)
+    if exchange.rank == 0:
+        workers = f"{exchange.size} workers ({exchange.controller})"
+        say(table(arguments["bench"], options, measured, workers))
+        write_json(arguments["json"], asdict(measured))
+    exchange.close()
+    return EXIT_OK
+
+
+def table(bench: str, options: Options, measured: Measured, workers: str) -> str:
+    """Return the table of medians and ratios."""
+    what = f"{options.model}, {options.batch_size} samples a worker"
+    if megabytes := measured.megabytes:
+        what = f"sum of {megabytes:g} MB of float32"
+    head = (
+        f"{bench}: {what}, {workers}, one thread each; {options.rounds} rounds of {options.steps} "
+        "steps in turns"
+    )
+    rows = []
+    for name, times in measured.seconds_per_step.items():
+        seconds = statistics.median(times)
+        speed = [f"{megabytes / seconds:.0f} MB/s"] if megabytes else []
+        rows.append([name, f"{1000 * seconds:.3f} ms a step", *speed])
+    return "\n".join([head, *columns(rows), *ratio_lines(measured.ratios)])
+
+
+def make_work(options: Options, workers: int) -> Work:
+    """Return the work of `options.batch_size` samples per worker and step."""
+    samples = options.batch_size * workers
+    return Work(WorkSpec(options.model, DATA, "", samples, ENDLESS, "float32", 0, LR, MOMENTUM))
+
+
+def make_job(options: Options, exchange: Exchange) -> Job:
+    """Collective: return the work as a job of `train`, with a distributed optimizer."""
+    work = make_work(options, exchange.size)
+    shares, device = Shares(exchange.size), torch.device("cpu")
+    job = Job(
+        model=work.model,
+        optimizer=work.tuned_optimizer(),
+        update=Update(work.model, device),
+        task=work.task,
+        data=work.task.build_data(),
+        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches=1, everyone=False),
         valid_shares=shares,
         schedule=lambda step: LR,
-        total_steps=2**62,
+        total_steps=ENDLESS,
         device=device,
         intervals=Intervals(log=10, evaluation=1, checkpoint=0, hash=0),
     )
-
-
-def endless_batches(sampler: GlobalBatchSampler) -> Iterator[Indices]:
-    """Yield the global batches of one epoch after the other."""
-    for epoch in itertools.count():
-        yield from sampler.global_batches(epoch * sampler.samples)
+    return job.distributed(exchange)
 
 
 def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
@@ -83,20 +143,19 @@ def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
         yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
 
 
-def bare_step(job: Job, exchange: Exchange) -> Callable[[], None]:
-    """Return the step of a handwritten loop with the job's optimizer.
-
-    It is collective where the optimizer is distributed.
-    """
-    batches = endless_batches(job.sampler)
+def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
+    """Return the step of a handwritten loop, a collective over several ranks."""
+    work = make_work(options, exchange.size)
+    batches, shares, optimizer = work.batches(), Shares(exchange.size), work.tuned_optimizer()
+    if exchange.size > 1:
+        optimizer = exchange.distribute(optimizer, work.model, reduction=AVERAGE)
 
     def step() -> None:
-        own = job.feed.shares.of(next(batches), exchange.rank)
-        inputs, labels = job.data.train.batch(own)
-        job.optimizer.zero_grad()
-        loss = functional.cross_entropy(job.model(inputs), labels)
-        loss.backward()
-        job.optimizer.step()
+        own = shares.of(next(batches).indices, exchange.rank)
+        inputs, labels = work.dataset.train.batch(own)
+        optimizer.zero_grad()
+        functional.cross_entropy(work.model(inputs), labels).backward()
+        optimizer.step()
 
     return step
 
@@ -119,35 +178,6 @@ def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable
     return step
 
 
-def bench_audit(options: Options, exchange: Exchange) -> Measured:
-    """Collective: measure the seconds per step without audits, with 1/PARTS and with all of the
-    model audited at every step. Raises UsageError for a single process, which exchanges nothing.
-    """
-    if exchange.size < 2:
-        raise UsageError("bench audit: one worker exchanges nothing (horovodrun -np 2 ...)")
-    job = make_job(options.model, options.batch_size, exchange).distributed(exchange)
-    ring = exchange.ring()
-
-    def audit(parts: int) -> Auditor:
-        return Auditor(job.model, ring, every=1, check=BoundCheck(ring, job.reduction), parts=parts)
-
-    contestants = {
-        WITHOUT: our_step(job, exchange),
-        PART: our_step(job, exchange, audit(PARTS)),
-        WHOLE: our_step(job, exchange, audit(1)),
-    }
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
-    ring.close()
-    ratios = {name: ratio(seconds, name, WITHOUT) for name in (PART, WHOLE)}
-    ratios[f"all at every {RARELY}th step"] = _spread_out(ratios[WHOLE])
-    return Measured(describe(options), seconds, ratios)
-
-
-def _spread_out(every_step: Ratio) -> Ratio:
-    """Return the ratio if one step in RARELY bears the cost; more precise than a measurement."""
-    return Ratio(*(1 + (value - 1) / RARELY for value in astuple(every_step)))
-
-
 def bench_step(options: Options, exchange: Exchange) -> Measured:
     """Collective: measure the seconds per step by loop and round, and our ratios to other loops.
 
@@ -156,69 +186,152 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     """
     contestants = {}
     if exchange.size > 1:
-        bare = make_job(options.model, options.batch_size, exchange)
-        bare = replace(bare, reduction=AVERAGE).distributed(exchange)
-        contestants[BARE] = bare_step(bare, exchange)
-    alone = bare_step(make_job(options.model, options.batch_size, SingleProcess()), SingleProcess())
-    contestants[ALONE] = alone
-    if exchange.size > 1:
-        contestants[IN_STEP] = _in_step(alone, exchange)
-    # Ours last: the exchange monitors the parameters of the optimizer that it distributed last.
-    ours = make_job(options.model, options.batch_size, exchange).distributed(exchange)
-    contestants[OURS] = our_step(ours, exchange)
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
-    ratios = {name: ratio(seconds, OURS, name) for name in contestants if name != OURS}
-    return Measured(describe(options), seconds, ratios)
-
-
-def _in_step(step: Callable[[], None], exchange: Exchange) -> Callable[[], None]:
+        contestants["bare Horovod loop"] = bare_step(options, exchange)
+    alone = bare_step(options, SingleProcess())
+    contestants["bare single-device loop"] = alone
     nothing = torch.zeros(1)
 
-    def step_and_wait() -> None:
-        step()
+    def in_step() -> None:
+        alone()
         exchange.sum_later(nothing, "hvdtrain.bench.step")()
 
-    return step_and_wait
+    if exchange.size > 1:
+        contestants["bare single-device loop, in step"] = in_step
+    # Ours last: the exchange monitors the parameters of the optimizer that it distributed last.
+    contestants[OURS] = our_step(make_job(options, exchange), exchange)
+    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
+    return Measured(seconds, ratios)
+
+
+def bench_audit(options: Options, exchange: Exchange) -> Measured:
+    """Collective: measure the seconds per step without audits, with 1/PARTS and with all of the
+    model audited at every step. Raises UsageError for a single process, which exchanges nothing.
+    """
+    if exchange.size < 2:
+        raise UsageError("bench audit: one worker exchanges nothing (horovodrun -np 2 ...)")
+    job = make_job(options, exchange)
+    ring = exchange.ring()
+    contestants = {WITHOUT: our_step(job, exchange)}
+    for name, parts in ((PART, PARTS), (WHOLE, 1)):
+        check = BoundCheck(ring, job.reduction)
+        audit = Auditor(job.model, ring, every=1, check=check, parts=parts)
+        contestants[name] = our_step(job, exchange, audit)
+    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    ring.close()
+    ratios = {name: ratio(seconds[name], seconds[WITHOUT]) for name in (PART, WHOLE)}
+    # One step in RARELY bears the cost of a whole audit: more precise than a measurement.
+    spread = [1 + (value - 1) / RARELY for value in astuple(ratios[WHOLE])]
+    ratios[f"all at every {RARELY}th step"] = Ratio(*spread)
+    return Measured(seconds, ratios)
 
 
 def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
     """Collective: measure the seconds per step without and with a checkpoint in every round."""
-    steps = options.steps
-    job = make_job(options.model, options.batch_size, exchange).distributed(exchange)
+    job = make_job(options, exchange)
     step = our_step(job, exchange)
+
+    def saving(checkpoints: Checkpoints, wait: bool) -> Callable[[], None]:
+        numbers, meter = itertools.count(1), Meter(exchange, job.sampler.samples)
+
+        def step_and_save() -> None:
+            step()
+            number = next(numbers)
+            if number % options.steps != options.steps // 2:  # in the middle of a round
+                return
+            snapshot = capture(job, State(meter, number, number), exchange, {})
+            if snapshot is not None:
+                checkpoints.save(snapshot, is_best=False)
+                if wait:
+                    checkpoints.wait()
+
+        return step_and_save
+
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        checkpoints = Checkpoints(Path(folder), KEEP)
+        checkpoints = Checkpoints(Path(folder), keep=2)
         contestants = {
             NO_CHECKPOINTS: step,
-            BACKGROUND: _saving(step, job, exchange, checkpoints, steps, wait=False),
-            WAITED: _saving(step, job, exchange, checkpoints, steps, wait=True),
+            BACKGROUND: saving(checkpoints, wait=False),
+            WAITED: saving(checkpoints, wait=True),
         }
-        seconds = run_rounds(contestants, options.rounds, steps, exchange)
+        seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
         checkpoints.wait()
-    ratios = {name: ratio(seconds, name, NO_CHECKPOINTS) for name in (BACKGROUND, WAITED)}
-    return Measured(describe(options), seconds, ratios)
+    ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
+    return Measured(seconds, ratios)
 
 
-def _saving(
-    step: Callable[[], None],
-    job: Job,
-    exchange: Exchange,
-    checkpoints: Checkpoints,
-    interval: int,
-    wait: bool,
-) -> Callable[[], None]:
-    numbers = itertools.count(1)
-    meter = Meter(exchange, job.sampler.samples)
+def bench_ring(options: Options, exchange: Exchange) -> Measured:
+    """Collective: measure the seconds for a sum of `options.megabytes` of float32, and our speed
+    relative to the others'. Raises UsageError for a single process.
+    """
+    if exchange.size < 2:
+        raise UsageError("bench ring: a ring has 2 ranks or more (horovodrun -np 2 ...)")
+    ring = exchange.ring()
+    sums: dict[str, Sum] = {OUR_RING: lambda values: all_reduce(values, ring, out=values)}
+    over_mpi = MpiTransport() if exchange.controller == "mpi" else None
+    if over_mpi:
+        sums["our ring over MPI"] = lambda values: all_reduce(values, over_mpi, out=values)
+        sums["mpi4py Allreduce"] = over_mpi.library_sum
+    else:
+        sums["torch.distributed"] = _join_torch_distributed(exchange)
+    sums["Horovod"] = lambda values: exchange.sum_later(
+        torch.from_numpy(values), "hvdtrain.bench.sum"
+    )().numpy()
+    itemsize = np.dtype(np.float32).itemsize
+    length = max(int(options.megabytes * 1e6) // itemsize, 1)
+    for name, add in sums.items():
+        _check(name, add, length, exchange)
+    # Zeros stay as they are in repeated sums in place; unlike np.zeros, np.full commits the memory.
+    contestants: dict[str, Callable[[], object]] = {
+        name: partial(add, np.full(length, 0, np.float32)) for name, add in sums.items()
+    }
+    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    ring.close()
+    if over_mpi:
+        over_mpi.close()
+    else:
+        distributed.destroy_process_group()
+    others = [name for name in sums if name != OUR_RING]
+    ratios = {f"our speed / {name}": ratio(seconds[name], seconds[OUR_RING]) for name in others}
+    return Measured(seconds, ratios, megabytes=length * itemsize / 1e6)
 
-    def step_and_save() -> None:
-        step()
-        number = next(numbers)
-        if number % interval != interval // 2:  # in the middle of a round
-            return
-        snapshot = capture(job, State(Position(number, number), meter), exchange, {})
-        if snapshot is not None:
-            checkpoints.save(snapshot, is_best=False)
-            if wait:
-                checkpoints.wait()
 
-    return step_and_save
+def _join_torch_distributed(exchange: Exchange) -> Sum:
+    """Collective: return the sum by torch's own Gloo group, over Horovod's interface."""
+    interface = os.environ["HOROVOD_GLOO_IFACE"]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
+    store: Any = None
+    if exchange.rank == 0:
+        store = store_class(interface_address(interface), 0, is_master=True, wait_for_workers=False)
+    place = store and (store.host, store.port)
+    host, port = exchange.broadcast_object(place, "hvdtrain.bench.store")
+    distributed.init_process_group(
+        "gloo",
+        store=store or store_class(host, port, is_master=False),
+        rank=exchange.rank,
+        world_size=exchange.size,
+        timeout=timedelta(seconds=60),
+    )
+
+    def torch_sum(values: Array) -> Array:
+        distributed.all_reduce(torch.from_numpy(values))
+        return values
+
+    return torch_sum
+
+
+def _check(name: str, add: Sum, length: int, exchange: Exchange) -> None:
+    """Collective: raise TrainingError unless the contestant sums correctly."""
+    pattern = np.arange(length, dtype=np.int64) % 251  # such sums are exact in float32
+    total = add(((exchange.rank + 1) * pattern).astype(np.float32))
+    if not np.array_equal(total, pattern * sum(range(1, exchange.size + 1))):
+        raise TrainingError(f"{name}: the sum over {exchange.size} ranks is wrong")
+
+
+BENCHES: dict[str, Callable[[Options, Exchange], Measured]] = {
+    "step": bench_step,
+    "checkpoint": bench_checkpoint,
+    "ring": bench_ring,
+    "audit": bench_audit,
+}

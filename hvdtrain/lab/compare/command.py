@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
-import math
+import secrets
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK
+from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, UsageError
 from hvdtrain.files import write_json
-from hvdtrain.lab.children import fork_server
-from hvdtrain.lab.compare.comparing import Comparison, ComparisonPlan, compare, examine
+from hvdtrain.lab.children import ChildFailure, fork_server, guarded
 from hvdtrain.lab.compare.page import write_page
-from hvdtrain.lab.compare.rows import DISAGREES, FAILED, Row
-from hvdtrain.lab.compare.table import describe, heading, line, notes_of, verdict
-from hvdtrain.lab.systems import ORACLE
-from hvdtrain.lab.systems.work import WorkSpec
+from hvdtrain.lab.compare.rows import (
+    DISAGREES,
+    FAILED,
+    Comparison,
+    ComparisonPlan,
+    Row,
+    Weights,
+    describe,
+    heading,
+    line,
+    make_row,
+    notes_of,
+    over_rounds,
+    read_weights,
+    verdict,
+)
+from hvdtrain.lab.systems import ORACLE, find_strategy
+from hvdtrain.lab.systems.contract import Spec, SystemOptions
+from hvdtrain.lab.systems.process import run_system
+from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
 from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.stopping import StopRequests
+from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.log import say
+
+JUDGED_DTYPE = "float64"
 
 
 def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
     """Run all systems, one after the other; return the exit code."""
     StopRequests()  # a signal raises Stopped, and child processes are ended on the way out
-    context = fork_server()
-    setting = examine(make_plan(arguments, systems))
     names = [ORACLE, *systems]
-    say(f"{describe(setting)}\n{heading(names)}")
-
-    def show(row: Row, single: Row) -> None:
-        say(line(row, names, single))
-
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
-        rows = compare(setting, Path(folder), context, show)
+    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
+        context = fork_server()
+        setting = examine(make_plan(arguments, systems))
+        say(f"{describe(setting)}\n{heading(names)}")
+        rows = compare(
+            setting, Path(folder), context, lambda row, single: say(line(row, names, single))
+        )
     say("\n".join([*notes_of(rows, setting), verdict(rows)]))
     write_json(arguments["json"], as_json(setting, rows))
     say(f"written to {write_page(rows, setting, arguments['output'])}")
@@ -44,18 +60,82 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
 
 def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> ComparisonPlan:
     """Build the plan from checked flags."""
-    names = WorkSpec.__dataclass_fields__
+    same = ("servers", "towers_reduction", "towers_dim", "time_limit_s", "rounds")
     return ComparisonPlan(
         systems=systems,
         workers=arguments["np"],
-        servers=arguments["servers"],
-        work=WorkSpec(**{name: arguments[name] for name in names}),
-        towers_reduction=arguments["towers_reduction"],
-        towers_dim=arguments["towers_dim"],
+        work=WorkSpec(**{option.name: arguments[option.name] for option in fields(WorkSpec)}),
         controller=find_controller(arguments["controller"]),
-        time_limit_s=arguments["time_limit_s"],
-        rounds=arguments["rounds"],
+        **{name: arguments[name] for name in same},
     )
+
+
+def examine(plan: ComparisonPlan) -> Comparison:
+    """Build the work once and import every system; raise UsageError before any process starts."""
+    problems: list[str] = []
+    for name in plan.systems:
+        try:
+            find_strategy(name)
+        except UsageError as error:
+            problems += error.problems
+    work = Work(plan.work)
+    shape = work.dataset.shape
+    if plan.towers_dim > len(shape):
+        problems.append(f"--towers-dim={plan.towers_dim}: inputs have dimensions 0 to {len(shape)}")
+    if problems:
+        raise UsageError(*problems)
+    why_not = ""
+    if any(isinstance(layer, BY_SHARE) for layer in work.model.modules()):
+        why_not = "the model has batch norm or dropout, which depend on how samples are distributed"
+    elif plan.work.dtype != JUDGED_DTYPE:
+        why_not = f"rounding differences grow in {plan.work.dtype}; use --dtype {JUDGED_DTYPE}"
+    parameters = sum(p.numel() for p in work.model.parameters())
+    return Comparison(plan, shape, parameters, work.bytes_of_gradients, why_not)
+
+
+def compare(
+    setting: Comparison, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
+) -> list[Row]:
+    """Run every system in each round, `single` first; return one row per system, failed ones too.
+
+    `show` receives each complete row, and the row of `single`.
+    """
+    plan = setting.plan
+    found: dict[str, list[Row]] = {name: [] for name in (ORACLE, *plan.systems)}
+    rows: list[Row] = []
+    oracle: Weights | None = None
+    for round_number in range(plan.rounds):
+        for number, (name, earlier) in enumerate(found.items()):
+            spec = make_spec(plan, name, folder / f"round-{round_number}-system-{number}")
+            row = _run(spec, setting, context, oracle)
+            if name == ORACLE and row.status != FAILED:
+                oracle = read_weights(Path(spec.folder))
+            earlier.append(row)
+            if round_number == plan.rounds - 1:
+                rows.append(over_rounds(earlier))
+                show(rows[-1], rows[0])
+    return rows
+
+
+def make_spec(plan: ComparisonPlan, system: str, folder: Path) -> Spec:
+    """Return the specification that all processes of one system read."""
+    same = {option.name: getattr(plan, option.name) for option in fields(SystemOptions)}
+    return Spec(system=system, folder=str(folder), token=secrets.token_hex(32), **same)
+
+
+def _run(
+    spec: Spec, setting: Comparison, context: ForkServerContext, oracle: Weights | None
+) -> Row:
+    strategy = find_strategy(spec.system)
+    against = None if spec.system == ORACLE else oracle
+    try:
+        if oracle is None and spec.system != ORACLE:
+            raise ChildFailure(f"not run: its reference, {ORACLE}, failed")
+        results = run_system(spec, strategy, setting.plan.controller, context)
+    except ChildFailure as failure:
+        processes = strategy.processes(spec)
+        return Row(spec.system, strategy.what, FAILED, processes, problem=str(failure))
+    return make_row(spec, strategy, results, setting.gradient_bytes, against, not setting.why_not)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
@@ -67,12 +147,12 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 
 def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return setting and rows as JSON values; a difference that is not finite becomes null."""
+    """Return setting and rows as values for `write_json`."""
     plan = asdict(setting.plan)
     return {
         **plan.pop("work"),
         **plan,
-        "shape": list(setting.shape),
+        "shape": setting.shape,
         "parameters": setting.parameters,
         "gradient_bytes": setting.gradient_bytes,
         "rows": [_row_as_json(row) for row in rows],
@@ -81,8 +161,7 @@ def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _row_as_json(row: Row) -> dict[str, Any]:
     values = asdict(row)
-    values["traffic"] = {name: t._asdict() for name, t in row.traffic.items()}
-    values["formula"] = row.formula and {name: t._asdict() for name, t in row.formula.items()}
-    if row.difference is not None and not math.isfinite(row.difference):
-        values["difference"] = None
+    for name in ("traffic", "formula"):
+        by_rank = values[name]
+        values[name] = by_rank and {rank: total._asdict() for rank, total in by_rank.items()}
     return values

@@ -1,10 +1,14 @@
-"""The results of one system as a row: merged over its processes and compared with `single`."""
+"""The setting of a comparison, and its rows: the results of each system, also as text.
+
+A row is merged over the processes of its system, and compared with the row of `single`.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
+from hvdtrain.lab.children import Result
+from hvdtrain.lab.systems import ORACLE as SINGLE
+from hvdtrain.lab.systems.contract import Spec, Strategy, SystemOptions, Traffic
+from hvdtrain.log import counted
 from hvdtrain.train.metering import PHASES
 
 # Relative to each tensor's largest value, in float64. One exchange rounds by about 1e-16; training
@@ -29,6 +36,31 @@ AGREES = "agrees"
 DISAGREES = "DISAGREES"
 REPORTED = "not judged"
 FAILED = "failed"
+
+MB = 1e6
+# Heading, and format of the cells below; the name of the system precedes them.
+COLUMNS = {"result": ">17", "samples/s": ">10", "x single": ">9", **dict.fromkeys(PHASES, ">9")}
+COLUMNS |= {"sent": ">9", "received": ">9", "  rank, source": "<22", "memory": ">9"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonPlan(SystemOptions):
+    """The checked options of `hvdtrain compare`."""
+
+    systems: tuple[str, ...]
+    controller: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The plan, and the properties of the work that all rows share."""
+
+    plan: ComparisonPlan
+    shape: tuple[int, ...]
+    parameters: int
+    gradient_bytes: int
+    why_not: str  # reason why results are only reported; empty where they are judged
 
 
 @dataclass(frozen=True)
@@ -69,11 +101,17 @@ class Row:
         alike = len(totals) > 1 and totals[name] <= SAME * min(totals.values())
         return "each" if alike else name, self.traffic[name]
 
+    @property
+    def where(self) -> str:
+        """Busiest rank and source of its traffic."""
+        rank, _ = self.busiest
+        return f"{rank}, {self.traffic_source}" if rank else "nothing"
+
 
 def make_row(
     spec: Spec,
     strategy: type[Strategy],
-    results: Sequence[Mapping[str, object]],
+    results: Sequence[Result],
     size: int,
     oracle: Weights | None,
     may_judge: bool,
@@ -81,26 +119,48 @@ def make_row(
     """Return the row of one system from the results of its processes.
 
     `size`: bytes of all gradients. `oracle`: the parameters of `single`, None for `single` itself.
+    Speed is measured from the earliest start of the measured steps to the latest end.
     """
-    weights = read_weights(Path(spec.folder))
-    difference = worst_difference(weights, oracle) if oracle else None
+    difference = worst_difference(read_weights(Path(spec.folder)), oracle) if oracle else None
     formula = strategy.formula(spec, size)
     traffic = _traffic(results)
+    seconds = max(r["ended_s"] for r in results) - min(r["begun_s"] for r in results)
+    computing = [r["phases_s"] for r in results if r["phases_s"]["compute"] > 0]  # not servers
     return Row(
         system=spec.system,
         what=strategy.what,
         status=judge(difference, strategy.judged and may_judge),
         processes=strategy.processes(spec),
         difference=difference,
-        samples_per_s=_rate(results),
-        phases_s=_phases(results),
+        samples_per_s=results[0]["samples"] / seconds,
+        phases_s={p: statistics.fmean(phases[p] for phases in computing) for p in PHASES},
         traffic=traffic or dict(formula or {}),
         traffic_source=strategy.measured if traffic else "formula" if formula else "",
         formula=dict(formula) if formula else None,
-        memory_bytes={str(r["name"]): int(str(r["peak_memory_bytes"])) for r in results},
-        notes=list(dict.fromkeys(note for r in results for note in _texts(r["notes"]))),
+        memory_bytes={result["name"]: result["peak_memory_bytes"] for result in results},
+        notes=list(dict.fromkeys(note for result in results for note in result["notes"])),
         figures=_figures(results),
     )
+
+
+def _traffic(results: Sequence[Result]) -> dict[str, Traffic]:
+    """Return the traffic of all ranks; empty if that of any process is unknown."""
+    measured = [result["traffic"] for result in results]
+    if None in measured:
+        return {}
+    return {rank: Traffic(**total) for own in measured for rank, total in own.items()}
+
+
+def _figures(results: Sequence[Result]) -> dict[str, float]:
+    """Merge figures over processes: maximum of names that end in _max, mean of the others."""
+    values: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result["figures"].items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: (max if name.endswith("_max") else statistics.fmean)(found)
+        for name, found in values.items()
+    }
 
 
 def over_rounds(rows: Sequence[Row]) -> Row:
@@ -147,46 +207,120 @@ def worst_difference(weights: Weights, oracle: Weights) -> float:
     return float(np.max(errors))  # np.max propagates NaN
 
 
-def _rate(results: Sequence[Mapping[str, object]]) -> float:
-    """Return samples/s from the earliest start of the measured steps to the latest end."""
-    begun = min(_number(result, "begun_s") for result in results)
-    ended = max(_number(result, "ended_s") for result in results)
-    return _number(results[0], "samples") / (ended - begun)
+def describe(setting: Comparison) -> str:
+    """Return one line on the work that all rows share."""
+    plan, work = setting.plan, setting.plan.work
+    rounds = f"median of {plan.rounds} rounds of " if plan.rounds > 1 else ""
+    return (
+        f"compare: {work.model} ({setting.parameters:,} parameters) on {work.data} "
+        f"({'x'.join(map(str, setting.shape))}), {work.dtype}, "
+        f"{rounds}{counted(work.steps, 'step')} of {work.global_batch_size} samples, "
+        f"N = {plan.workers}, one compute thread each; "
+        f"gradients S = {setting.gradient_bytes / MB:.3f} MB"
+    )
 
 
-def _phases(results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Return the mean seconds of each phase over the processes that compute, not servers."""
-    phases = [r["phases_s"] for r in results if isinstance(r["phases_s"], dict)]
-    computing = [p for p in phases if p["compute"] > 0]
-    return {name: statistics.fmean(p[name] for p in computing) for name in PHASES}
+def heading(names: Sequence[str]) -> str:
+    """Return the two lines above the rows."""
+    width = max(map(len, ["system", *names]))
+    titles = f"{'system':{width}}" + "".join(map(format, COLUMNS, COLUMNS.values()))
+    phases = f"{'ms a step:':>10}".ljust(9 * len(PHASES))
+    above = (
+        " " * (width + 17 + 10 + 9) + phases + f"{'MB a step:':>10}".ljust(18 + 22) + f"{'MB':>9}"
+    )
+    return f"{above}\n{titles}"
 
 
-def _traffic(results: Sequence[Mapping[str, object]]) -> dict[str, Traffic]:
-    """Return the traffic of all ranks; empty if that of any process is unknown."""
-    found: dict[str, Traffic] = {}
-    for result in results:
-        own = result["traffic"]
-        if not isinstance(own, dict):
-            return {}
-        found |= {name: Traffic(**values) for name, values in own.items()}
-    return found
+def line(row: Row, names: Sequence[str], single: Row | None) -> str:
+    """Return the line of one system; `single`: the row that speed is relative to."""
+    start = f"{row.system:{max(map(len, ['system', *names]))}}"
+    if row.status == FAILED:
+        return f"{start}{FAILED:>17}  {row.problem.splitlines()[0]}"
+    *cells, _, _, memory = cells_of(row, single)
+    return start + "".join(map(format, [*cells, f"  {row.where}", memory], COLUMNS.values()))
 
 
-def _figures(results: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Merge figures over processes: maximum of names that end in _max, mean of the others."""
-    figures = [r["figures"] for r in results if isinstance(r["figures"], dict)]
-    names = dict.fromkeys(name for own in figures for name in own)
-    return {
-        name: (max if name.endswith("_max") else statistics.fmean)(
-            own[name] for own in figures if name in own
-        )
-        for name in names
-    }
+def cells_of(row: Row, single: Row | None) -> list[str]:
+    """Return the figures of a row in the order of COLUMNS, rank and source in two cells.
+
+    A cell is empty where its value is unknown or nothing is sent.
+    """
+    if row.status == FAILED:
+        return [FAILED] + [""] * len(COLUMNS)
+    rank, traffic = row.busiest
+    return [
+        result_of(row),
+        f"{row.samples_per_s:,.0f}",
+        speedup(row, single),
+        *(f"{1000 * row.phases_s[phase]:.2f}" for phase in PHASES),
+        *in_megabytes(traffic),
+        rank,
+        row.traffic_source if rank else "",
+        f"{row.total_memory_bytes / MB:,.0f}",
+    ]
 
 
-def _number(result: Mapping[str, object], name: str) -> float:
-    return float(str(result[name]))
+def in_megabytes(traffic: Traffic) -> list[str]:
+    """Return what is sent and received."""
+    return [f"{traffic.sent / MB:.3f}", f"{traffic.received / MB:.3f}"]
 
 
-def _texts(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
+def result_of(row: Row) -> str:
+    """Return status and difference, such as 'agrees 5e-16', 'oracle' or 'failed'."""
+    if row.difference is None:
+        return row.status
+    figure = f"{row.difference:.0e}" if row.difference else "0"
+    return figure if row.status == REPORTED else f"{row.status} {figure}"
+
+
+def speedup(row: Row, single: Row | None) -> str:
+    """Return the speed relative to `single`, empty where one of them is unknown."""
+    if not (single and single.samples_per_s and row.samples_per_s):
+        return ""
+    return f"{row.samples_per_s / single.samples_per_s:.2f}"
+
+
+def notes_of(rows: Sequence[Row], setting: Comparison) -> list[str]:
+    """Return the lines below the rows: details of each system, and how to read the figures."""
+    lines = [f"  {row.system}: {'; '.join(explain(row))}" for row in rows]
+    lines.append(
+        "  memory is the sum of the peaks of all processes; shared memory counts for each of them"
+    )
+    if setting.why_not:
+        lines.append(f"  results are reported, not judged: {setting.why_not}")
+    return lines
+
+
+def explain(row: Row) -> list[str]:
+    """Return the details of a row: its processes, staleness, spread and notes."""
+    details = [row.what, _runs_as(row.processes)]
+    if row.status == FAILED:
+        return [*details, row.problem]
+    if {"staleness_mean", "staleness_max"} <= row.figures.keys():
+        mean, most = row.figures["staleness_mean"], row.figures["staleness_max"]
+        details.append(f"staleness {mean:.2f} updates on average, {most:.0f} at most")
+    if len(row.rates) > 1:
+        details.append(f"{min(row.rates):,.0f} to {max(row.rates):,.0f} samples/s over the rounds")
+    return [*details, *row.notes]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return one line that summarises all rows."""
+    agreeing = sum(row.status == AGREES for row in rows)
+    parts = [f"{agreeing} agree with {SINGLE} within {TOLERANCE:g}"] if agreeing else []
+    endings = {REPORTED: "reported, not judged", DISAGREES: "DISAGREE", FAILED: "failed"}
+    for status, ending in endings.items():
+        if names := [row.system for row in rows if row.status == status]:
+            parts.append(f"{', '.join(names)} {ending}")
+    return f"compare: {'; '.join(parts) or f'only {SINGLE} was run'}"
+
+
+def _runs_as(processes: Sequence[str]) -> str:
+    """Count process names, as in '2 worker processes, 1 server process'."""
+    kinds = Counter(name.rstrip("0123456789 ") for name in processes)
+    return ", ".join(
+        f"one {kind}"
+        if kind in processes
+        else f"{number} {kind} process{'' if number == 1 else 'es'}"
+        for kind, number in kinds.items()
+    )

@@ -2,12 +2,8 @@
 
 No parameter is fitted to results of training.
 
-command     the subcommand: measure, predict, print, write
-costs       seconds of one exchange by method and size (pure functions)
-profiles    phases of a step and ready times of its gradients; files; from counted operations
-measuring   a profile measured on this machine
-network     latency and bandwidth, fitted to timed all-reduces
-probe       the program that times all-reduces, under horovodrun
-predicting  overlap of backward pass and exchange; step time and efficiency by N; largest useful N
-table       predictions as text and plot
+command     the subcommand: measure, predict; text, JSON and plot
+profiles    phases of a step and ready times of its gradients: from files, measured, or counted
+probe       latency and bandwidth: the program that times all-reduces, and the fit
+predicting  cost of an exchange, its overlap with the backward pass, efficiency by N
 """

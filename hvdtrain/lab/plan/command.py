@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
-from hvdtrain.lab.plan.costs import METHODS, Cluster, Link
-from hvdtrain.lab.plan.measuring import WARM_UP_STEPS, measure_profile
-from hvdtrain.lab.plan.network import Network, measure_network, read_network
+from hvdtrain.lab.charts import (
+    GREY,
+    HEIGHT,
+    WIDTH,
+    Plot,
+    dress,
+    legend_below,
+    look_of,
+    new_figure,
+    shorten,
+    write_plots,
+)
 from hvdtrain.lab.plan.predicting import (
+    METHODS,
+    Cluster,
+    Link,
     Prediction,
-    Queue,
     Scenario,
     Useful,
     largest_useful,
-    predict_all,
+    predict,
     worker_counts,
 )
-from hvdtrain.lab.plan.profiles import Profile, build_layers, read_profile, share_out, write_profile
-from hvdtrain.lab.plan.table import describe, describe_useful, table, write_plot
+from hvdtrain.lab.plan.probe import Network, measure_network, read_network
+from hvdtrain.lab.plan.profiles import (
+    WARM_UP_STEPS,
+    Profile,
+    build_layers,
+    measure_profile,
+    read_profile,
+    share_out,
+)
 from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.launcher.command import find_controller
-from hvdtrain.launcher.stopping import StopRequests
-from hvdtrain.log import say
+from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.log import counted, say
 
 MODEL, DATA, BATCH_SIZE, STEPS = "lenet", "digits", 32, 30
-BITS, GIGA, MICRO, MILLI = 8, 1e9, 1e-6, 1e-3
+BITS, GIGA, MICRO = 8, 1e9, 1e-6
+MB = 1e6
+COLUMNS_WIDTH = 20  # of the two columns of a method
+MOST_TICKS = 12
 
 
 def run(arguments: dict[str, Any]) -> int:
@@ -38,20 +62,24 @@ def run(arguments: dict[str, Any]) -> int:
     torch.set_num_threads(1)
     network = read_network(arguments["network"]) if arguments["network"] else None
     profile = find_profile(arguments)
-    if arguments["save_profile"]:
-        write_profile(profile, arguments["save_profile"])
+    write_json(arguments["save_profile"], asdict(profile), "--save-profile")
     if network is None and arguments["latency_us"] is None:
-        network = measure_network(
-            find_controller(arguments["controller"]), arguments["time_limit_s"]
-        )
+        network = measure_network(find_controller(arguments["controller"]))
     setting = make_setting(arguments, profile, network)
     most, least = arguments["max_workers"], arguments["min_efficiency"]
-    predictions = predict_all(setting, worker_counts(most))
+    predictions = [predict(setting, name, n) for n in worker_counts(most) for name in METHODS]
     useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
     say("\n".join([*describe(setting, network), *table(predictions)]))
     say("\n".join(describe_useful(useful, least)))
-    write_json(arguments["json"], as_json(setting, network, predictions, useful))
-    say(f"written to {write_plot(predictions, useful, least, profile, arguments['output'])}")
+    content = {
+        **asdict(setting),
+        "network": asdict(network) if network else None,
+        "predictions": [asdict(prediction) for prediction in predictions],
+        "largest_useful": {method: asdict(one) for method, one in useful.items()},
+    }
+    write_json(arguments["json"], content)
+    plot = draw_plot(predictions, useful, least, profile.name)
+    say(f"written to {write_plots([plot], arguments['output'])[0]}")
     return EXIT_OK
 
 
@@ -62,7 +90,7 @@ def find_profile(arguments: dict[str, Any]) -> Profile:
     model, data = arguments["model"] or MODEL, arguments["data"] or DATA
     batch_size = arguments["batch_size"] or BATCH_SIZE
     if arguments["step_time_s"]:
-        layers = build_layers(model, data, arguments["data_dir"], "float32")
+        layers = build_layers(model, data, arguments["data_dir"])
         return share_out(layers, f"{model} on {data}", batch_size, arguments["step_time_s"])
     return measure_profile(
         WorkSpec(
@@ -70,7 +98,7 @@ def find_profile(arguments: dict[str, Any]) -> Profile:
             data=data,
             data_dir=arguments["data_dir"],
             global_batch_size=batch_size,
-            steps=WARM_UP_STEPS + (arguments["steps"] or STEPS),
+            steps=WARM_UP_STEPS + STEPS,
             dtype="float32",
             seed=0,
             lr=0.01,
@@ -81,39 +109,123 @@ def find_profile(arguments: dict[str, Any]) -> Profile:
 
 def make_setting(arguments: dict[str, Any], profile: Profile, network: Network | None) -> Scenario:
     """Build the scenario from checked flags; `network` is used if they give no latency."""
-    between = network.link if network else _link(arguments, "")
-    inside = between
-    if arguments["intra_latency_us"] is not None:
-        inside = _link(arguments, "intra_")
-    message_s = network.negotiation_message_s if network else None
-    if arguments["negotiation_us"] is not None:
-        message_s = arguments["negotiation_us"] * MICRO
+
+    def link(prefix: str) -> Link:
+        bandwidth = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA / BITS
+        return Link(arguments[f"{prefix}latency_us"] * MICRO, bandwidth)
+
+    between = network.link if network else link("")
+    inside = between if arguments["intra_latency_us"] is None else link("intra_")
     return Scenario(
         profile=profile,
-        cluster=Cluster(between, inside, arguments["workers_per_host"], arguments["servers"]),
-        queue=Queue(arguments["cycle_time_ms"] * MILLI, arguments["fusion_bytes"]),
-        negotiation=arguments["negotiation"],
-        negotiation_message_s=message_s,
+        cluster=Cluster(between, inside, arguments["workers_per_host"]),
+        negotiation_message_s=network.negotiation_message_s if network else None,
         cores_per_host=arguments["cores_per_host"],
-        compute_speed=arguments["compute_speed"],
     )
 
 
-def as_json(
-    setting: Scenario,
-    network: Network | None,
-    predictions: list[Prediction],
-    useful: dict[str, Useful],
-) -> dict[str, Any]:
-    """Return scenario, network and predictions as JSON values."""
-    return {
-        **asdict(setting),
-        "network": network.as_json() if network else None,
-        "predictions": [asdict(prediction) for prediction in predictions],
-        "largest_useful": {method: asdict(one) for method, one in useful.items()},
-    }
+def describe(setting: Scenario, network: Network | None) -> list[str]:
+    """Return lines on the inputs of the predictions."""
+    cluster, cores = setting.cluster, setting.cores_per_host
+    source = "as given"
+    if network:
+        source = (
+            f"measured with {network.workers} workers ({network.controller}), "
+            f"{100 * network.typical_residual:.0f} % from the fit typically (root mean square), "
+            f"{100 * network.worst_residual:.0f} % at most"
+        )
+    lines = _describe_profile(setting.profile)
+    lines.append(f"  network  {_describe_link(cluster.between)}; {source}")
+    if cluster.workers_per_host > 1:
+        each = counted(cluster.workers_per_host, "worker") + " each"
+        shared = f", which share {counted(cores, 'core')}" if cores else ""
+        lines.append(f"  hosts    {each}{shared}; inside {_describe_link(cluster.inside)}")
+    cycle = f"a cycle of {1000 * setting.queue.cycle_s:g} ms"
+    lines.append("  servers  one parameter server per host")
+    lines.append(f"  queue    {cycle}, no fusion, ranks agree on a tree")
+    return lines
 
 
-def _link(arguments: dict[str, Any], prefix: str) -> Link:
-    bandwidth = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA / BITS
-    return Link(arguments[f"{prefix}latency_us"] * MICRO, bandwidth)
+def _describe_profile(profile: Profile) -> list[str]:
+    times = profile.step_times_s
+    spread = "unknown: waiting for the slowest worker is not predicted"
+    if times:
+        spread = (
+            f"{1000 * min(times):.2f} to {1000 * max(times):.2f} ms over "
+            f"{counted(len(times), 'step')}: a step waits for the slowest worker"
+        )
+    return [
+        f"plan: {profile.name}, {counted(profile.batch_size, 'sample')} a worker, "
+        f"{len(profile.gradients)} gradients of {profile.gradient_bytes / MB:.3f} MB",
+        f"  compute  {1000 * profile.step_s:.2f} ms a step ("
+        f"forward {1000 * profile.forward_s:.2f}, backward {1000 * profile.backward_s:.2f}, "
+        f"update {1000 * profile.update_s:.2f}); {profile.source}",
+        f"  spread   {spread}",
+    ]
+
+
+def _describe_link(link: Link) -> str:
+    return f"{1e6 * link.latency_s:.1f} us, {link.bandwidth_bytes_per_s / MB:,.0f} MB/s"
+
+
+def table(predictions: Sequence[Prediction]) -> list[str]:
+    """Return the heading, and a line for each N with step time and efficiency by method.
+
+    `predictions`: in the order of METHODS for each N.
+    """
+    lines = [
+        " " * 7 + "".join(f"{method:>{COLUMNS_WIDTH}}" for method in METHODS),
+        f"{'N':>7}" + f"{'ms a step':>12}{'effic.':>8}" * len(METHODS),
+    ]
+    for start in range(0, len(predictions), len(METHODS)):
+        row = predictions[start : start + len(METHODS)]
+        cells = [f"{1000 * one.step_s:12,.2f}{one.efficiency:8.3f}" for one in row]
+        lines.append(f"{row[0].workers:>7,}" + "".join(cells))
+    return lines
+
+
+def describe_useful(useful: Mapping[str, Useful], least: float) -> list[str]:
+    """Return a heading, and the largest useful N of each method."""
+    width = max(map(len, useful))
+    return [
+        f"largest useful N (efficiency of at least {least:g} up to there):",
+        *(
+            f"  {method:{width}}  {one.workers:>6,}"
+            + (" or more" if one.is_limit else f"  ({one.efficiency:.3f})")
+            for method, one in useful.items()
+        ),
+    ]
+
+
+def draw_plot(
+    predictions: Sequence[Prediction], useful: Mapping[str, Useful], least: float, name: str
+) -> Plot:
+    """Draw efficiency above, throughput below; circles mark the largest useful N."""
+    figure = new_figure(WIDTH, 1.75 * HEIGHT)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    dress(upper, f"Predicted: {shorten(name)}", "efficiency", "")
+    dress(lower, "", "samples/s", "workers")
+    counts = list(dict.fromkeys(p.workers for p in predictions))
+    for index, method in enumerate(METHODS):
+        rows = [p for p in predictions if p.method == method]
+        colour = look_of(index).colour
+        style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 3}
+        upper.plot(counts, [row.efficiency for row in rows], **style)
+        lower.plot(counts, [row.samples_per_s for row in rows], **style)
+        at = useful[method].workers, useful[method].efficiency
+        upper.scatter(*at, s=70, facecolors="none", edgecolors=colour, linewidths=1.4)
+    alone = predictions[0].samples_per_s
+    lower.plot(counts, [n * alone for n in counts], color=GREY, linestyle=(0, (1, 1.2)))
+    upper.axhline(least, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
+    upper.set_ylim(0, 1.05)
+    lower.set_yscale("log")
+    lower.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    lower.set_xscale("log", base=2)
+    shown = counts[:: 1 + len(counts) // (MOST_TICKS + 1)]
+    lower.set_xticks(shown, [f"{n:,}" for n in shown])
+    lower.xaxis.set_minor_locator(NullLocator())
+    lower.xaxis.set_minor_formatter(NullFormatter())
+    handles = [Line2D([], [], color=look_of(i).colour, linewidth=2.5) for i in range(len(METHODS))]
+    legend_below(figure, handles, [method.replace("_", " ") for method in METHODS])
+    caption = "Circles: the largest useful N; dotted: N times the throughput of one."
+    return Plot("scaling", "Predicted scaling", caption, figure)

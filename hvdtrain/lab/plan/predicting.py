@@ -1,13 +1,138 @@
-"""Predictions: overlap of backward pass and exchange, step time, efficiency, largest useful N."""
+"""Predicted step time on N workers: cost of an exchange, its overlap with the backward pass.
+
+The cost of an exchange of S bytes follows the usual model: a message of m bytes takes latency +
+m / bandwidth; a process (and the network card of a host) sends one message and receives one at a
+time, full duplex. (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005; their third term, the time to add, is part of the measured bandwidth.)
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hvdtrain.lab.plan.costs import METHODS, Cluster, negotiation_messages
 from hvdtrain.lab.plan.profiles import Gradient, Profile
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between two workers."""
+
+    latency_s: float  # of an empty message
+    bandwidth_bytes_per_s: float  # in each direction
+
+    def seconds(self, size_bytes: float) -> float:
+        """Return the seconds for one message."""
+        return self.latency_s + self.occupied_s(size_bytes)
+
+    def occupied_s(self, size_bytes: float) -> float:
+        """Return the seconds for which one message delays the next."""
+        return size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with `workers_per_host` workers each, filled one after the other."""
+
+    between: Link  # between two hosts: shared by all workers of a host
+    inside: Link  # between two workers on one host: one per pair
+    workers_per_host: int = 1
+
+    def hosts(self, workers: int) -> int:
+        """Return the number of hosts that `workers` occupy."""
+        return -(-workers // self.workers_per_host)
+
+    def local(self, workers: int) -> int:
+        """Return the number of workers on the fullest host."""
+        return min(workers, self.workers_per_host)
+
+    def bottleneck(self, workers: int) -> Link:
+        """Return the link between the most distant workers."""
+        return self.between if self.hosts(workers) > 1 else self.inside
+
+
+Cost = Callable[[Cluster, int, float], float]
+
+
+def ring(cluster: Cluster, workers: int, size_bytes: float) -> float:
+    """Return the seconds for one all-reduce in a ring: 2 (N - 1) messages of S / N.
+
+    Source: P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations" (2009). Of the N hops of the ring, one per host leads to another host. A segment
+    is forwarded as soon as it arrives, so a step takes the mean over all hops, which each segment
+    passes in turn, or the busy time of the slowest link, whichever is longer (the maximum cycle
+    mean of the dependencies: F. Baccelli et al., "Synchronization and Linearity", 1992,
+    chapter 3). With equal links this is the textbook's latency + S / (N bandwidth).
+    """
+    hosts, segment = cluster.hosts(workers), size_bytes / workers
+    far = hosts if hosts > 1 else 0
+    hops = [(cluster.between, far), (cluster.inside, workers - far)]
+    mean_s = sum(count * link.seconds(segment) for link, count in hops) / workers
+    busy_s = max(link.occupied_s(segment) for link, count in hops if count)
+    return 2 * (workers - 1) * max(mean_s, busy_s)
+
+
+def hierarchical_ring(cluster: Cluster, workers: int, size_bytes: float) -> float:
+    """Return the seconds for one all-reduce on two levels, as HOROVOD_HIERARCHICAL_ALLREDUCE does:
+    reduce-scatter in each host, a ring between hosts for each local rank's part, all-gather.
+
+    Source: H. Mikami et al., "Massively Distributed SGD" (2018). The rings between hosts share the
+    link of the host: together they move as many bytes as one ring over H hosts. If the last host
+    is not full, the full hosts determine the time.
+    """
+    local, hosts = cluster.local(workers), cluster.hosts(workers)
+    inside_s = 2 * (local - 1) * cluster.inside.seconds(size_bytes / local)
+    return inside_s + 2 * (hosts - 1) * cluster.between.seconds(size_bytes / hosts)
+
+
+def naive(cluster: Cluster, workers: int, size_bytes: float) -> float:
+    """Return the seconds to gather on rank 0 and to broadcast the sum, one message at a time."""
+    local = cluster.local(workers)
+    near_s = (local - 1) * cluster.inside.seconds(size_bytes)
+    return 2 * (near_s + (workers - local) * cluster.between.seconds(size_bytes))
+
+
+def parameter_server(cluster: Cluster, workers: int, size_bytes: float) -> float:
+    """Return the seconds to push gradients to K servers, one per host, and to pull parameters.
+
+    Source: M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014).
+    Servers have links of their own (inside the host if there is only one). A server handles N
+    messages of S / K each way; a worker handles K, over a link shared by the workers of its host.
+    """
+    if workers == 1:
+        return 0.0
+    link, servers = cluster.bottleneck(workers), cluster.hosts(workers)
+    sharing = cluster.local(workers) if servers > 1 else 1
+    server_s = workers * link.seconds(size_bytes / servers)
+    worker_s = servers * link.latency_s + link.occupied_s(sharing * size_bytes)
+    return 2 * max(server_s, worker_s)
+
+
+METHODS: Mapping[str, Cost] = {
+    "ring": ring,
+    "hierarchical_ring": hierarchical_ring,
+    "naive": naive,
+    "parameter_server": parameter_server,
+}
+
+
+def negotiation_messages(workers: int) -> int:
+    """Return the number of successive messages in which the ranks agree on the next exchange:
+    gather and broadcast on binomial trees, as in MPI libraries (Thakur et al.).
+    """
+    return 2 * math.ceil(math.log2(workers))
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Parameters of the queue that collects gradients for an exchange."""
+
+    cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
+    fusion_bytes: int = 0  # 0: each tensor separately, as hvdtrain trains
 
 
 @dataclass(frozen=True)
@@ -16,11 +141,9 @@ class Scenario:
 
     profile: Profile
     cluster: Cluster
-    queue: Queue
-    negotiation: str = "tree"  # or "linear"
+    queue: Queue = Queue()
     negotiation_message_s: float | None = None  # None: the latency of the link
     cores_per_host: int | None = None  # None: every worker computes undisturbed
-    compute_speed: float = 1.0  # relative to the profile's
 
 
 @dataclass(frozen=True)
@@ -48,31 +171,30 @@ class Useful:
     is_limit: bool  # whether it is the largest N requested
 
 
-def compute_factor(setting: Scenario, workers: int) -> float:
-    """Return the factor by which computation takes longer than in the profile.
+class Exchanged(NamedTuple):
+    """The times of all exchanges of a step."""
 
-    It includes the measured spread, as the slowest of N workers counts, and the sharing of cores
-    on a host with more workers than cores.
-    """
-    cores = setting.cores_per_host
-    shared = max(setting.cluster.local(workers) / cores, 1.0) if cores else 1.0
-    return slowdown(setting.profile.step_times_s, workers) * shared / setting.compute_speed
+    end_s: float  # from the beginning of the backward pass
+    busy_s: float  # in exchanges and negotiations
+    exchanges: int
 
 
 def predict(setting: Scenario, method: str, workers: int) -> Prediction:
     """Predict one method on N workers, each with the batch of the profile (weak scaling)."""
     profile, cluster = setting.profile, setting.cluster
     factor = compute_factor(setting, workers)
-    backward_s, end_s, busy_s, exchanges = factor * profile.backward_s, 0.0, 0.0, 0
+    found = Exchanged(0.0, 0.0, 0)
     if workers > 1:
+        message_s = setting.negotiation_message_s
+        if message_s is None:
+            message_s = cluster.bottleneck(workers).latency_s
         found = exchange(
             [Gradient(g.name, g.size_bytes, factor * g.ready_s) for g in profile.gradients],
             lambda size: METHODS[method](cluster, workers, size),
             setting.queue,
-            _negotiation_s(setting, workers),
+            negotiation_messages(workers) * message_s,
         )
-        end_s, busy_s, exchanges = found.end_s, found.busy_s, found.exchanges
-    exposed_s = max(end_s - backward_s, 0.0)
+    exposed_s = max(found.end_s - factor * profile.backward_s, 0.0)
     compute_s = factor * profile.step_s
     step_s = compute_s + exposed_s
     alone_s = compute_factor(setting, 1) * profile.step_s
@@ -81,113 +203,25 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
         workers=workers,
         step_s=step_s,
         compute_s=compute_s,
-        busy_s=busy_s,
+        busy_s=found.busy_s,
         exposed_s=exposed_s,
-        exchanges=exchanges,
+        exchanges=found.exchanges,
         samples_per_s=workers * profile.batch_size / step_s,
         efficiency=alone_s / step_s,
-        efficiency_without_overlap=alone_s / (compute_s + busy_s),
+        efficiency_without_overlap=alone_s / (compute_s + found.busy_s),
     )
 
 
-def _negotiation_s(setting: Scenario, workers: int) -> float:
-    message_s = setting.negotiation_message_s
-    if message_s is None:
-        message_s = setting.cluster.bottleneck(workers).latency_s
-    return negotiation_messages(setting.negotiation, workers) * message_s
+def compute_factor(setting: Scenario, workers: int) -> float:
+    """Return the factor by which computation takes longer than in the profile.
 
-
-def worker_counts(most: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `most`, and `most` itself."""
-    return sorted({1 << power for power in range(most.bit_length())} | {most})
-
-
-def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: float) -> Useful:
-    """Return the largest useful N: search the N of the table, then bisect between the last
-    efficient one and the first inefficient one.
+    It includes the measured spread, as the slowest of N workers counts, and the sharing of cores
+    on a host with more workers than cores.
     """
-    counts = worker_counts(most)
-    first_bad = next((n for n in counts if not _is_good(setting, method, n, least_efficiency)), 0)
-    if first_bad == 0:
-        return Useful(most, predict(setting, method, most).efficiency, is_limit=True)
-    good, bad = max((n for n in counts if n < first_bad), default=1), first_bad
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if _is_good(setting, method, middle, least_efficiency):
-            good = middle
-        else:
-            bad = middle
-    return Useful(good, predict(setting, method, good).efficiency, is_limit=False)
-
-
-def _is_good(setting: Scenario, method: str, workers: int, least_efficiency: float) -> bool:
-    return predict(setting, method, workers).efficiency >= least_efficiency
-
-
-def predict_all(setting: Scenario, counts: Sequence[int]) -> list[Prediction]:
-    """Predict every method at every N."""
-    return [predict(setting, method, workers) for workers in counts for method in METHODS]
-
-
-@dataclass(frozen=True)
-class Queue:
-    """Parameters of the queue that collects gradients for an exchange."""
-
-    cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
-    fusion_bytes: int = 0  # 0: each tensor separately, as hvdtrain trains
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """The times of all exchanges of a step."""
-
-    end_s: float  # from the beginning of the backward pass
-    busy_s: float  # in exchanges and negotiations
-    exchanges: int
-
-
-def exchange(
-    gradients: Sequence[Gradient],
-    cost: Callable[[float], float],
-    queue: Queue,
-    negotiation_s: float,
-) -> Exchanged:
-    """Simulate the exchange of the gradients of one step.
-
-    `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
-    """
-    now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
-    while done < len(gradients):
-        now = _next_wake_up(now, gradients[done].ready_s, queue.cycle_s)
-        ready = [g for g in gradients[done:] if g.ready_s <= now]
-        buffers = [cost(size) for size in fuse([g.size_bytes for g in ready], queue.fusion_bytes)]
-        spent = negotiation_s + math.fsum(buffers)
-        end, busy = now + spent, busy + spent
-        now = max(end, now + queue.cycle_s)
-        done, exchanges = done + len(ready), exchanges + len(buffers)
-    return Exchanged(end, busy, exchanges)
-
-
-def _next_wake_up(now: float, ready_s: float, cycle_s: float) -> float:
-    """Return the first of now, now + cycle, now + 2 cycles, ... that is not before `ready_s`."""
-    if ready_s <= now:
-        return now
-    if cycle_s == 0:
-        return ready_s
-    wake_up = now + math.ceil((ready_s - now) / cycle_s) * cycle_s
-    return max(wake_up, ready_s)  # rounding must not put it before ready_s
-
-
-def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
-    """Yield buffer sizes: neighbours share one up to the limit; a larger tensor has its own."""
-    filled = 0.0
-    for size in sizes:
-        if filled and filled + size > limit_bytes:
-            yield filled
-            filled = 0.0
-        filled += size
-    if filled:
-        yield filled
+    times, cores = setting.profile.step_times_s, setting.cores_per_host
+    slowest = expected_maximum(times, workers) / statistics.fmean(times) if times else 1.0
+    shared = max(setting.cluster.local(workers) / cores, 1.0) if cores else 1.0
+    return max(slowest, 1.0) * shared
 
 
 def expected_maximum(values: Sequence[float], draws: int) -> float:
@@ -205,9 +239,61 @@ def expected_maximum(values: Sequence[float], draws: int) -> float:
     )
 
 
-def slowdown(step_times_s: Sequence[float], workers: int) -> float:
-    """Return expected slowest of N workers / mean of one; 1 without measured times."""
-    if not step_times_s:
-        return 1.0
-    mean = math.fsum(step_times_s) / len(step_times_s)
-    return max(expected_maximum(step_times_s, workers) / mean, 1.0)
+def exchange(
+    gradients: Sequence[Gradient],
+    cost: Callable[[float], float],
+    queue: Queue,
+    negotiation_s: float,
+) -> Exchanged:
+    """Simulate the exchange of the gradients of one step.
+
+    `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
+    """
+    now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
+    while done < len(gradients):
+        ready_s = gradients[done].ready_s
+        if ready_s > now and queue.cycle_s > 0:  # asleep, and awake once a cycle
+            now += math.ceil((ready_s - now) / queue.cycle_s) * queue.cycle_s
+        now = max(now, ready_s)  # rounding must not put it before `ready_s`
+        ready = [g for g in gradients[done:] if g.ready_s <= now]
+        buffers = [cost(size) for size in fuse([g.size_bytes for g in ready], queue.fusion_bytes)]
+        spent = negotiation_s + math.fsum(buffers)
+        end, busy = now + spent, busy + spent
+        now = max(end, now + queue.cycle_s)
+        done, exchanges = done + len(ready), exchanges + len(buffers)
+    return Exchanged(end, busy, exchanges)
+
+
+def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
+    """Yield buffer sizes: neighbours share one up to the limit; a larger tensor has its own."""
+    filled = 0.0
+    for size in sizes:
+        if filled and filled + size > limit_bytes:
+            yield filled
+            filled = 0.0
+        filled += size
+    if filled:
+        yield filled
+
+
+def worker_counts(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `most`, and `most` itself."""
+    return sorted({1 << power for power in range(most.bit_length())} | {most})
+
+
+def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: float) -> Useful:
+    """Return the largest useful N: search the N of the table, then bisect between the last
+    efficient one and the first inefficient one.
+    """
+
+    def is_bad(workers: int) -> bool:
+        return predict(setting, method, workers).efficiency < least_efficiency
+
+    workers = most
+    counts = worker_counts(most)
+    first_bad = next(filter(is_bad, counts), None)
+    if first_bad is not None:  # above 1, which has an efficiency of 1
+        last_good = counts[counts.index(first_bad) - 1]
+        between = range(last_good + 1, first_bad)
+        workers = last_good + bisect_left(between, True, key=is_bad)
+    return Useful(workers, predict(setting, method, workers).efficiency, first_bad is None)

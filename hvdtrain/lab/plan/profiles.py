@@ -1,16 +1,19 @@
 """Profile of a step of one worker: its phases, and when each gradient is ready.
 
-Profiles are read from files, or derived from the counted operations of a model and a step time.
+Profiles are read from files, measured on this machine, or derived from the counted operations of a
+model and a step time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -18,16 +21,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import plugins
 from hvdtrain.data import load_dataset
+from hvdtrain.data.builtin import SYNTHETIC, read_spec
 from hvdtrain.data.splits import Shape
-from hvdtrain.data.synthetic import PREFIX, read_spec
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.systems.work import DTYPES
-from hvdtrain.models import build_model, fit_dataset, lenet
+from hvdtrain.lab.systems.work import Work, WorkSpec
+from hvdtrain.models import LENET_SIZE, build_model, fit_dataset
+from hvdtrain.run.process import keep_freed_memory
 
 LEAST_S, MOST_S = 1e-9, 1e9
 MOST_COUNT = 1 << 60
 EXAMPLE = '{"name": "weight", "size_bytes": 4096, "ready_s": 0.01}'
 FORWARD_SHARE = 1 / 3  # of the operations of a step; the backward pass takes twice as many
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -61,45 +66,24 @@ class Profile:
     def gradient_bytes(self) -> int:
         return sum(gradient.size_bytes for gradient in self.gradients)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields that `read_profile` reads."""
-        return asdict(self)
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write the profile as JSON. Raises UsageError if that fails."""
-    try:
-        path.write_text(json.dumps(profile.as_json(), indent=2) + "\n", "utf-8")
-    except OSError as error:
-        raise UsageError(f"--save-profile={path}: {error.strerror or error}") from error
-
 
 def read_profile(path: Path) -> Profile:
     """Read a profile, written by `--save-profile` or by hand. Raises UsageError with every problem
     of the file.
     """
-    content = read_json_object(path, "--profile")
-    problems = [f"--profile={path}: {text}" for text in _problems(content)]
-    if problems:
-        raise UsageError(*problems)
-    gradients = [
-        Gradient(one["name"], one["size_bytes"], float(one["ready_s"]))
-        for one in content["gradients"]
-    ]
-    return Profile(
-        name=content["name"],
-        batch_size=content["batch_size"],
-        forward_s=float(content["forward_s"]),
-        backward_s=float(content["backward_s"]),
-        update_s=float(content["update_s"]),
-        gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
-        step_times_s=tuple(map(float, content.get("step_times_s", ()))),
-        source=str(content.get("source", "as given")),
-    )
+    content = read_fields(path, "--profile", _problems)
+    gradients = [Gradient(**one) for one in content["gradients"]]
+    content["gradients"] = tuple(sorted(gradients, key=lambda gradient: gradient.ready_s))
+    content["step_times_s"] = tuple(content.get("step_times_s", ()))
+    return Profile(**content)
 
 
-def read_json_object(path: Path, flag: str) -> dict[str, Any]:
-    """Read a JSON object. Raises UsageError, which names the flag, for any other content."""
+def read_fields(
+    path: Path, flag: str, problems_of: Callable[[dict[str, Any]], Iterable[str]]
+) -> dict[str, Any]:
+    """Read a JSON object. Raises UsageError, which names the flag, for any other content, and with
+    every problem that `problems_of` finds in it.
+    """
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -108,54 +92,145 @@ def read_json_object(path: Path, flag: str) -> dict[str, Any]:
         raise UsageError(f"{flag}={path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{flag}={path}: a JSON object was expected")
+    if problems := [f"{flag}={path}: {text}" for text in problems_of(content)]:
+        raise UsageError(*problems)
     return content
 
 
-def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    known = Profile.__dataclass_fields__
-    yield from (f"{name}: no such field" for name in content if name not in known)
-    if not isinstance(content.get("name"), str):
-        yield "name: a string was expected"
-    if not is_count(content.get("batch_size")):
-        yield f"batch_size={content.get('batch_size')}: a whole number of at least 1 was expected"
-    for name in ("forward_s", "backward_s", "update_s"):
-        if not is_seconds(content.get(name)):
-            yield f"{name}={content.get(name)}: seconds of at least 0 were expected"
-    times = content.get("step_times_s", [])
-    if not isinstance(times, list) or not all(is_seconds(one) and one > 0 for one in times):
-        yield "step_times_s: a list of seconds above 0 was expected"
-    backward_s = content.get("backward_s")
-    phases = [backward_s, content.get("forward_s")]
-    if all(is_seconds(phase) and phase < LEAST_S for phase in phases):
-        yield f"forward_s, backward_s: one of them must be at least {LEAST_S:g}"
-    yield from _problems_of_gradients(content.get("gradients"), backward_s)
+Kind = tuple[Callable[[Any], bool], str]  # of a value in a file: its check, and what is expected
 
 
-def _problems_of_gradients(gradients: Any, backward_s: Any) -> Iterator[str]:
-    if not isinstance(gradients, list) or not gradients:
-        yield f"gradients: a list was expected, of objects such as {EXAMPLE}"
-        return
-    for number, one in enumerate(gradients):
-        if not isinstance(one, dict) or set(one) != set(Gradient.__dataclass_fields__):
-            yield f"gradients[{number}]: an object such as {EXAMPLE} was expected"
-            continue
-        if not isinstance(one["name"], str):
-            yield f"gradients[{number}].name: a string was expected"
-        if not is_count(one["size_bytes"]):
-            size = one["size_bytes"]
-            yield f"gradients[{number}].size_bytes={size}: must be a whole number of at least 1"
-        ready = one["ready_s"]
-        if not is_seconds(ready) or (is_seconds(backward_s) and ready > backward_s):
-            yield f"gradients[{number}].ready_s={ready}: must be from 0 to backward_s"
-
-
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNT
 
 
 def is_seconds(value: Any) -> TypeGuard[float]:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 <= value <= MOST_S
+
+
+TEXT: Kind = (lambda value: isinstance(value, str), "a string was expected")
+COUNT: Kind = (is_count, "a whole number of at least 1 was expected")
+SECONDS: Kind = (is_seconds, "seconds of at least 0 were expected")
+
+
+def wrong_values(
+    content: Mapping[str, Any], kinds: Mapping[str, Kind], place: str = ""
+) -> Iterator[str]:
+    """Yield a problem for each field that is missing or not of its kind."""
+    for name, (holds, expected) in kinds.items():
+        if not holds(value := content.get(name)):
+            yield f"{place}{name}={value}: {expected}"
+
+
+def wrong_rows(
+    content: Mapping[str, Any], name: str, least: int, kinds: Mapping[str, Kind], example: str
+) -> Iterator[str]:
+    """Yield the problems of a list of objects that have exactly the fields of `kinds`."""
+    rows = content.get(name)
+    if not isinstance(rows, list) or len(rows) < least:
+        yield f"{name}: a list of at least {least} was expected, of objects such as {example}"
+        return
+    for number, row in enumerate(rows):
+        if isinstance(row, dict) and set(row) == set(kinds):
+            yield from wrong_values(row, kinds, f"{name}[{number}].")
+        else:
+            yield f"{name}[{number}]: an object such as {example} was expected"
+
+
+def _problems(content: dict[str, Any]) -> Iterator[str]:
+    known = Profile.__dataclass_fields__
+    yield from (f"{name}: no such field" for name in content if name not in known)
+    phases = dict.fromkeys(("forward_s", "backward_s", "update_s"), SECONDS)
+    yield from wrong_values(content, {"name": TEXT, "batch_size": COUNT, **phases})
+    times = content.get("step_times_s", [])
+    if not isinstance(times, list) or not all(is_seconds(one) and one > 0 for one in times):
+        yield "step_times_s: a list of seconds above 0 was expected"
+    forward_s, backward_s = content.get("forward_s"), content.get("backward_s")
+    if all(is_seconds(phase) and phase < LEAST_S for phase in (forward_s, backward_s)):
+        yield f"forward_s, backward_s: one of them must be at least {LEAST_S:g}"
+    latest_s = backward_s if is_seconds(backward_s) else MOST_S
+    ready: Kind = (lambda s: is_seconds(s) and s <= latest_s, "must be from 0 to backward_s")
+    kinds = {"name": TEXT, "size_bytes": COUNT, "ready_s": ready}
+    yield from wrong_rows(content, "gradients", 1, kinds, EXAMPLE)
+
+
+class StepTimes(NamedTuple):
+    """The seconds of one step."""
+
+    forward: float
+    backward: float
+    update: float
+    ready: dict[str, float]  # by parameter, from the beginning of the backward pass
+
+
+def measure_profile(spec: WorkSpec) -> Profile:
+    """Measure `spec.steps` steps of a single worker on the CPU, timed at each gradient; return the
+    medians of those after WARM_UP_STEPS.
+
+    A step is that of training: load, forward, loss, backward, update. Raises UsageError for an
+    invalid model or invalid data.
+    """
+    keep_freed_memory()
+    work = Work(spec)
+    samples = len(work.dataset.train)
+    if samples < spec.global_batch_size:
+        raise UsageError(
+            f"--batch-size={spec.global_batch_size}: {spec.data} has {samples} samples to train "
+            "on; use a smaller batch or other data"
+        )
+    sizes = _sizes(work.model.named_parameters())
+    steps = [times for times in _time_steps(work) if set(times.ready) == set(sizes)]
+    if not steps:
+        raise UsageError(f"--model={spec.model}: no step computed a gradient for every parameter")
+    gradients = [
+        Gradient(name, size, statistics.median(times.ready[name] for times in steps))
+        for name, size in sizes.items()
+    ]
+    return Profile(
+        name=f"{spec.model} on {spec.data}",
+        batch_size=spec.global_batch_size,
+        forward_s=statistics.median(times.forward for times in steps),
+        backward_s=statistics.median(times.backward for times in steps),
+        update_s=statistics.median(times.update for times in steps),
+        gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
+        step_times_s=tuple(times.forward + times.backward + times.update for times in steps),
+        source=f"measured here: {len(steps)} steps on the CPU, {torch.get_num_threads()} thread",
+    )
+
+
+def _time_steps(work: Work) -> Iterator[StepTimes]:
+    """Yield the times of each step after the warm-up that has a full batch: the last one of an
+    epoch may be smaller.
+    """
+    optimizer = work.tuned_optimizer()
+    work.model.train()
+    clock = time.perf_counter
+    moments: dict[str, float] = {}
+    for name, parameter in work.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: moments.update({name: clock()})
+            )
+    for number, batch in enumerate(work.batches()):
+        moments.clear()
+        begun = clock()
+        loaded = work.load(batch.indices, batch.epoch)
+        optimizer.zero_grad()
+        loss = work.task.loss(work.model, loaded).loss / len(batch.indices)
+        backward = clock()
+        loss.backward()
+        update = clock()
+        work.update(optimizer)
+        ended = clock()
+        if number >= WARM_UP_STEPS and len(batch.indices) == work.spec.global_batch_size:
+            ready = {name: moment - backward for name, moment in moments.items()}
+            yield StepTimes(backward - begun, update - backward, ended - update, ready)
+
+
+def _sizes(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
+    """Return the bytes of each trained parameter."""
+    return {name: p.numel() * p.element_size() for name, p in parameters if p.requires_grad}
 
 
 @dataclass(frozen=True)
@@ -167,81 +242,60 @@ class Layer:
     sizes_bytes: Mapping[str, int]  # by parameter
 
 
-def build_layers(model_name: str, data: str, data_dir: str, dtype: str) -> list[Layer]:
+def build_layers(model_name: str, data: str, data_dir: str) -> list[Layer]:
     """Return the layers of the model that `--model` and `--data` name. Raises UsageError."""
-    shape, classes = _shape_and_classes(model_name, data, data_dir, DTYPES[dtype])
+    shape: Shape
+    if data.startswith(SYNTHETIC):  # not generated just for its shape
+        shape, classes, _ = read_spec(data)
+        if model_name == "lenet":
+            shape = (shape[0], *LENET_SIZE)
+    else:
+        dataset = fit_dataset(load_dataset(data, Path(data_dir), 0, torch.float32), model_name)
+        shape, classes = dataset.shape, dataset.classes
     # Without values a large network is built instantly; a plugin may need them.
     with nullcontext() if plugins.is_plugin(model_name) else torch.device("meta"):
-        model = build_model(model_name, shape, classes, DTYPES[dtype])
+        model = build_model(model_name, shape, classes, torch.float32)
     layers: list[Layer] = plugins.call("--model", model_name, count_layers, model, shape)
     return layers
-
-
-def _shape_and_classes(
-    model_name: str, data: str, data_dir: str, dtype: torch.dtype
-) -> tuple[Shape, int]:
-    """Return sample shape and classes; synthetic data are not generated for that."""
-    if data.startswith(PREFIX):
-        shape, classes, _ = read_spec(data)
-        size = lenet.IMAGE_SIZE if model_name == "lenet" else shape[1:]
-        return (shape[0], *size), classes
-    dataset = fit_dataset(load_dataset(data, Path(data_dir), 0, dtype), model_name)
-    return dataset.shape, dataset.classes
 
 
 def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     """Return the layers in order of first execution, for inputs of `shape` (without the batch).
 
-    Nothing is computed: on the meta device torch propagates shapes only.
+    Nothing is computed: on the meta device torch propagates shapes only. The model cannot be used
+    after.
     """
     model = model.to("meta").eval()
     order: dict[str, None] = {}
-    hooks = [
+    for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: order.setdefault(name))
-        for name, module in model.named_modules()
-    ]
     dtype = next(model.parameters()).dtype
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         model(torch.empty(1, *shape, dtype=dtype, device="meta"))
-    for hook in hooks:
-        hook.remove()
     counted = {
         name.partition(".")[2]: sum(by_kind.values())
         for name, by_kind in counter.get_flop_counts().items()
     }
-    return [
-        Layer(name, _own_operations(name, module, counted), sizes)
-        for name, module in _in_order(model, order)
-        if (sizes := _own_sizes(name, module))
-    ]
+    layers = []
+    for name, module in _in_order(model, list(order)):
+        prefix = f"{name}." if name else ""
+        inside = sum(counted.get(prefix + child, 0) for child, _ in module.named_children())
+        sizes = _sizes((prefix + key, p) for key, p in module.named_parameters(recurse=False))
+        if sizes:
+            layers.append(Layer(name, max(counted.get(name, 0) - inside, 0), sizes))
+    return layers
 
 
-def _in_order(model: nn.Module, order: Mapping[str, None]) -> list[tuple[str, nn.Module]]:
+def _in_order(model: nn.Module, order: list[str]) -> list[tuple[str, nn.Module]]:
     """Return modules in execution order; one that did not run takes the place of its parent."""
-    places = {name: place for place, name in enumerate(order)}
 
     def place(name: str) -> int:
-        while name not in places:
+        while name not in order:
             name = name.rpartition(".")[0]
-        return places[name]
+        return order.index(name)
 
     return sorted(model.named_modules(), key=lambda item: place(item[0]))
-
-
-def _own_operations(name: str, module: nn.Module, counted: Mapping[str, int]) -> int:
-    """Return the operations of a module without those of its children."""
-    prefix = f"{name}." if name else ""
-    inner = sum(counted.get(prefix + child, 0) for child, _ in module.named_children())
-    return max(counted.get(name, 0) - inner, 0)
-
-
-def _own_sizes(name: str, module: nn.Module) -> dict[str, int]:
-    return {
-        f"{name}.{key}".lstrip("."): p.numel() * p.element_size()
-        for key, p in module.named_parameters(recurse=False)
-        if p.requires_grad
-    }
 
 
 def share_out(layers: list[Layer], name: str, batch_size: int, step_s: float) -> Profile:

@@ -1,11 +1,8 @@
 """`hvdtrain report`: plots of runs, and one page that compares them.
 
-runs        reading of run directories: finished, killed and still running
-curves      loss, metrics, throughput, learning rate, audits and time per phase over steps
-confusion   confusion matrices
-tables      results of the runs side by side, and the options in which they differ
-page        PNG files, and one self-contained HTML file
+runs    reading of run directories: finished, killed and still running
+plots   curves over steps, time per phase, and confusion matrices
+page    PNG files, and one self-contained HTML file with tables of results and of options
 
-The figures are those of hvdtrain.lab.charts. Nothing here imports torch, so that reports can also
-be made on machines that cannot train.
+Nothing here imports torch, so that reports can also be made on machines that cannot train.
 """

@@ -35,7 +35,6 @@ Record = dict[str, Any]
 class Run:
     """The content of a run directory; fields of missing files are empty."""
 
-    path: Path
     name: str  # unique within a report
     config: Record
     summary: Record
@@ -46,15 +45,10 @@ class Run:
     notes: list[str]  # files that were missing, damaged or truncated
 
     @property
-    def last_step(self) -> int:
-        """The last step that was logged."""
-        return max((record["step"] for record in self.steps + self.epochs), default=0)
-
-    @property
     def went_on(self) -> bool:
         """Whether the run was resumed after the end that its summary describes."""
-        ended_at = number(self.summary, "steps")
-        return ended_at < self.last_step  # False for NaN
+        last_step = max((record["step"] for record in self.steps + self.epochs), default=0)
+        return number(self.summary, "steps") < last_step  # False for NaN
 
 
 def number(record: Record, name: str) -> float:
@@ -69,13 +63,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run. Raises UsageError with the problems of all of them."""
     runs: list[Run] = []
     problems: list[str] = []
-    places: set[Path] = set()
+    places: list[Path] = []
     for path in paths:
         try:
             place = path.resolve()
             if place in places:
                 raise UsageError(f"RUN={path}: given twice; name each run once")
-            places.add(place)
+            places.append(place)
             runs.append(_read_run(path))
         except UsageError as error:
             problems += error.problems
@@ -84,8 +78,18 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             problems.append(f"RUN={path}: cannot be read: {reason}; check its permissions")
     if problems:
         raise UsageError(*problems)
-    names = _distinct_names([run.path.resolve() for run in runs])
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return [
+        replace(run, name=_distinct_name(place, places))
+        for run, place in zip(runs, places, strict=True)
+    ]
+
+
+def _distinct_name(place: Path, places: Sequence[Path]) -> str:
+    """Return the name of a folder, with as many parents as make it unique among `places`."""
+    depth = 1
+    while sum(other.parts[-depth:] == place.parts[-depth:] for other in places) > 1:
+        depth += 1
+    return "/".join(place.parts[-depth:])
 
 
 def _read_run(path: Path) -> Run:
@@ -102,7 +106,6 @@ def _read_run(path: Path) -> Run:
     notes = [f"{name} is missing: {why}" for name, why in _MISSED.items() if name not in present]
     metrics = _read_records(path / METRICS, notes)
     return Run(
-        path=path,
         name=path.name,
         config=_read_mapping(path / CONFIG, notes),
         summary=_read_mapping(path / SUMMARY, notes),
@@ -150,21 +153,5 @@ def _parse_record(line: str) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or math.isnan(number(record, "step")):
-        return None
-    return record
-
-
-def _distinct_names(places: list[Path]) -> list[str]:
-    """Return the name of each folder, with as many parents as make it unique."""
-    longest = max(len(place.parts) for place in places)
-    names = [place.name or str(place) for place in places]
-    for depth in range(2, longest + 1):
-        repeated = {name for name in names if names.count(name) > 1}
-        if not repeated:
-            break
-        names = [
-            "/".join(place.parts[-depth:]) if name in repeated else name
-            for place, name in zip(places, names, strict=True)
-        ]
-    return names
+    has_step = isinstance(record, dict) and not math.isnan(number(record, "step"))
+    return record if has_step else None

@@ -1,49 +1,46 @@
-"""The interface of a compared system: its processes, the step of each, and its traffic."""
+"""The interface of a compared system: its processes, the step of each, messages and traffic."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from numpy.typing import NDArray
+from torch import distributed
 
-from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec
-from hvdtrain.ring.transports import Transport
+from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec, parameters_of
 
+LOOPBACK = "lo"  # all processes are on this machine
+
+Tensors = Mapping[int, torch.Tensor]  # by number of process
 Parameters = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The parameters of one run of a system, the same for all of its processes."""
+@dataclass(frozen=True, kw_only=True)
+class SystemOptions:
+    """The options of every system of a comparison."""
 
-    system: str
     workers: int  # N: devices that compute
     servers: int  # K: parameter servers
     work: WorkSpec
     towers_reduction: str
     towers_dim: int
+    time_limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(SystemOptions):
+    """The parameters of one run of a system, the same for all of its processes."""
+
+    system: str
     folder: str  # for the rendezvous file and the results
     token: str  # secret by which the ring's processes authenticate each other
-    time_limit_s: float
-    controller_pid: int  # of the starting command; every process ends with it
-
-    def as_text(self) -> str:
-        """Serialise to JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Spec:
-        """Parse the JSON that `as_text` returns."""
-        values = json.loads(text)
-        return cls(**values | {"work": WorkSpec(**values["work"])})
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,16 @@ class Place:
     def workers(self) -> int:
         return self.spec.workers
 
-    @property
-    def meeting_point(self) -> Path:
-        """The rendezvous file of the processes."""
-        return Path(self.spec.folder) / "store"
+    def open_store(self) -> Any:
+        """Return the store, a file, through which the processes of the system find each other."""
+        # The type is public, but not listed.
+        store = distributed.FileStore(f"{self.spec.folder}/store", self.processes)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self.spec.time_limit_s))
+        return store
 
 
 class Strategy:
-    """One process of a system. A derived class defines `step` and `parameters`.
+    """One process of a system. A derived class defines `step`.
 
     A step makes the same update as `single`: with the gradient of the mean loss over the global
     batch, however unevenly the batch is distributed. It reports its phases to `work.clock`, and
@@ -83,6 +82,9 @@ class Strategy:
         """Collective: every process of the system constructs one."""
         self.work = work
         self.place = place
+        self.link: CountedConnection | None = (
+            None  # to the other processes, where hvdtrain sends by itself
+        )
 
     @classmethod
     def processes(cls, spec: Spec) -> list[str]:
@@ -91,9 +93,7 @@ class Strategy:
 
     @classmethod
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic] | None:
-        """Return the theoretical traffic of each rank per step, for gradients of `size` bytes; None
-        where it depends on more than that.
-        """
+        """Return each rank's traffic per step in theory, for gradients of `size` bytes, or None."""
         return None
 
     @property
@@ -107,11 +107,13 @@ class Strategy:
 
     def parameters(self) -> Parameters:
         """Collective: return the parameters that this process holds, by name."""
-        raise NotImplementedError(f"{type(self).__name__}.parameters is missing")
+        return parameters_of(self.work.model)
 
     def traffic(self) -> Mapping[str, Traffic] | None:
         """Return the total traffic so far of each rank in this process; None if unknown."""
-        return {self.name: Traffic()}
+        counted = self.link.traffic if self.link else Traffic()
+        own = socket_traffic() if self.measured == "sockets" else counted
+        return {self.name: own} if own else None
 
     def notes(self) -> list[str]:
         """Return remarks on how the system ran, for the reader of the results."""
@@ -123,11 +125,22 @@ class Strategy:
 
     def close(self) -> None:
         """Collective: release connections and threads."""
+        if self.link:
+            self.link.close()
 
 
-# Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (written, but
-# still in the kernel's buffer), and tcpi_bytes_sent (since Linux 4.19).
-RECEIVED_AT, NOT_SENT_AT, SENT_AT, INFO_BYTES = 128, 144, 200, 256
+class RingTraffic(Strategy):
+    """A system that sends as much as a ring all-reduce."""
+
+    @classmethod
+    def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
+        """Return 2 (N - 1) / N S bytes each way, in 2 (N - 1) messages if segments are sent whole.
+
+        This is the mean over ranks: the segments of a buffer may differ by one element.
+        """
+        steps = 2 * (spec.workers - 1)
+        each = Traffic(steps * size / spec.workers, steps * size / spec.workers, steps)
+        return dict.fromkeys(cls.processes(spec), each)
 
 
 class Traffic(NamedTuple):
@@ -136,6 +149,10 @@ class Traffic(NamedTuple):
     sent: float = 0
     received: float = 0
     messages: float = 0
+
+    def plus(self, sent: int = 0, received: int = 0) -> Traffic:
+        """Return the total with one more message, or one in each direction, of these bytes."""
+        return Traffic(self.sent + sent, self.received + received, self.messages + (sent > 0))
 
     def since(self, earlier: Traffic) -> Traffic:
         """Return the difference to `earlier`."""
@@ -146,48 +163,73 @@ class Traffic(NamedTuple):
         return Traffic(*(total / steps for total in self))
 
 
-class Tally:
-    """A counter of messages; `total` is the sum so far."""
+class CountedConnection(Protocol):
+    """A connection that counts its traffic."""
 
-    def __init__(self) -> None:
-        self.total = Traffic()
+    traffic: Traffic
 
-    def add(self, sent: int = 0, received: int = 0) -> None:
-        """Count one message, or one in each direction, of the given bytes."""
-        before = self.total
-        self.total = Traffic(
-            before.sent + sent, before.received + received, before.messages + (sent > 0)
-        )
+    def close(self) -> None: ...
 
 
-class CountedTransport:
-    """A ring transport that counts its traffic."""
+def join_group(place: Place) -> None:
+    """Collective: join the torch process group, over Gloo, of all processes of the system."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    distributed.init_process_group(
+        "gloo",
+        store=place.open_store(),
+        rank=place.number,
+        world_size=place.processes,
+        timeout=timedelta(seconds=place.spec.time_limit_s),
+    )
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.tally = Tally()
 
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
+def leave_group() -> None:
+    """Collective: wait for all, then leave: the first to leave closes connections of the others."""
+    distributed.barrier()
+    distributed.destroy_process_group()
 
-    @property
-    def size(self) -> int:
-        return self._transport.size
 
-    def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        self._transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
-        self.tally.add(outgoing.nbytes, incoming.nbytes)
+class Messages:
+    """Counted messages in the group, each a tensor to or from the process of a given number."""
+
+    def __init__(self, place: Place) -> None:
+        """Collective: join the group."""
+        join_group(place)
+        self.traffic = Traffic()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send `tensor`; return once it may be changed."""
+        self.exchange({to: tensor}, {})
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive a message from `source` into `tensor`."""
+        self.exchange({}, {source: tensor})
+
+    def receive_from_any(self, tensor: torch.Tensor) -> int:
+        """Receive the first message to arrive into `tensor`; return its sender."""
+        sender = distributed.recv(tensor)
+        self.traffic = self.traffic.plus(received=tensor.nbytes)
+        return int(sender)
+
+    def exchange(self, outgoing: Tensors, incoming: Tensors) -> None:
+        """Send to and receive from several processes at the same time."""
+        requests = [distributed.isend(tensor, to) for to, tensor in outgoing.items()]
+        requests += [distributed.irecv(tensor, source) for source, tensor in incoming.items()]
+        for request in filter(None, requests):  # None: only outside the group
+            request.wait()
+        for tensor in outgoing.values():
+            self.traffic = self.traffic.plus(sent=tensor.nbytes)
+        for tensor in incoming.values():
+            self.traffic = self.traffic.plus(received=tensor.nbytes)
 
     def close(self) -> None:
-        self._transport.close()
+        """Collective: leave the group."""
+        leave_group()
+
+
+# Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (written, but
+# still in the kernel's buffer), and tcpi_bytes_sent (since Linux 4.19).
+RECEIVED_AT, NOT_SENT_AT, SENT_AT, INFO_BYTES = 128, 144, 200, 256
 
 
 def socket_traffic() -> Traffic | None:
@@ -203,9 +245,8 @@ def socket_traffic() -> Traffic | None:
         except OSError:
             continue  # not a socket, or closed since it was listed
         with link:
-            if link.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if link.type != socket.SOCK_STREAM:
+            over_ip = link.family in (socket.AF_INET, socket.AF_INET6)
+            if not over_ip or link.type != socket.SOCK_STREAM:
                 continue
             info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
         if len(info) < SENT_AT + 8:

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from hvdtrain.audit import NoAudit
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic, socket_traffic
-from hvdtrain.lab.systems.ring import ring_formula
-from hvdtrain.lab.systems.work import GlobalBatch, Work, parameters_of, trained
+from hvdtrain.lab.systems.contract import Parameters, Place, RingTraffic, Traffic
+from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
 from hvdtrain.train.loop import Intervals, Job, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.update import Update
-
-if TYPE_CHECKING:
-    from hvdtrain.exchange.horovod import HorovodExchange
 
 LOG_INTERVAL = 10
 NO_AUDIT = NoAudit()
 
 
-class Horovod(Strategy):
+class Horovod(RingTraffic):
     """The system `horovod`: complete steps, with sample weights, sums over ranks, metrics."""
 
     what = "the training step of hvdtrain train, on Horovod, under horovodrun"
@@ -41,15 +36,25 @@ class Horovod(Strategy):
         # Imported here, so that only this row fails where Horovod is not installed.
         from hvdtrain.exchange.horovod import HorovodExchange
 
-        self._exchange = HorovodExchange()
-        self._job = make_job(work, self._exchange)
-        self._meter = Meter(self._exchange, work.sampler.samples, work.task.metrics)
+        self._exchange = exchange = HorovodExchange()
+        shares, device = Shares(exchange.size), torch.device("cpu")
+        job = Job(
+            model=work.model,
+            optimizer=work.optimizer(trained(work.model)),
+            update=Update(work.model, device),
+            task=work.task,
+            data=work.task.build_data(),
+            feed=Feed(work.dataset.train, work.sampler, shares, micro_batches=1, everyone=False),
+            valid_shares=shares,
+            schedule=lambda step: work.spec.lr,
+            total_steps=work.spec.steps,
+            device=device,
+            intervals=Intervals(log=LOG_INTERVAL, evaluation=1, checkpoint=0, hash=0),
+        )
+        self._job = job.distributed(exchange)
+        self._meter = Meter(exchange, work.sampler.samples, work.task.metrics)
         self._meter.clock = work.clock
         self._numbers = itertools.count(1)
-
-    @classmethod
-    def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
-        return ring_formula(spec.workers, size)
 
     def step(self, batch: GlobalBatch) -> None:
         number, meter = next(self._numbers), self._meter
@@ -62,43 +67,17 @@ class Horovod(Strategy):
 
     def parameters(self) -> Parameters:
         self._meter.collect()
-        return parameters_of(self._job.model)
+        return super().parameters()
 
     def traffic(self) -> Mapping[str, Traffic] | None:
         """Return the socket traffic; None under MPI, whose local workers use shared memory."""
-        measured = socket_traffic() if self._exchange.controller == "gloo" else None
-        return {self.name: measured} if measured else None
+        return super().traffic() if self._exchange.controller == "gloo" else None
 
     def notes(self) -> list[str]:
         controller = self._exchange.controller
-        notes = [
-            f"controller {controller}",
-            "the part of the exchange that overlaps backward is timed as compute",
-        ]
-        if controller == "mpi":
-            notes.append(
-                "bytes by formula: MPI workers on one machine exchange through shared memory"
-            )
-        return notes
+        overlap = "the part of the exchange that overlaps backward is timed as compute"
+        memory = "bytes by formula: MPI workers on one machine exchange through shared memory"
+        return [f"controller {controller}", overlap, *([memory] if controller == "mpi" else [])]
 
     def close(self) -> None:
         self._exchange.close()
-
-
-def make_job(work: Work, exchange: HorovodExchange) -> Job:
-    """Collective: return the work as a job of `hvdtrain train`, with a distributed optimizer."""
-    shares, device = Shares(exchange.size), torch.device("cpu")
-    job = Job(
-        model=work.model,
-        optimizer=work.optimizer(trained(work.model)),
-        update=Update(work.model, device),
-        task=work.task,
-        data=work.task.build_data(),
-        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches=1, everyone=False),
-        valid_shares=shares,
-        schedule=lambda step: work.spec.lr,
-        total_steps=work.spec.steps,
-        device=device,
-        intervals=Intervals(log=LOG_INTERVAL, evaluation=1, checkpoint=0, hash=0),
-    )
-    return job.distributed(exchange)

@@ -9,14 +9,13 @@ Source: Y. Huang et al., "GPipe" (2019, arXiv:1811.06965), section 2, before mic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic
-from hvdtrain.lab.systems.messages import Messages
+from hvdtrain.lab.systems.contract import Messages, Parameters, Place, Spec, Strategy
 from hvdtrain.lab.systems.work import DTYPES, GlobalBatch, Work, parameters_of, trained
 
 
@@ -27,10 +26,11 @@ class ModelParallel(Strategy):
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
-        self._messages = Messages(place)
+        self.link = self._messages = Messages(place)
         stages = cut_into_stages(work.model, place.workers)
-        dtype = DTYPES[work.spec.dtype]
-        self._shapes = shapes_between(stages, torch.zeros((1, *work.dataset.shape), dtype=dtype))
+        self._dtype = DTYPES[work.spec.dtype]
+        sample = torch.zeros((1, *work.dataset.shape), dtype=self._dtype)
+        self._shapes = shapes_between(stages, sample)
         self._last = len(stages) - 1
         self._stage = stages[place.number] if place.number <= self._last else None
         if self._stage:
@@ -71,8 +71,7 @@ class ModelParallel(Strategy):
     def _receive(self, passage: int, samples: int, source: int) -> torch.Tensor:
         """Receive what passes between stages `passage` and `passage + 1`, forward or backward."""
         self.work.clock.enter("exchange")
-        dtype = DTYPES[self.work.spec.dtype]
-        values = torch.empty((samples, *self._shapes[passage]), dtype=dtype)
+        values = torch.empty((samples, *self._shapes[passage]), dtype=self._dtype)
         self._messages.receive(values, source)
         return values
 
@@ -80,19 +79,11 @@ class ModelParallel(Strategy):
         """Collective: return the parameters of this stage."""
         return parameters_of(self._stage) if self._stage else {}
 
-    def traffic(self) -> Mapping[str, Traffic]:
-        return {self.name: self._messages.traffic}
-
     def notes(self) -> list[str]:
         if self._stage is None:
             return [f"{self.name} has no layers: the network has {self._last + 1} stages"]
-        layers = dict.fromkeys(
-            name.rpartition(".")[0] for name, _ in self._stage.named_parameters()
-        )
-        return [f"{self.name}: {', '.join(layers)}"]
-
-    def close(self) -> None:
-        self._messages.close()
+        names = [name.rpartition(".")[0] for name, _ in self._stage.named_parameters()]
+        return [f"{self.name}: {', '.join(dict.fromkeys(names))}"]
 
 
 def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
@@ -106,13 +97,20 @@ def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
     except Exception as error:  # user code may raise anything on a traced tensor
         raise UsageError(f"--model: model_parallel cannot trace it: {error}") from error
     nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
-    cuts = choose_cuts(_layers_before(model, nodes), _single_passages(graph, nodes), stages)
+    has_parameters = [
+        node.op == "call_module" and bool([*model.get_submodule(str(node.target)).parameters()])
+        for node in nodes
+    ]
+    layers_before = [*itertools.accumulate(has_parameters, initial=0)]
+    cuts = choose_cuts(layers_before, _single_passages(nodes), stages)
     edges = [1, *cuts, len(nodes)]  # nodes[0] is the input
     built = [
         _build(model, nodes[start - 1], nodes[start:stop])
         for start, stop in itertools.pairwise(edges)
     ]
-    _refuse_shared(built)
+    owned = [id(parameter) for stage in built for parameter in stage.parameters()]
+    if len(set(owned)) < len(owned):
+        raise UsageError("--model: model_parallel: two stages would share a parameter")
     return built
 
 
@@ -129,25 +127,12 @@ def choose_cuts(layers_before: Sequence[int], places: Sequence[int], stages: int
         if not open_places:
             break
         wanted = number * total / stages
-        best = min(abs(layers_before[place] - wanted) for place in open_places)
-        cuts.append(
-            max(place for place in open_places if abs(layers_before[place] - wanted) == best)
-        )
+        # The nearest; of those equally near, the latest, so that it follows pooling.
+        cuts.append(min(open_places, key=lambda p: (abs(layers_before[p] - wanted), -p)))
     return cuts
 
 
-def _layers_before(model: nn.Module, nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in `nodes` and for their end, the layers with parameters before."""
-    counts = [0]
-    for node in nodes:
-        has_parameters = node.op == "call_module" and any(
-            True for _ in model.get_submodule(str(node.target)).parameters()
-        )
-        counts.append(counts[-1] + has_parameters)
-    return counts
-
-
-def _single_passages(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[int]:
+def _single_passages(nodes: Sequence[fx.Node]) -> list[int]:
     """Return the positions across which only the result of the preceding node is still needed."""
     places = {node: position for position, node in enumerate(nodes)}
     last_use = [
@@ -177,22 +162,12 @@ def _build(model: nn.Module, before: fx.Node, nodes: Sequence[fx.Node]) -> fx.Gr
     return fx.GraphModule(model, graph)
 
 
-def _refuse_shared(stages: Sequence[nn.Module]) -> None:
-    seen: set[int] = set()
-    for stage in stages:
-        own = {id(parameter) for parameter in stage.parameters()}
-        if own & seen:
-            raise UsageError("--model: model_parallel: two stages would share a parameter")
-        seen |= own
-
-
 def shapes_between(stages: Sequence[nn.Module], sample: torch.Tensor) -> list[torch.Size]:
     """Return the shape, without the batch, between successive stages; `sample`: a batch of one."""
     shapes, value = [], sample
     with torch.no_grad():
         for stage in stages[:-1]:
-            training = stage.training
-            value = stage.eval()(value)
-            stage.train(training)
+            value = stage.eval()(value)  # leaves running statistics as they are
+            stage.train()
             shapes.append(value.shape[1:])
     return shapes

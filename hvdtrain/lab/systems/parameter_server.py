@@ -19,15 +19,16 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic
-from hvdtrain.lab.systems.messages import Messages
-from hvdtrain.lab.systems.work import (
-    GlobalBatch,
-    Work,
-    flatten_gradients,
-    flatten_parameters,
-    parameters_of,
+from hvdtrain.lab.systems.contract import (
+    Messages,
+    Parameters,
+    Place,
+    Spec,
+    Strategy,
+    Tensors,
+    Traffic,
 )
+from hvdtrain.lab.systems.work import GlobalBatch, Work, flatten_gradients, flatten_parameters
 from hvdtrain.ring import split_evenly
 
 
@@ -36,74 +37,30 @@ class Server:
 
     def __init__(self, work: Work, values: torch.Tensor, workers: int, messages: Messages) -> None:
         """`values`: the initial values of the range, equal in all processes."""
-        self._work, self._workers, self._messages = work, workers, messages
+        self._clock, self._workers, self._messages = work.clock, range(workers), messages
         self._values = values.clone()
-        self._values.grad = torch.zeros_like(values)
-        self._gradient: torch.Tensor = self._values.grad
+        self._gradient = torch.zeros_like(values)
+        self._values.grad = self._gradient
         self._arriving = torch.empty_like(values)
         self._optimizer = work.optimizer([self._values])
 
     def step(self) -> None:
         """Collective: sum the gradients of all workers, update once, send out the range."""
-        clock = self._work.clock
-        clock.enter("exchange")
+        self._clock.enter("exchange")
         self._gradient.zero_()
-        for worker in range(self._workers):
+        for worker in self._workers:
             self._messages.receive(self._arriving, worker)
             self._gradient.add_(self._arriving)
-        clock.enter("update")
+        self._clock.enter("update")
         self._optimizer.step()
-        clock.enter("exchange")
-        for worker in range(self._workers):
+        self._clock.enter("exchange")
+        self.send_to_all()
+        self._clock.leave()
+
+    def send_to_all(self) -> None:
+        """Collective: send the range to every worker."""
+        for worker in self._workers:
             self._messages.send(self._values, worker)
-        clock.leave()
-
-    def send_all(self) -> None:
-        """Collective: send the final range to every worker."""
-        for worker in range(self._workers):
-            self._messages.send(self._values, worker)
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-
-class Client:
-    """A worker process: the whole model, and the server of each range."""
-
-    def __init__(self, work: Work, place: Place, messages: Messages) -> None:
-        self._work, self._place, self._messages = work, place, messages
-        self._gradients = flatten_gradients(work.model)
-        self._values = flatten_parameters(work.model)
-        self._ranges = dict(enumerate(ranges_of(self._values, place.spec), place.workers))
-
-    def step(self, batch: GlobalBatch) -> None:
-        """Collective: compute on the own share, push its gradients, pull the updated parameters."""
-        clock, place = self._work.clock, self._place
-        self._gradients.zero_()
-        self._work.add_gradient_of_share(batch, place.number, place.workers)
-        clock.enter("exchange")
-        waits = [
-            self._messages.start_send(self._gradients[part], server)
-            for server, part in self._ranges.items()
-        ]
-        self.pull()
-        for wait in waits:
-            wait()
-        clock.leave()
-
-    def pull(self) -> None:
-        """Collective: receive every range from its server."""
-        waits = [
-            self._messages.start_receive(self._values[part], server)
-            for server, part in self._ranges.items()
-        ]
-        for wait in waits:
-            wait()
-
-
-def ranges_of(values: torch.Tensor, spec: Spec) -> list[slice]:
-    """Return the range of each server; lengths differ by at most one."""
-    return list(split_evenly(values.numel(), spec.servers))
 
 
 class ParameterServer(Strategy):
@@ -114,14 +71,15 @@ class ParameterServer(Strategy):
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
-        self._messages = Messages(place)
-        self._client: Client | None = None
+        self.link = self._messages = Messages(place)
+        self._values = flatten_parameters(work.model)
+        parts = split_evenly(self._values.numel(), place.spec.servers)
+        self._ranges = dict(enumerate(parts, place.workers))  # by number of the server's process
         self._server: Server | None = None
         if place.number < place.workers:
-            self._client = Client(work, place, self._messages)
+            self._gradients = flatten_gradients(work.model)
         else:
-            values = flatten_parameters(work.model)
-            own = values[ranges_of(values, place.spec)[place.number - place.workers]]
+            own = self._values[self._ranges[place.number]]
             self._server = self.server_class(work, own, place.workers, self._messages)
 
     @classmethod
@@ -133,39 +91,33 @@ class ParameterServer(Strategy):
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:
         """Return the traffic by rank, as means: the ranges of servers may differ by one element."""
         n, k = spec.workers, spec.servers
-        of_worker = Traffic(size, size, k)
-        of_server = Traffic(n * size / k, n * size / k, n)
-        return {
-            name: of_worker if number < n else of_server
-            for number, name in enumerate(cls.processes(spec))
-        }
+        each = [Traffic(size, size, k)] * n + [Traffic(n * size / k, n * size / k, n)] * k
+        return dict(zip(cls.processes(spec), each, strict=True))
 
     def step(self, batch: GlobalBatch) -> None:
-        if self._client:
-            self._client.step(batch)
+        """Collective: on a worker, push the gradients of its share, pull the new parameters."""
         if self._server:
             self._server.step()
+            return
+        self._gradients.zero_()
+        self.work.add_gradient_of_share(batch, self.place.number, self.place.workers)
+        self.work.clock.enter("exchange")
+        self._messages.exchange(self._by_server(self._gradients), self._by_server(self._values))
+        self.work.clock.leave()
+
+    def _by_server(self, values: torch.Tensor) -> Tensors:
+        return {server: values[part] for server, part in self._ranges.items()}
 
     def parameters(self) -> Parameters:
         """Collective: return the final parameters, pulled once more, on workers; {} on servers."""
         if self._server:
-            self._server.send_all()
+            self._server.send_to_all()
             return {}
-        if self._client:
-            self._client.pull()
-        return parameters_of(self.work.model)
-
-    def traffic(self) -> Mapping[str, Traffic]:
-        return {self.name: self._messages.traffic}
-
-    def figures(self) -> dict[str, float]:
-        return self._server.figures() if self._server else {}
+        self._messages.exchange({}, self._by_server(self._values))
+        return super().parameters()
 
     def notes(self) -> list[str]:
         return ["workers wait while servers update; the wait is timed as exchange"]
-
-    def close(self) -> None:
-        self._messages.close()
 
 
 class AsynchronousServer(Server):
@@ -182,18 +134,17 @@ class AsynchronousServer(Server):
 
         Some of them may belong to other steps; over a run these are all pushes of all workers.
         """
-        clock = self._work.clock
-        for _ in range(self._workers):
-            clock.enter("exchange")
+        for _ in self._workers:
+            self._clock.enter("exchange")
             worker = self._messages.receive_from_any(self._gradient)
             self._staleness.append(self._updates - self._last_sent[worker])
-            clock.enter("update")
+            self._clock.enter("update")
             self._optimizer.step()
             self._updates += 1
             self._last_sent[worker] = self._updates
-            clock.enter("exchange")
+            self._clock.enter("exchange")
             self._messages.send(self._values, worker)
-        clock.leave()
+        self._clock.leave()
 
     def figures(self) -> dict[str, float]:
         return {
@@ -208,6 +159,9 @@ class AsynchronousParameterServer(ParameterServer):
     what = "parameters sharded over server processes, asynchronous: each push is its own update"
     judged = False
     server_class = AsynchronousServer
+
+    def figures(self) -> dict[str, float]:
+        return self._server.figures() if isinstance(self._server, AsynchronousServer) else {}
 
     def notes(self) -> list[str]:
         return [

@@ -1,22 +1,20 @@
-"""The main program of one process of a compared system.
+"""The processes of a compared system: how they are started, and the main program of each.
 
-Under horovodrun it is `python -m hvdtrain.lab.systems.process SPEC`, and its number is its rank.
+Under horovodrun that is `python -m hvdtrain.lab.systems.process SPEC`, and its number is its rank.
 All others are forked from a server that has imported this module, as importing torch takes seconds.
-It writes `process-NUMBER.json`, with its measurements or its error, and
+Each writes `process-NUMBER.json`, with its measurements or its error, and
 `process-NUMBER.safetensors`, with the parameters that it holds.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Mapping
+from dataclasses import asdict
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,76 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
+from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, watch
 from hvdtrain.lab.systems import find_strategy
-from hvdtrain.lab.systems.contract import Place, Spec, Strategy, Traffic
-from hvdtrain.lab.systems.work import Work
+from hvdtrain.lab.systems.contract import Place, Spec, Strategy
+from hvdtrain.lab.systems.work import Work, WorkSpec
+from hvdtrain.launcher.command import EngineOptions, horovodrun_argv
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
-WATCH_S = 1.0
+START_TIMEOUT_S = 60
 
 
-def main() -> int:
-    """Collective: run as a rank under horovodrun; return the exit code."""
-    return run(Path(sys.argv[1]), Topology.from_environment().rank)
+def run_system(
+    spec: Spec, strategy: type[Strategy], controller: str, context: ForkServerContext
+) -> list[Result]:
+    """Run the system and return the measurements of each process. Raises ChildFailure."""
+    folder = Path(spec.folder)
+    deadline = time.monotonic() + spec.time_limit_s
+    children: list[Child] = []
+    try:
+        start_system(spec, strategy, controller, context, children)
+        watch(children, folder, deadline, spec.time_limit_s)
+    finally:
+        for child in children:
+            child.end()
+    count = len(strategy.processes(spec))
+    return [read_json(folder / f"process-{number}.json") for number in range(count)]
+
+
+def start_system(
+    spec: Spec,
+    strategy: type[Strategy],
+    controller: str,
+    context: ForkServerContext,
+    children: list[Child],
+) -> None:
+    """Make the system's folder and start its processes. Raises ChildFailure.
+
+    Each process is added to `children` as it starts, so that the caller can end those that run
+    when a later one fails to start.
+    """
+    folder = Path(spec.folder)
+    folder.mkdir(mode=0o700)
+    path = folder / "spec.json"
+    path.write_text(json.dumps(asdict(spec)), "utf-8")
+    if strategy.under_horovodrun:
+        command = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
+        hosts = (("localhost", spec.workers),)
+        engine = EngineOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
+        children.append(Commanded(horovodrun_argv(engine, command), folder / "process-0.log"))
+        return
+    for number in range(len(strategy.processes(spec))):
+        log = folder / f"process-{number}.log"
+        process = context.Process(target=run_forked, args=(str(path), number, str(log)))
+        process.start()
+        children.append(Forked(process))
 
 
 def run_forked(spec_path: str, number: int, log_path: str) -> None:
     """Collective: run in a forked process, with its own session and log file; exit at the end."""
     os.setsid()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    os.close(log)
+    with Path(log_path).open("wb") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
     sys.exit(run(Path(spec_path), number))
 
 
 def run(spec_path: Path, number: int) -> int:
     """Collective: run this process of its system and write its results; return the exit code."""
-    spec = Spec.from_text(spec_path.read_text("utf-8"))
-    signal.alarm(math.ceil(spec.time_limit_s) + 1)
-    threading.Thread(target=_end_with, args=(spec.controller_pid,), daemon=True).start()
+    values = read_json(spec_path)
+    spec = Spec(**values | {"work": WorkSpec(**values["work"])})
     target = Path(spec.folder) / f"process-{number}"
     try:
         content = take_part(spec, number, target)
@@ -79,7 +118,6 @@ def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
         save_file({n: v.contiguous() for n, v in parameters.items()}, f"{target}.safetensors")
     content = measured | {
         "name": strategy.name,
-        "process_id": os.getpid(),
         "peak_memory_bytes": peak_memory(),
         "notes": strategy.notes(),
         "figures": strategy.figures(),
@@ -91,8 +129,8 @@ def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
 def run_steps(strategy: Strategy) -> dict[str, Any]:
     """Collective: run all steps; return times, phases and traffic of those after the warm-up."""
     work = strategy.work
-    steps = work.spec.steps
-    warm_up = WARM_UP_STEPS if steps >= 2 * WARM_UP_STEPS else 0
+    warm_up = WARM_UP_STEPS if work.spec.steps >= 2 * WARM_UP_STEPS else 0
+    steps = work.spec.steps - warm_up
     samples, begun_s, before = 0, time.monotonic(), strategy.traffic()
     for number, batch in enumerate(work.batches()):
         if number == warm_up:
@@ -102,24 +140,16 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
         strategy.step(batch)
         samples += len(batch.indices)
     ended_s, after = time.monotonic(), strategy.traffic()
-    measured_steps = steps - warm_up
-    phases = work.clock.read()
+    traffic = None
+    if before and after:
+        traffic = {n: total.since(before[n]).over(steps)._asdict() for n, total in after.items()}
     return {
         "begun_s": begun_s,  # monotonic clock of the machine, shared by all processes
         "ended_s": ended_s,
         "samples": samples,
-        "steps": measured_steps,
-        "phases_s": {name: seconds / measured_steps for name, seconds in phases.items()},
-        "traffic": _per_step(before, after, measured_steps),
+        "phases_s": {name: seconds / steps for name, seconds in work.clock.read().items()},
+        "traffic": traffic,
     }
-
-
-def _per_step(
-    before: Mapping[str, Traffic] | None, after: Mapping[str, Traffic] | None, steps: int
-) -> dict[str, dict[str, float]] | None:
-    if before is None or after is None:
-        return None
-    return {name: total.since(before[name]).over(steps)._asdict() for name, total in after.items()}
 
 
 def peak_memory() -> int:
@@ -130,16 +160,6 @@ def peak_memory() -> int:
     return 0
 
 
-def _end_with(controller_pid: int) -> None:
-    """Exit once the controller is gone: a killed command cannot end its processes."""
-    while True:
-        time.sleep(WATCH_S)
-        try:
-            os.kill(controller_pid, 0)
-        except ProcessLookupError:
-            os._exit(EXIT_FAILED)
-
-
 def _write(target: Path, content: dict[str, Any]) -> None:
     """Write the JSON file atomically: it may be read while other processes still run."""
     beside = Path(f"{target}.tmp")
@@ -148,4 +168,4 @@ def _write(target: Path, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Path(sys.argv[1]), Topology.from_environment().rank))

@@ -88,13 +88,7 @@ class Work:
     @property
     def bytes_of_gradients(self) -> int:
         """Size of all gradients, S in the formulas."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return sum(p.numel() * p.element_size() for p in trained)
-
-    @property
-    def depends_on_shares(self) -> bool:
-        """Whether the result depends on how samples are distributed, in any system."""
-        return any(isinstance(layer, BY_SHARE) for layer in self.model.modules())
+        return sum(parameter.nbytes for parameter in trained(self.model))
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Return the global batches of all steps; the last one of an epoch may be smaller."""
@@ -156,7 +150,8 @@ def flatten_gradients(model: nn.Module) -> torch.Tensor:
     """Return one tensor of zeros that holds all gradients: each `.grad` becomes a view of it."""
     parameters = trained(model)
     flat = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in parameters]))
-    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+    parts = flat.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.grad = part.view_as(parameter)
     return flat
 
@@ -165,10 +160,5 @@ def flatten_parameters(model: nn.Module) -> torch.Tensor:
     """Return one tensor that holds all trained parameters: each becomes a view of it."""
     parameters = trained(model)
     flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
-        parameter.data = part.view_as(parameter)
+    nn.utils.vector_to_parameters(flat, parameters)
     return flat
-
-
-def _parts(flat: torch.Tensor, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    return list(flat.split([parameter.numel() for parameter in parameters]))

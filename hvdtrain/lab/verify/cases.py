@@ -10,7 +10,6 @@ import numpy as np
 
 from hvdtrain.ring.operations import Array
 
-DTYPES = ("float16", "float32", "float64", "int32", "int64")
 SMALL_BYTES = 1 << 17  # the largest tensor that is submitted together with others
 
 
@@ -18,25 +17,9 @@ SMALL_BYTES = 1 << 17  # the largest tensor that is submitted together with othe
 class Operation:
     """A collective and its reduction."""
 
-    name: str
+    name: str  # one of hvdtrain.lab.verify.OPERATIONS
     kind: str  # allreduce, allgather, broadcast, reducescatter
     reduction: str  # sum, average, min, max; none: values are only transferred
-
-
-# Horovod 0.28.1 offers no other reductions for reducescatter.
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation("allreduce-sum", "allreduce", "sum"),
-        Operation("allreduce-average", "allreduce", "average"),
-        Operation("allreduce-min", "allreduce", "min"),
-        Operation("allreduce-max", "allreduce", "max"),
-        Operation("reducescatter-sum", "reducescatter", "sum"),
-        Operation("reducescatter-average", "reducescatter", "average"),
-        Operation("allgather", "allgather", "none"),
-        Operation("broadcast", "broadcast", "none"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -75,12 +58,13 @@ def plan_cases(
     They always include lengths of one less and one more than the number of ranks, special values,
     and the sizes up to SMALL_BYTES, each twice, together and as a group.
     """
-    return [
-        case
-        for name in operations
-        for dtype in dtypes
-        for case in _cases_of(OPERATIONS[name], dtype, sizes, ranks)
-    ]
+    cases: list[Case] = []
+    for name in operations:
+        kind, _, reduction = name.partition("-")
+        operation = Operation(name, kind, reduction or "none")
+        for dtype in dtypes:
+            cases += _cases_of(operation, dtype, sizes, ranks)
+    return cases
 
 
 def _cases_of(operation: Operation, dtype: str, sizes: Sequence[int], ranks: int) -> Iterator[Case]:
@@ -140,7 +124,8 @@ def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:
         edges = np.array([limits.min, limits.max, -1, 0, 1], kind)
         return np.roll(np.tile(edges, 5), rank)
     if reduction == "none":
-        return _any_bits(kind, rank)
+        drawn = np.random.default_rng([77, rank]).bytes(301 * kind.itemsize)
+        return np.frombuffer(drawn, kind).copy()
     columns = [column for column in _float_columns(kind) if reduction in column[0]]
     first, last = rank == 0, rank == ranks - 1
     values = [
@@ -148,11 +133,6 @@ def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:
     ]
     # Repeated to an odd length, so that every element occurs in every segment.
     return np.resize(np.array(values, kind), 13 * len(values) + 1)
-
-
-def _any_bits(kind: np.dtype[Any], rank: int) -> Array:
-    drawn = np.random.default_rng([77, rank]).bytes(301 * kind.itemsize)
-    return np.frombuffer(drawn, kind).copy()
 
 
 def _float_columns(kind: np.dtype[Any]) -> list[tuple[set[str], float, float, float]]:

@@ -1,4 +1,4 @@
-"""`hvdtrain verify` under horovodrun: the run, its table, its JSON and its explanations."""
+"""`hvdtrain verify`: its run, its table, its JSON and its explanations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,13 @@ from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch, name_ranks
 from hvdtrain.exchange import agree
 from hvdtrain.exchange.connect import connect_workers
 from hvdtrain.files import check_json, write_json
-from hvdtrain.lab.verify import Case, plan_cases, run_cases
-from hvdtrain.lab.verify.collectives import FaultyRunner, HonestRunner, Runner
-from hvdtrain.lab.verify.running import REPEATS, Result
+from hvdtrain.lab.verify import VerifyOptions
+from hvdtrain.lab.verify.cases import Case, plan_cases
+from hvdtrain.lab.verify.collectives import FaultyRunner, Runner
+from hvdtrain.lab.verify.running import REPEATS, Result, run_cases
 from hvdtrain.log import say
 from hvdtrain.ring import Transport
-from hvdtrain.run.failure import leave_at_once, report_failure
+from hvdtrain.run.process import leave_at_once, report_failure
 from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
@@ -38,19 +38,7 @@ COLUMNS = (
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options of `hvdtrain verify`."""
-
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes
-    fault: str | None
-    json: str | None
-    seed: int
-
-
-def run(options: VerifyOptions, topology: Topology) -> int:
+def verify(options: VerifyOptions, topology: Topology) -> int:
     """Collective: verify and return the exit code; failures are reported here."""
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_THRESHOLD))
     torch.set_num_threads(1)
@@ -70,12 +58,28 @@ def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
     first = exchange.rank == 0
     agree(exchange, "json", lambda: check_json(options.json) if first else None)
     transport = exchange.ring()
+    threshold = int(os.environ["HOROVOD_FUSION_THRESHOLD"])
     if first:
-        say(_header(options, exchange))
+        fused = f"fused up to {size_text(threshold)}" if threshold else "not fused"
+        fault = f"; injecting {options.fault}" if options.fault else ""
+        say(
+            f"verify: {exchange.size} workers ({exchange.controller}), seed {options.seed}, "
+            f"tensors submitted together or as a group are {fused}{fault}\n{COLUMNS}"
+        )
     results = _results(options, exchange, transport)
     transport.close()
     if first and options.json:
-        _write(Path(options.json), options, exchange, results)
+        content = {
+            "workers": exchange.size,
+            "controller": exchange.controller,
+            "seed": options.seed,
+            "fault": options.fault,
+            "fusion_threshold_bytes": threshold,
+            "right": sum(result.ok for result in results),
+            "wrong": sum(not result.ok for result in results),
+            "cases": [as_json(result) for result in results],
+        }
+        write_json(Path(options.json), content)
     return results
 
 
@@ -84,16 +88,15 @@ def _results(
 ) -> list[Result]:
     """Collective: return all outcomes; rank 0 prints each row of the table once it is complete."""
     cases = plan_cases(options.operations, options.dtypes, options.sizes, exchange.size)
-    runner: Runner = HonestRunner(exchange)
+    runner = Runner(exchange)
     if options.fault:
-        runner = FaultyRunner(runner, options.fault, transport, options.seed)
+        runner = FaultyRunner(exchange, options.fault, transport, options.seed)
 
     def repeatable(case: Case) -> bool:
-        # A tensor submitted alone is never fused.
-        return exchange.repeatable or case.submission == "alone"
+        return exchange.repeatable or case.submission == "alone"  # such a one is never fused
 
-    results = []
     outcomes = run_cases(cases, runner, transport, options.seed, repeatable)
+    results = []
     for _, row in itertools.groupby(outcomes, lambda r: (r.case.operation.name, r.case.dtype)):
         results += (of_row := list(row))
         if exchange.rank == 0:
@@ -103,19 +106,16 @@ def _results(
 
 def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Result]) -> None:
     """Report success, or raise; the outcome is the same on every rank."""
-    wrong = [result for result in results if not result.ok]
     total = f"{len(results)} cases on {exchange.size} workers ({exchange.controller})"
+    wrong = [result for result in results if not result.ok and not result.spoiled]
+    if wrong:  # a fault of the installation itself
+        raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))
     if options.fault is None:
-        if wrong:
-            raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))
         if exchange.rank == 0:
             say(f"verify: {total}: all right")
         return
     spoiled = [result for result in results if result.spoiled]
-    found = [result for result in wrong if result.spoiled]
-    honest = [result for result in wrong if not result.spoiled]
-    if honest:  # a fault of the installation itself
-        raise VerifyMismatch(explain(honest[0], len(honest) - 1))
+    found = [result for result in spoiled if not result.ok]
     if not spoiled:
         raise HvdtrainError(
             f"verify: {options.fault} was not injected: it changes nothing in any of these {total}"
@@ -126,32 +126,6 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
     if not found:
         raise HvdtrainError(f"verify: {summary}: each time it stayed within the rounding bound")
     raise VerifyMismatch(f"{explain(found[0], 0)}\n  {summary}")
-
-
-def _header(options: VerifyOptions, exchange: HorovodExchange) -> str:
-    threshold = int(os.environ["HOROVOD_FUSION_THRESHOLD"])
-    fused = f"fused up to {size_text(threshold)}" if threshold else "not fused"
-    fault = f"; injecting {options.fault}" if options.fault else ""
-    return (
-        f"verify: {exchange.size} workers ({exchange.controller}), seed {options.seed}, tensors "
-        f"submitted together or as a group are {fused}{fault}\n{COLUMNS}"
-    )
-
-
-def _write(
-    path: Path, options: VerifyOptions, exchange: HorovodExchange, results: list[Result]
-) -> None:
-    content = {
-        "workers": exchange.size,
-        "controller": exchange.controller,
-        "seed": options.seed,
-        "fault": options.fault,
-        "fusion_threshold_bytes": int(os.environ["HOROVOD_FUSION_THRESHOLD"]),
-        "right": sum(result.ok for result in results),
-        "wrong": sum(not result.ok for result in results),
-        "cases": [as_json(result) for result in results],
-    }
-    write_json(path, content)
 
 
 def table_row(row: Sequence[Result]) -> str:
@@ -187,8 +161,7 @@ def explain(result: Result, others: int) -> str:
 
     `others`: number of further cases that are wrong.
     """
-    lines = [f"verify: wrong result: {result.case}"]
-    lines += _places(result)
+    lines = [f"verify: wrong result: {result.case}", *_places(result)]
     lines.append(f"  {_kind_of_fault(result)}")
     if others:
         lines.append(f"  wrong cases besides this one: {others}; see the table, or --json")
@@ -222,9 +195,9 @@ def _kind_of_fault(result: Result) -> str:
         suspect = "what was sent" if carried else "the reduction"
         return f"all {size} ranks agree on the wrong value: suspect {suspect}"
     if result.bit_equal is None:
-        whose = "every rank's share is" if len(result.wrong) == size else "the share of "
-        whose += "" if len(result.wrong) == size else f"{name_ranks(result.wrong)} is"
-        return f"{whose} wrong (each holds its own): suspect the reduction or its delivery"
+        several = f"the share of {name_ranks(result.wrong)}"
+        whose = "every rank's share" if len(result.wrong) == size else several
+        return f"{whose} is wrong (each holds its own): suspect the reduction or its delivery"
     odd = differing_ranks(result)
     if len(odd) == size:
         return "the ranks hold different values: suspect delivery, the network or memory"

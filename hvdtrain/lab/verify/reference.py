@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ from hvdtrain.ring.bound import (
 from hvdtrain.ring.operations import Array
 
 CHUNK = 1 << 18  # elements compared at a time, which limits the memory
-BITS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,19 @@ class Deviation:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A segment of the expected result of a rank."""
+class Bound(NamedTuple):
+    """How far rounding explains a deviation, by element."""
 
-    start: int  # index in the result
+    error: NDArray[np.float64]
+    overflow_allowed: NDArray[np.bool_]
+
+
+class Expected(NamedTuple):
+    """A segment of an expected result, of which each rank holds all or, scattered, a share."""
+
+    start: int  # index in the whole result
     values: Array
-    bound: NDArray[np.float64] | None = None  # None: equal bits, except for the sign of zeros
-    overflow_allowed: NDArray[np.bool_] | None = None  # None: nowhere
+    bound: Bound | None = None  # None: equal, except for the sign of zeros
 
 
 def worst_of(
@@ -71,35 +75,43 @@ def worst_of(
     with np.errstate(all="ignore"):
         for tensor, own in enumerate(inputs):
             results = [run[tensor] for run in runs]
-            length = 0
+            share = _share(case, tensor, transport)
             for expected in _expected(case, tensor, own, transport):
-                length = expected.start + len(expected.values)
                 for result in results:
-                    worst = max(worst, _compare(expected, result, tensor), key=lambda f: f.ratio)
+                    found = _compare(case, tensor, expected, share, result)
+                    worst = max(worst, found, key=lambda deviation: deviation.ratio)
+            length = share.stop - share.start
             for result in results:
                 if len(result) != length:
                     worst = Deviation(math.inf, tensor, length, f"of {len(result)} elements")
     return worst
 
 
+def _share(case: Case, tensor: int, transport: Transport) -> slice:
+    """Return the part of the whole result that this rank holds."""
+    rank, size = transport.rank, transport.size
+    if case.operation.kind == "reducescatter":
+        return split_evenly(case.length(tensor, rank), size)[rank]
+    if case.operation.kind == "allgather":
+        return slice(0, sum(case.length(tensor, root) for root in range(size)))
+    return slice(0, case.length(tensor, rank))
+
+
 def _expected(case: Case, tensor: int, own: Array, transport: Transport) -> Iterator[Expected]:
-    """Collective: yield this rank's expected result of one tensor, in segments."""
-    kind, rank, size = case.operation.kind, transport.rank, transport.size
-    if case.operation.reduction == "none":
-        roots = range(size) if kind == "allgather" else [size - 1]
-        start = 0
-        for root in roots:
-            values = np.zeros(case.length(tensor, root), own.dtype)
-            if rank == root:
-                values = own.copy()
-            broadcast(_bits(values), transport, root)
-            yield Expected(start, _bits(values))
-            start += len(values)
+    """Collective: yield the expected result of one tensor, in segments."""
+    if case.operation.reduction != "none":
+        for start in range(0, len(own), CHUNK):
+            yield _reduced(case, start, own[start : start + CHUNK], transport)
         return
-    share = split_evenly(len(own), size)[rank]
-    for start in range(0, len(own), CHUNK):
-        expected = _reduced(case, start, own[start : start + CHUNK], transport)
-        yield expected if kind == "allreduce" else _within(expected, share)
+    gathers = case.operation.kind == "allgather"
+    start = 0
+    for root in range(transport.size) if gathers else [transport.size - 1]:
+        values = np.zeros(case.length(tensor, root), own.dtype)
+        if transport.rank == root:
+            values = own.copy()
+        broadcast(values, transport, root)
+        yield Expected(start, values)
+        start += len(values)
 
 
 def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expected:
@@ -110,75 +122,53 @@ def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expect
     if own.dtype.kind == "i":
         quotient = all_reduce(own, transport, op="average")
         # Truncated on both sides; the constant 1/N and its product are rounded.
-        bound = 1 + gamma(3, REFERENCE_DTYPE) * np.abs(quotient.astype(REFERENCE_DTYPE))
-        return Expected(start, quotient, bound)
+        error = 1 + gamma(3, REFERENCE_DTYPE) * np.abs(quotient.astype(REFERENCE_DTYPE))
+        return Expected(start, quotient, Bound(error, np.zeros(len(own), np.bool_)))
     own64 = own.astype(REFERENCE_DTYPE)
     both = all_reduce(np.concatenate([own64, finite_magnitudes(own64)]), transport)
     total, magnitudes = both[: len(own)], both[len(own) :]
-    overflow = may_overflow(magnitudes, size, own.dtype)
-    bound = ERROR_BOUNDS[op](magnitudes, size, own.dtype)
-    return Expected(start, total / size if op == "average" else total, bound, overflow)
+    error = ERROR_BOUNDS[op](magnitudes, size, own.dtype)
+    bound = Bound(error, may_overflow(magnitudes, size, own.dtype))
+    return Expected(start, total / size if op == "average" else total, bound)
 
 
-def _within(expected: Expected, share: slice) -> Expected:
-    """Return the part within `share`, with indices relative to its start."""
-    end = expected.start + len(expected.values)
-    first, last = max(expected.start, share.start), min(end, share.stop)
-    part = slice(max(first - expected.start, 0), max(last - expected.start, 0))
-    bound, overflow = expected.bound, expected.overflow_allowed
-    start = min(max(first - share.start, 0), share.stop - share.start)
-    return Expected(
-        start,
-        expected.values[part],
-        None if bound is None else bound[part],
-        None if overflow is None else overflow[part],
-    )
-
-
-def _compare(expected: Expected, result: Array, tensor: int) -> Deviation:
-    """Return the element of a segment with the largest error."""
-    reference = expected.values
-    value = result[expected.start : expected.start + len(reference)]
-    if len(value) < len(reference) or not len(reference):
+def _compare(case: Case, tensor: int, expected: Expected, share: slice, result: Array) -> Deviation:
+    """Return the element with the largest error of a segment, as far as it is in the share."""
+    first = max(expected.start, share.start)
+    last = min(expected.start + len(expected.values), share.stop)
+    length = last - first
+    value = result[first - share.start :][:length]
+    if length <= 0 or len(value) < length:
         return Deviation(0.0)  # `worst_of` reports wrong lengths
-    carried = value.dtype != reference.dtype and reference.dtype.kind == "i"
-    compared = _bits(value) if carried else value
-    if expected.bound is None:
-        ratios = np.where(compared == reference, 0.0, math.inf)
+    part = slice(first - expected.start, last - expected.start)
+    reference = expected.values[part]
+    if expected.bound is not None:
+        wide, wide_reference = value.astype(REFERENCE_DTYPE), reference.astype(REFERENCE_DTYPE)
+        error, overflow_allowed = expected.bound.error[part], expected.bound.overflow_allowed[part]
+        ratios = error_over_bound(wide, wide_reference, error, overflow_allowed)
+    elif case.operation.reduction == "none":
+        ratios = np.where(bits_of(value) == bits_of(reference), 0.0, math.inf)
     else:
-        allowed = expected.overflow_allowed
-        if allowed is None:
-            allowed = np.zeros(len(reference), np.bool_)
-        ratios = error_over_bound(
-            value.astype(REFERENCE_DTYPE),
-            reference.astype(REFERENCE_DTYPE),
-            expected.bound,
-            allowed,
-        )
+        ratios = np.where(value == reference, 0.0, math.inf)
     index = int(np.argmax(ratios))
     if ratios[index] == 0:
         return Deviation(0.0)
-    shown = reference.view(value.dtype) if carried else reference
+    found, wanted = value[index].item(), reference[index].item()
     return Deviation(
-        float(ratios[index]),
-        tensor,
-        expected.start + index,
-        _show(value[index]),
-        _show(shown[index]),
-        _show_error(value[index], shown[index]),
-        f"{0.0 if expected.bound is None else expected.bound[index]:.3g}",
+        ratio=float(ratios[index]),
+        tensor=tensor,
+        index=first - share.start + index,
+        value=_show(found, 9),
+        reference=_show(wanted, 9),
+        error=_show(abs(found - wanted), 3),
+        bound=f"{0.0 if expected.bound is None else error[index]:.3g}",
     )
 
 
-def _bits(values: Array) -> Array:
-    return values.view(BITS[values.itemsize])
+def bits_of(values: Array) -> Array:
+    """Return a view as integers."""
+    return values.view(f"i{values.itemsize}")
 
 
-def _show(value: Any) -> str:
-    return str(value) if value.dtype.kind == "i" else f"{float(value):.9g}"
-
-
-def _show_error(value: Any, reference: Any) -> str:
-    if value.dtype.kind == "i":
-        return str(abs(int(value) - int(reference)))
-    return f"{abs(float(value) - float(reference)):.3g}"
+def _show(number: float, digits: int) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.{digits}g}"

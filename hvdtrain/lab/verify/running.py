@@ -1,6 +1,6 @@
-"""The run of all cases on all ranks: each is repeated, compared, and its findings exchanged.
+"""The run of all cases on all ranks: each is repeated, compared, and its reports exchanged.
 
-Findings are exchanged over the ring, not through the collectives under test.
+Reports are exchanged over the ring, not through the collectives under test.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.lab.verify.cases import Case, make_values
 from hvdtrain.lab.verify.collectives import Runner
-from hvdtrain.lab.verify.reference import CHUNK, Deviation, worst_of
+from hvdtrain.lab.verify.reference import Deviation, bits_of, worst_of
 from hvdtrain.ring import Transport, all_reduce, broadcast, gather
 from hvdtrain.ring.operations import Array
 
@@ -26,7 +25,7 @@ REPEATS = 3  # runs with the same values, after one with different values
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """The report of one rank on a case."""
 
     finding: Deviation
@@ -41,7 +40,7 @@ class Result:
     """The outcome of a case over all ranks."""
 
     case: Case
-    by_rank: list[Told]
+    by_rank: list[RankReport]
     repeatable_claimed: bool
 
     @property
@@ -84,9 +83,8 @@ class Result:
     def bus_bandwidth(self) -> float:
         """The bandwidth in bytes/s that each rank's link must carry: busbw of nccl-tests.
 
-        The bytes of the whole buffer over the time, times the share that must pass a link:
-        2 (N - 1) / N for all-reduce, (N - 1) / N for all-gather (of the gathered bytes) and
-        reduce-scatter, 1 for broadcast. It is comparable with the hardware's for any N.
+        The bytes of the whole buffer (in an all-gather, the gathered one) over the time, times the
+        share that must pass a link. It is comparable with the hardware's for any N.
         """
         ranks = len(self.by_rank)
         kind = self.case.operation.kind
@@ -119,47 +117,41 @@ def run_cases(
 
 def _run(
     case: Case, runner: Runner, transport: Transport, seed: int
-) -> tuple[Told, list[list[Array]]]:
+) -> tuple[RankReport, list[list[Array]]]:
     """Collective: run and compare one case; return the report and the results of every run."""
     rank, size = transport.rank, transport.size
     # Reused for other dtypes and sizes, as by changing models: Horovod caches by name.
     name = f"verify.{case.operation.name}.{case.submission}"
     # The first run has different values: it warms up, and makes a result one step late visible.
-    values = [make_values(case, rank, size, seed + step) for step in (1, 0)]
-    values[0] = [array[::-1].copy() for array in values[0]]
+    other, own = (make_values(case, rank, size, seed + more) for more in (1, 0))
+    other = [array[::-1].copy() for array in other]
     runs: list[list[Array]] = []
     seconds = []
     spoiled = False
     for step in range(1 + REPEATS):
-        inputs = [torch.from_numpy(array) for array in values[min(step, 1)]]
-        _wait_for_all(transport)
+        inputs = [torch.from_numpy(array) for array in (own if step else other)]
+        all_reduce(np.zeros(size, np.int32), transport)  # waits for all ranks
         started = time.perf_counter()
         results = runner.run(case, inputs, name, step)
         if step:
             seconds.append(time.perf_counter() - started)
             runs.append([result.numpy() for result in results])
-            spoiled |= runner.spoiled()
+            spoiled |= runner.spoiled
     digests = [_digest(run) for run in runs]
     # Runs with the same bits need one comparison.
     distinct = list(dict(zip(digests, runs, strict=True)).values())
-    finding = worst_of(case, values[1], distinct, transport)
-    return Told(finding, digests, seconds, spoiled), runs
-
-
-def _wait_for_all(transport: Transport) -> None:
-    """Collective: wait for all ranks, so that times are comparable."""
-    all_reduce(np.zeros(transport.size, np.int32), transport)
+    finding = worst_of(case, own, distinct, transport)
+    return RankReport(finding, digests, seconds, spoiled), runs
 
 
 def _digest(tensors: list[Array]) -> str:
     """Return a digest of the bits, with all NaNs equal, since no standard fixes their bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        values = tensor
-        if tensor.dtype.kind == "f" and np.isnan(tensor).any():
-            values = np.where(np.isnan(tensor), np.array(np.nan, tensor.dtype), tensor)
+        nan = np.array(np.nan if tensor.dtype.kind == "f" else 0, tensor.dtype)
+        values = np.where(np.isnan(tensor), nan, tensor)
         digest.update(str(len(values)).encode())
-        digest.update(np.ascontiguousarray(values).data)
+        digest.update(values.data)
     return digest.hexdigest()[:16]
 
 
@@ -171,38 +163,25 @@ def _difference_from_rank_0(
     run = next(number for number in range(REPEATS) if len({d[number] for d in by_rank}) > 1)
     first: Deviation | None = None
     for tensor, own in enumerate(runs[run]):
-        own_bytes = own.view(np.uint8)
-        for start in range(0, len(own_bytes), CHUNK):
-            part = own_bytes[start : start + CHUNK].copy()
-            broadcast(part, transport, 0)
-            (different,) = np.nonzero(part != own_bytes[start : start + CHUNK])
-            if first is None and different.size:
-                index = int(start + different[0]) // own.itemsize
-                offset = index * own.itemsize - start
-                other = part[offset : offset + own.itemsize].view(own.dtype)[0]
-                first = Deviation(0.0, tensor, index, repr(own[index].item()), repr(other.item()))
+        other = own.copy()
+        broadcast(other, transport, 0)
+        different = np.flatnonzero(bits_of(own) != bits_of(other))
+        if first is None and different.size:
+            index = int(different[0])
+            values = repr(own[index].item()), repr(other[index].item())
+            first = Deviation(0.0, tensor, index, *values)
     return first
 
 
-def _gather(report: Told, transport: Transport) -> list[Told]:
-    """Collective: return every rank's report, in rank order, over the ring."""
-    return [_read(text) for text in _gather_texts(json.dumps(asdict(report)), transport)]
-
-
-def _gather_texts(text: str, transport: Transport) -> list[str]:
-    """Collective: return every rank's text, in rank order."""
-    encoded = text.encode()
-    lengths = gather(np.array([len(encoded)]), transport)[:, 0]
-    padded = np.frombuffer(encoded.ljust(int(lengths.max()), b"\0"), np.uint8)
-    rows = gather(padded, transport)
-    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def _read(text: str) -> Told:
-    fields: dict[str, Any] = json.loads(text)
-    difference = fields.pop("difference")
-    return Told(
-        finding=Deviation(**fields.pop("finding")),
-        difference=difference and Deviation(**difference),
-        **fields,
-    )
+def _gather(report: RankReport, transport: Transport) -> list[RankReport]:
+    """Collective: return every rank's report, in rank order, as JSON over the ring."""
+    encoded = json.dumps(asdict(report)).encode()
+    longest = int(gather(np.array([len(encoded)]), transport).max())
+    rows = gather(np.frombuffer(encoded.ljust(longest), np.uint8), transport)
+    reports = []
+    for row in rows:
+        fields = json.loads(row.tobytes())
+        finding, difference = fields.pop("finding"), fields.pop("difference")
+        other = difference and Deviation(**difference)
+        reports.append(RankReport(Deviation(**finding), difference=other, **fields))
+    return reports

@@ -1,24 +1,23 @@
-"""Checks of software, users, paths and the way back to the launcher: pure, facts -> findings."""
+"""Checks of software, users, paths, and the network between hosts: pure, facts -> findings."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain.launcher.doctor.facts import (
-    ALL_HOSTS,
-    THIS_MACHINE,
-    ByHost,
-    Facts,
-    Finding,
-    Status,
-    known,
-)
+from hvdtrain.launcher.doctor import ALL_HOSTS, THIS_MACHINE, ByHost, Facts, Finding, Status, known
 
 SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
 NEEDED = {"torch", "horovod"}
 CHECKED_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
 INSTALL = "launch/setup installs everything that is needed, in .venv"
+# Interfaces of container engines and virtual machines: their addresses often repeat on each host.
+VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "lxc")
+SLOW_SSH_S = 0.5
+
+Reached = Mapping[str, Sequence[Mapping[str, Any]]]  # results of reach_all by connecting host
 
 
 def check_gathered(facts: ByHost) -> list[Finding]:
@@ -36,50 +35,39 @@ def check_python(facts: ByHost, here: Facts) -> list[Finding]:
     wanted = str(here.get("python"))
     findings = []
     for host, version in known(facts, "python"):
-        if version == wanted:
-            continue
-        same_minor = version.split(".")[:2] == wanted.split(".")[:2]
-        findings.append(
-            Finding(
-                "python",
-                "warn" if same_minor else "fail",
-                host,
-                f"Python {version}, but {wanted} on {THIS_MACHINE}",
-                f"use the same environment on every host (here: {here.get('executable')})",
-            )
-        )
+        if version != wanted:
+            same_minor = version.split(".")[:2] == wanted.split(".")[:2]
+            text = f"Python {version}, but {wanted} on {THIS_MACHINE}"
+            fix = f"use the same environment on every host (here: {here.get('executable')})"
+            findings.append(Finding("python", "warn" if same_minor else "fail", host, text, fix))
     return findings or [Finding("python", "ok", ALL_HOSTS, f"Python {wanted}")]
 
 
 def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
     """Check that torch, torchvision and Horovod are installed, in the same version everywhere."""
-    return [
-        finding for package in SAME_EVERYWHERE for finding in _check_package(package, facts, here)
-    ]
-
-
-def _check_package(package: str, facts: ByHost, here: Facts) -> list[Finding]:
-    wanted = here.get("packages", {}).get(package)
-    versions = {host: found.get(package) for host, found in known(facts, "packages")}
-    if wanted is None and not any(versions.values()):
-        status: Status = "fail" if package in NEEDED else "warn"
-        return [Finding(package, status, ALL_HOSTS, "not installed", INSTALL)]
     findings = []
-    for host, version in versions.items():
-        if version == wanted:
+    for package in SAME_EVERYWHERE:
+        wanted = here.get("packages", {}).get(package)
+        versions = {host: found.get(package) for host, found in known(facts, "packages")}
+        if wanted is None and not any(versions.values()):
+            status: Status = "fail" if package in NEEDED else "warn"
+            findings.append(Finding(package, status, ALL_HOSTS, "not installed", INSTALL))
             continue
-        other = f"{wanted} on {THIS_MACHINE}" if wanted else f"not installed on {THIS_MACHINE}"
-        fix = f"install {package} {wanted} there" if wanted else f"install {package} here"
-        text = f"{version or 'not installed'}, but {other}"
-        findings.append(
-            Finding(package, "fail", host, text, f"{fix}, or share one environment over all hosts")
-        )
-    return findings or [Finding(package, "ok", ALL_HOSTS, f"{package} {wanted}")]
+        other = f"{wanted or 'not installed'} on {THIS_MACHINE}"
+        install = f"install {package} {wanted} there" if wanted else f"install {package} here"
+        fix = f"{install}, or share one environment over all hosts"
+        findings += [
+            Finding(package, "fail", host, f"{version or 'not installed'}, but {other}", fix)
+            for host, version in versions.items()
+            if version != wanted
+        ] or [Finding(package, "ok", ALL_HOSTS, f"{package} {wanted}")]
+    return findings
 
 
 def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
     """Check version and code of hvdtrain: checkouts of one version may differ."""
     own = here.get("hvdtrain", {})
+    fix = f"install the same code there (here: {own.get('folder')}), or share the folder"
     findings = []
     for host, found in known(facts, "hvdtrain"):
         if found["version"] != own.get("version"):
@@ -88,7 +76,6 @@ def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
             text = f"hvdtrain {found['version']} in {found['folder']} is not the same code as here"
         else:
             continue
-        fix = f"install the same code there (here: {own.get('folder')}), or share the folder"
         findings.append(Finding("hvdtrain", "fail", host, text, fix))
     return findings or [Finding("hvdtrain", "ok", ALL_HOSTS, f"hvdtrain {own.get('version')}")]
 
@@ -99,19 +86,15 @@ def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Fi
     findings = []
     for host, found in known(facts, "user"):
         if found["name"] != own and host not in named:
-            findings.append(
-                Finding(
-                    "user",
-                    "warn",
-                    host,
-                    f"ssh logs in as {found['name']}, but the user of {THIS_MACHINE} is {own}",
-                    f"if that is intended, write {found['name']}@{host} into the hostfile; else "
-                    "correct `User` in ~/.ssh/config",
-                )
+            text = f"ssh logs in as {found['name']}, but the user of {THIS_MACHINE} is {own}"
+            fix = (
+                f"if that is intended, write {found['name']}@{host} into the hostfile; else "
+                "correct `User` in ~/.ssh/config"
             )
-    numbers = {found["uid"] for _, found in known(facts, "user")}
-    if not findings and len(numbers) > 1:
-        listed = ", ".join(f"{host} {found['uid']}" for host, found in known(facts, "user"))
+            findings.append(Finding("user", "warn", host, text, fix))
+    numbers = {host: found["uid"] for host, found in known(facts, "user")}
+    if not findings and len(set(numbers.values())) > 1:
+        listed = ", ".join(f"{host} {number}" for host, number in numbers.items())
         text = f"the user has different uids ({listed}): shared files have different owners"
         findings.append(Finding("user", "warn", ALL_HOSTS, text, "use the same uid everywhere"))
     return findings or [Finding("user", "ok", ALL_HOSTS, f"user {own}")]
@@ -140,7 +123,7 @@ def check_built_for(facts: ByHost) -> list[Finding]:
     return findings
 
 
-def check_ssh(noise: Mapping[str, tuple[str, ...]], silent: int = 0) -> list[Finding]:
+def check_ssh(noise: Mapping[str, Sequence[str]], silent: int = 0) -> list[Finding]:
     """Check that login scripts print nothing. `noise`: unexpected lines by host that answers;
     `silent`: number of hosts that do not, which have findings of their own.
     """
@@ -151,8 +134,8 @@ def check_ssh(noise: Mapping[str, tuple[str, ...]], silent: int = 0) -> list[Fin
             fix = "make ~/.bashrc (or similar) print to terminals only: [ -t 1 ] && echo ..."
             findings.append(Finding("ssh", "warn", host, text, fix))
     if noise and not findings:
-        who = "every other host" if silent else "every host"
-        findings.append(Finding("ssh", "ok", ALL_HOSTS, f"{who} answers"))
+        other = "other " if silent else ""
+        return [Finding("ssh", "ok", ALL_HOSTS, f"every {other}host answers")]
     return findings
 
 
@@ -175,49 +158,125 @@ def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
             fix = "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME"
             findings.append(Finding("way back", "fail", host, text, fix))
     if not findings and not ways.keys().isdisjoint(by_ssh):
-        text = f"hosts can connect to {THIS_MACHINE}"
-        findings.append(Finding("way back", "ok", ALL_HOSTS, text))
+        return [Finding("way back", "ok", ALL_HOSTS, f"hosts can connect to {THIS_MACHINE}")]
     return findings
 
 
-def common_interface(facts: ByHost, here: list[tuple[str, str]]) -> tuple[str | None, set[str]]:
-    """Return the interface through which hosts reach this machine, if its name is the same on all
-    (else None), and all its names.
+def check_interface(
+    facts: ByHost, here: Iterable[tuple[str, str]]
+) -> tuple[str | None, list[Finding]]:
+    """Check that the network interface has one name on all hosts, as Horovod requires.
 
-    `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address) pairs.
+    Return the interface through which hosts reach this machine (None: different names), and the
+    findings. `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address).
     """
     own = {address: name for name, address in here}
-    names = set()
-    for _, channel in known(facts, "channel"):
-        if channel["address"] is not None:
-            names.add(channel["interface"] or "?")
-            names.add(own.get(channel["address"], "?"))
-    return (names.pop() if len(names) == 1 and names != {"?"} else None), names
-
-
-def check_interface(facts: ByHost, here: list[tuple[str, str]]) -> list[Finding]:
-    """Check that the network interface has one name on all hosts, as Horovod requires."""
-    interface, names = common_interface(facts, here)
-    if interface:
-        text = f"Horovod should use {interface}"
-        return [Finding("interface", "ok", ALL_HOSTS, text)]
+    names, listed = set(), []
+    for host, channel in known(facts, "channel"):
+        address = channel["address"]
+        if address is not None:
+            there = own.get(address)
+            names |= {channel["interface"], there}
+            shown = there or f"{address}, which is none of its addresses"
+            listed.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {shown}")
     if not names:
-        return []
-    own = {address: name for name, address in here}
-    listed = _list_interfaces(known(facts, "channel"), own)
-    text = f"the network interface has different names ({listed}), but Horovod needs a common one"
+        return None, []
+    if len(names) == 1 and None not in names:
+        (name,) = names
+        return name, [Finding("interface", "ok", ALL_HOSTS, f"Horovod should use {name}")]
+    joined = "; ".join(listed)
+    text = f"the network interface has different names ({joined}), but Horovod needs a common one"
     fix = (
         "select an interface that all hosts have by --network-interface, if there is one; else "
         "rename it (`ip link set NAME name net0`)"
     )
-    return [Finding("interface", "warn", ALL_HOSTS, text, fix)]
+    return None, [Finding("interface", "warn", ALL_HOSTS, text, fix)]
 
 
-def _list_interfaces(channels: Iterable[tuple[str, Any]], own: Mapping[str, str]) -> str:
-    parts = []
-    for host, channel in channels:
-        address = channel["address"]
-        if address is not None:
-            there = own.get(address, f"{address}, which is none of its addresses")
-            parts.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {there}")
-    return "; ".join(dict.fromkeys(parts))
+def find_usable(facts: ByHost, reached: Reached) -> dict[str, float]:
+    """Return the interfaces over which every host reaches every other, best first.
+
+    Values: the median time to connect, in seconds. `facts` give the speeds of the interfaces.
+    """
+    joined: dict[str, set[tuple[str, str]]] = {}  # pairs of hosts by interface
+    seconds: dict[str, list[float]] = {}
+    for host, tries in reached.items():
+        for attempt in tries:
+            if attempt["problem"] is None:
+                joined.setdefault(attempt["interface"], set()).add((host, attempt["host"]))
+                seconds.setdefault(attempt["interface"], []).append(attempt["seconds"])
+    pairs = set(itertools.permutations(facts, 2))
+    usable = {name: statistics.median(seconds[name]) for name in joined if pairs <= joined[name]}
+
+    def rank(name: str) -> tuple[bool, int, float]:
+        speeds = [found.get("speeds", {}).get(name, 0) for found in facts.values()]
+        return name.startswith(VIRTUAL), -min(speeds), usable[name]
+
+    return {name: usable[name] for name in sorted(usable, key=rank)}
+
+
+def check_pairs(facts: ByHost, reached: Reached, usable: Mapping[str, float]) -> list[Finding]:
+    """Check that every host can connect to every other on arbitrary ports."""
+    findings = []
+    for source, target in itertools.permutations(facts, 2):
+        tries = [attempt for attempt in reached.get(source, ()) if attempt["host"] == target]
+        if any(attempt["problem"] is None for attempt in tries):
+            continue
+        problems = "; ".join(f"{attempt['address']}: {attempt['problem']}" for attempt in tries)
+        text = f"cannot connect to {target} ({problems or 'no address to try'})"
+        fix = (
+            f"open TCP from {source} to {target}, all ports from 1024 (firewall, security group): "
+            "MPI and Gloo choose ports at random"
+        )
+        findings.append(Finding("network", "fail", source, text, fix))
+    took = "".join(f" ({seconds * 1000:.1f} ms)" for seconds in list(usable.values())[:1])
+    text = f"hosts can connect to one another{took}"
+    return findings or [Finding("network", "ok", ALL_HOSTS, text)]
+
+
+def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> list[Finding]:
+    """Check that one interface, by one name, joins all hosts. `wanted`: the user's choice."""
+    names = list(usable)
+    if wanted is not None and wanted not in names:
+        better = f"; over {', '.join(names)} they do" if names else ""
+        text = f"hosts do not reach one another over {wanted}{better}"
+        fix = "omit --network-interface to see which interfaces there are"
+        if names:
+            fix = f"--network-interface {names[0]}"
+        return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
+    if names:
+        best = wanted or names[0]
+        others = ", ".join(name for name in names if name != best)
+        also = f" (also joined by {others})" if others else ""
+        return [Finding("interface", "ok", ALL_HOSTS, f"Horovod should use {best}{also}")]
+    listed = "; ".join(
+        f"{host}: {', '.join(sorted({name for name, _ in own} - {'lo'})) or 'none'}"
+        for host, own in known(facts, "interfaces")
+    )
+    text = f"no network interface joins all hosts under one name, as Horovod requires ({listed})"
+    fix = "give it one name on all hosts: `ip link set NAME name net0`"
+    return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
+
+
+def check_ports(facts: ByHost) -> list[Finding]:
+    """Check that every host can listen on a port."""
+    problems = {host: found.errors.get("listener") for host, found in facts.items()}
+    fix = "free ports, or widen net.ipv4.ip_local_port_range"
+    return [
+        Finding("ports", "fail", host, f"cannot listen on any port: {problem}", fix)
+        for host, problem in problems.items()
+        if problem
+    ] or [Finding("ports", "ok", ALL_HOSTS, "hosts can listen on a port")]
+
+
+def check_latency(seconds: Mapping[str, float]) -> list[Finding]:
+    """Check the round-trip time to each probe over ssh."""
+    if not seconds:
+        return []
+    slowest = max(seconds, key=seconds.__getitem__)
+    if seconds[slowest] > SLOW_SSH_S:
+        text = f"a message by ssh and back takes {seconds[slowest] * 1000:.0f} ms"
+        fix = "start from a machine near the hosts; training itself does not go through ssh"
+        return [Finding("latency", "warn", slowest, text, fix)]
+    text = f"{seconds[slowest] * 1000:.1f} ms by ssh and back (the slowest: {slowest})"
+    return [Finding("latency", "ok", ALL_HOSTS, text)]

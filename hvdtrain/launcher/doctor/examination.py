@@ -1,43 +1,114 @@
-"""All checks, over hosts in parallel: facts, clocks, every pair's network, shared files, a ring.
+"""All checks over hosts in parallel; and `preflight`, the quick part, with which `launch` begins.
 
-Also their output: findings as text, everything as JSON.
+The quick part: ssh, same software, user and path, a way back to this machine. After it come
+facts of the machines, clocks, every pair's network, shared files, and a ring.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.doctor import machine_checks, network
-from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Facts, Finding, Status, failed, known
-from hvdtrain.launcher.doctor.preflight import (
-    ask_first,
-    common_request,
-    facts_here,
-    facts_of,
-    quick_findings,
+from hvdtrain.launcher.addresses import ANYWHERE, interfaces
+from hvdtrain.launcher.doctor import (
+    ALL_HOSTS,
+    ByHost,
+    Facts,
+    Finding,
+    checks,
+    failed,
+    known,
+    machine_checks,
 )
-from hvdtrain.launcher.doctor.ring import (
-    RingTrial,
-    check_ring,
-    parse_measured,
-    ring_command,
-    ring_environment,
-    run_ring,
-)
-from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, on_all, open_sessions
+from hvdtrain.launcher.doctor.facts import gather, quick_sources
+from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, try_ring
+from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, explain, on_all, open_sessions
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.protocol import Ticket
 from hvdtrain.launcher.ssh import SshSetup
 
 FACTS_S = 45.0
-STEP_S = 15.0
 PINGS = 5
+
+Sessions = Mapping[str, ProbeSession]  # by host.address
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Result of the quick part."""
+
+    findings: tuple[Finding, ...]
+    interface: str | None  # through which hosts reach this machine; None: all local, or different
+    facts: ByHost  # hosts that could not be reached are missing
+
+
+def preflight(
+    hosts: Sequence[Host],
+    ssh: SshSetup,
+    channel_port: int,
+    ticket: Ticket | None,
+    timeout_s: float,
+    channel_address: str = ANYWHERE,
+) -> Preflight:
+    """Run the quick part on all hosts in parallel.
+
+    `channel_port`: a port of this machine on which the caller listens; each host connects to it and
+    hangs up (0: not tried). `ticket`: stored on each host for the agents (see protocol.py).
+    `channel_address`: the address listened on, if not all.
+    """
+    request: dict[str, Any] = {"do": "quick", "channel_port": channel_port}
+    if channel_address != ANYWHERE:
+        request["channel_address"] = channel_address
+    if ticket:
+        request["ticket"] = {"job": ticket.job, "ticket": ticket.text}
+    with open_sessions(hosts, ssh) as sessions:
+        facts, findings = _begin(sessions, ssh, request, timeout_s)
+    distant = {host: found for host, found in facts.items() if not sessions[host].local}
+    interface, more = checks.check_interface(distant, interfaces())
+    return Preflight((*findings, *more), interface, facts)
+
+
+def _begin(
+    sessions: Sessions, ssh: SshSetup, request: Mapping[str, Any], timeout_s: float
+) -> tuple[dict[str, Facts], list[Finding]]:
+    """Send the first request to all hosts; return the facts, and the findings of the quick part."""
+    deadline = time.monotonic() + timeout_s
+    folder = str(Path.cwd())
+    addresses = [address for _, address in interfaces()]
+    request = {"working_directory": folder, "addresses": addresses, **request}
+
+    def ask(session: ProbeSession) -> Facts | Finding:
+        try:
+            return session.ask(request, deadline)
+        except NoAnswer as error:
+            return explain(session.host, ssh.by_hand(session.host), error)
+
+    answers = on_all(ask, sessions)
+    facts = {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
+    failures = [answer for answer in answers.values() if isinstance(answer, Finding)]
+    if not facts:
+        return facts, failures
+    here = Facts(**gather(quick_sources(folder)))  # this machine may be none of the hosts
+    noise = {host: sessions[host].noise for host in facts if not sessions[host].local}
+    named = {host for host, session in sessions.items() if session.host.user}
+    return facts, [
+        *failures,
+        *checks.check_gathered(facts),
+        *checks.check_ssh(noise, silent=len(failures)),
+        *checks.check_python(facts, here),
+        *checks.check_packages(facts, here),
+        *checks.check_built_for(facts),
+        *checks.check_hvdtrain(facts, here),
+        *checks.check_user(facts, here, named),
+        *checks.check_working_directory(facts),
+        *checks.check_channel(facts, noise),
+    ]
 
 
 @dataclass(frozen=True)
@@ -48,7 +119,6 @@ class Wishes:
     interface: str | None = None
     controller: str = "auto"  # gloo, mpi
     ring: bool = True
-    ring_limit_s: float = 60.0
 
 
 @dataclass
@@ -57,8 +127,8 @@ class Examination:
 
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)
-    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     latencies: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # ahead, uncertainty
     reached: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     interface: str | None = None
     shared: dict[str, bool] = field(default_factory=dict)
@@ -74,22 +144,27 @@ def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination
         socket.create_server(("", 0), backlog=max(128, len(hosts))) as server,
         open_sessions(hosts, ssh) as sessions,
     ):
-        request = common_request(int(server.getsockname()[1]), None)
-        request |= {"do": "all", "output": wishes.output}
-        answered = ask_first(sessions, ssh, request, began + FACTS_S)
-        found.facts = facts_of(answered)
-        found.findings += quick_findings(answered, facts_here())
+        port = int(server.getsockname()[1])
+        request = {"do": "all", "channel_port": port, "output": wishes.output}
+        found.facts, found.findings = _begin(sessions, ssh, request, FACTS_S)
         answering = {host: sessions[host] for host in found.facts}
         if answering:
             _examine_answering(found, answering, hosts, wishes)
-            if wishes.ring:
-                found.findings += _ring(found, answering, hosts, ssh, wishes)
+            if wishes.ring and failed(found.findings):
+                names = dict.fromkeys(f.check for f in found.findings if f.status == "fail")
+                text = f"not tried, since these failed: {', '.join(names)}"
+                fix = "correct them, and run doctor again"
+                found.findings.append(Finding("ring", "warn", ALL_HOSTS, text, fix))
+            elif wishes.ring:
+                controller = "gloo" if wishes.controller == "auto" else wishes.controller
+                found.ring = try_ring(hosts, ssh, answering, controller, found.interface)
+                found.findings += check_ring(found.ring)
     found.seconds = time.monotonic() - began
     return found
 
 
 def _examine_answering(
-    found: Examination, sessions: Mapping[str, ProbeSession], hosts: Sequence[Host], wishes: Wishes
+    found: Examination, sessions: Sessions, hosts: Sequence[Host], wishes: Wishes
 ) -> None:
     """Run all checks of the hosts that answer, except for the ring."""
     facts, slots = found.facts, {host.address: host.slots for host in hosts}
@@ -99,16 +174,18 @@ def _examine_answering(
     found.findings += [
         *machine_checks.check_horovod_loads(facts),
         *machine_checks.check_mpi(facts, needed=wishes.controller == "mpi"),
-        *network.check_latency(distant),
+        *checks.check_latency(distant),
         *machine_checks.check_clocks({host: found.clocks[host] for host in distant}),
-        *network.check_ports(facts),
+        *checks.check_ports(facts),
     ]
     if len(facts) > 1:
         found.reached = _reach(facts, sessions)
-        routes = network.find_routes(facts, found.reached)
-        found.interface = wishes.interface or next(iter(routes.usable), None)
-        found.findings += network.check_pairs(routes, found.reached)
-        found.findings += network.check_route(facts, routes, wishes.interface)
+        usable = checks.find_usable(facts, found.reached)
+        found.interface = wishes.interface or next(iter(usable), None)
+        pairs = checks.check_pairs(facts, found.reached, usable)
+        found.findings += pairs
+        if not failed(pairs):
+            found.findings += checks.check_route(facts, usable, wishes.interface)
         found.shared = _share(facts, sessions, first)
     found.findings += [
         *machine_checks.check_gpus(facts, slots),
@@ -122,39 +199,30 @@ def _examine_answering(
     ]
 
 
-def _ask(session: ProbeSession, request: Mapping[str, Any]) -> Facts:
-    """Return the answer; without values if the host does not answer."""
-    try:
-        return session.ask(request, time.monotonic() + STEP_S).facts
-    except NoAnswer as error:
-        return Facts({}, {"answer": error.stderr.strip() or "none in time"})
-
-
-def _ping(found: Examination, sessions: Mapping[str, ProbeSession]) -> None:
+def _ping(found: Examination, sessions: Sessions) -> None:
     """Measure clock offsets and latencies; the fastest of PINGS messages bounds the offset best."""
 
-    def ping(session: ProbeSession) -> tuple[float, float, float] | None:
-        best = None
+    def ping(session: ProbeSession) -> list[tuple[float, float]]:
+        """Return (seconds taken, seconds by which the host's clock is ahead) of each message."""
+        measured = []
         for _ in range(PINGS):
-            try:
-                reply = session.ask({"do": "ping"}, time.monotonic() + STEP_S)
-            except NoAnswer:
-                return None
-            there = (reply.facts.get("began") + reply.facts.get("ended")) / 2
-            here, took = (reply.asked + reply.answered) / 2, reply.answered - reply.asked
-            if best is None or took < best[0]:
-                best = (took, there - here, took / 2)
-        return best
+            asked = time.time()
+            there = session.ask_again({"do": "ping"})
+            answered = time.time()
+            if not there.values:
+                return []
+            middle = (there.get("began") + there.get("ended")) / 2
+            measured.append((answered - asked, middle - (asked + answered) / 2))
+        return measured
 
-    for host, best in on_all(ping, sessions).items():
-        if best is not None:
-            found.latencies[host] = best[0]
-            found.clocks[host] = best[1:]
+    for host, measured in on_all(ping, sessions).items():
+        if measured:
+            took, ahead = min(measured)
+            found.latencies[host] = took
+            found.clocks[host] = ahead, took / 2
 
 
-def _reach(
-    facts: Mapping[str, Facts], sessions: Mapping[str, ProbeSession]
-) -> dict[str, list[dict[str, Any]]]:
+def _reach(facts: ByHost, sessions: Sessions) -> dict[str, list[dict[str, Any]]]:
     """Let every host try every address of the others except loopback; return the attempts."""
     targets = [
         {
@@ -165,91 +233,34 @@ def _reach(
         for host, listener in known(facts, "listener")
     ]
 
-    def reach(session: ProbeSession) -> Facts:
+    def reach(session: ProbeSession) -> list[dict[str, Any]]:
         others = [target for target in targets if target["host"] != session.host.address]
-        return _ask(session, {"do": "reach", "targets": others})
+        return list(session.ask_again({"do": "reach", "targets": others}).get("reach", []))
 
-    return {host: found.get("reached", []) for host, found in on_all(reach, sessions).items()}
+    return on_all(reach, sessions)
 
 
-def _share(
-    facts: Mapping[str, Facts], sessions: Mapping[str, ProbeSession], first: str
-) -> dict[str, bool]:
+def _share(facts: ByHost, sessions: Sessions, first: str) -> dict[str, bool]:
     """Return whether each other host sees a file of the first host in the folder for runs."""
     output = facts[first].get("output")
     if output is None or output["problem"]:
         return {}
-    file = {"folder": output["path"], "name": f".hvdtrain-doctor-{secrets.token_hex(8)}"}
+    file = str(Path(output["path"], f".hvdtrain-doctor-{secrets.token_hex(8)}"))
+    look = {"do": "look", "file": file}
     try:
-        if not _ask(sessions[first], {"do": "leave", **file}).has("left"):
+        if not sessions[first].ask_again({"do": "leave", "file": file}).get("leave"):
             return {}
         others = {host: session for host, session in sessions.items() if host != first}
-        seen = on_all(lambda session: _ask(session, {"do": "look", **file}), others)
+        return on_all(lambda session: bool(session.ask_again(look).get("look")), others)
     finally:
-        _ask(sessions[first], {"do": "remove", **file})
-    return {host: bool(found.get("seen", False)) for host, found in seen.items()}
-
-
-def _ring(
-    found: Examination,
-    sessions: Mapping[str, ProbeSession],
-    hosts: Sequence[Host],
-    ssh: SshSetup,
-    wishes: Wishes,
-) -> list[Finding]:
-    """Run the ring and check it, unless a check has failed."""
-    if failed(found.findings):
-        names = ", ".join(dict.fromkeys(f.check for f in found.findings if f.status == "fail"))
-        text, fix = f"not tried, since these failed: {names}", "correct them, and run doctor again"
-        return [Finding("ring", "warn", ALL_HOSTS, text, fix)]
-    controller = "gloo" if wishes.controller == "auto" else wishes.controller
-    writer = sessions[hosts[0].address]  # the host of rank 0
-    file = _ask(writer, {"do": "make_file"}).get("file", os.devnull)
-    mark = secrets.token_hex(16)
-    command = ring_command(hosts, ssh, controller, found.interface, file)
-    try:
-        code, output = run_ring(
-            command, ring_environment(os.environ, ssh, mark), wishes.ring_limit_s
-        )
-    finally:
-        content = _ask(writer, {"do": "take_file", "file": file}).get("content")
-        on_all(lambda session: _ask(session, {"do": "sweep", "mark": mark}), sessions)
-    workers = max(2, len(hosts))
-    found.ring = RingTrial(workers, controller, code, output, parse_measured(content))
-    return check_ring(found.ring)
-
-
-STATUS_WIDTH, CHECK_WIDTH = 6, 16
-WORST_FIRST: tuple[Status, ...] = ("fail", "warn", "ok")
-
-
-def format_findings(findings: Iterable[Finding]) -> str:
-    """Return one line per finding, its fix below; hosts with the same finding share a line."""
-    hosts: dict[tuple[str, str, str, str], list[str]] = {}
-    for finding in findings:
-        key = (finding.status, finding.check, finding.text, finding.fix)
-        hosts.setdefault(key, []).append(finding.host)
-    lines = []
-    for (status, check, text, fix), affected in hosts.items():
-        named = ", ".join(filter(None, affected))
-        prefix = f"{named}: " if named else ""
-        lines.append(f"{status:<{STATUS_WIDTH}}{check:<{CHECK_WIDTH}}{prefix}{text}")
-        if fix:
-            lines.append(f"{'':<{STATUS_WIDTH + CHECK_WIDTH}}fix: {fix}")
-    return "\n".join(lines)
-
-
-def format_verdict(findings: Sequence[Finding], seconds: float) -> str:
-    """Return the last line: the verdict, and the number of findings by status."""
-    counts = {status: sum(f.status == status for f in findings) for status in WORST_FIRST}
-    verdict = "problems found" if failed(findings) else "ready to train"
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"doctor: {verdict} ({summary}; {seconds:.1f} s)"
+        sessions[first].ask_again({"do": "take_file", "file": file})
 
 
 def as_json(found: Examination) -> dict[str, Any]:
     """Return all findings and facts, as written by --json."""
-    ring = found.ring
+    ring = found.ring and dataclasses.asdict(found.ring)
+    if ring:
+        del ring["output"]
     return {
         "ok": not failed(found.findings),
         "seconds": found.seconds,
@@ -266,12 +277,5 @@ def as_json(found: Examination) -> dict[str, Any]:
             }
             for host, facts in found.facts.items()
         },
-        "ring": None
-        if ring is None
-        else {
-            "workers": ring.workers,
-            "controller": ring.controller,
-            "exit_code": ring.exit_code,
-            "measured": ring.measured,
-        },
+        "ring": ring,
     }

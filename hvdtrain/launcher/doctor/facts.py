@@ -1,53 +1,325 @@
-"""Facts gathered on a host, and the findings derived from them."""
+"""Facts of a host. The quick part imports no library; the rest also runs child processes.
+
+`root` replaces / for the kernel's files, so that tests can describe other machines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_MEMLOCK, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit
+from typing import Any
 
-Status = Literal["ok", "warn", "fail"]
-ALL_HOSTS = ""  # the host of a finding that concerns all of them
-THIS_MACHINE = "this machine"  # in messages: the machine on which the command was started
+from hvdtrain import __version__
+from hvdtrain.launcher.addresses import interfaces
 
-
-@dataclass(frozen=True)
-class Facts:
-    """The facts of one host. `errors` holds the reason for each fact that is missing."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.values.get(name, default)
-
-    def has(self, name: str) -> bool:
-        return name in self.values
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Facts:
-        return cls(found.get("values", {}), found.get("errors", {}))
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check for one host, or for all hosts."""
-
-    check: str
-    status: Status
-    host: str
-    text: str
-    fix: str = ""
+Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
+PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")
+HVDTRAIN = Path(__file__).resolve().parents[2]
+ROOT = Path("/")
+UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
+CHILD_LIMIT_S = 30.0
 
 
-ByHost = Mapping[str, Facts]  # by host.address
+def gather(sources: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+    """Call every source; return results in `values` and exceptions, as text, in `errors`."""
+    values: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
+    for name, source in sources.items():
+        try:
+            values[name] = source()
+        except Exception as error:  # one failing fact must not hide the others
+            errors[name] = f"{type(error).__name__}: {error}"
+    return {"values": values, "errors": errors}
 
 
-def failed(findings: Iterable[Finding]) -> bool:
-    """Return whether any check failed."""
-    return any(finding.status == "fail" for finding in findings)
+def quick_sources(folder: str) -> Sources:
+    """Return the sources of the quick part. `folder`: where workers will be started."""
+    return {
+        "hostname": socket.gethostname,
+        "python": platform.python_version,
+        "executable": lambda: sys.executable,
+        "packages": package_versions,
+        "horovod_built_for": horovod_built_for,
+        "hvdtrain": lambda: {
+            "version": __version__,
+            "folder": str(HVDTRAIN),
+            "sha256": source_hash(HVDTRAIN),
+        },
+        "horovodrun": lambda: shutil.which("horovodrun"),
+        "mpirun": lambda: shutil.which("mpirun"),
+        "user": user,
+        "working_directory": lambda: {
+            "path": folder,
+            "usable": Path(folder).is_dir() and os.access(folder, os.X_OK),
+        },
+        "interfaces": interfaces,
+        "ssh_client": lambda: os.environ.get("SSH_CONNECTION", "").split()[:1],
+    }
 
 
-def known(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
-    """Return pairs (host, value) of the hosts where the fact `name` is known."""
-    return ((host, found.values[name]) for host, found in facts.items() if found.has(name))
+def slow_sources(output: str) -> Sources:
+    """Return the other sources. `output`: the folder where runs will be written."""
+    return {
+        "mpi": mpi_version,
+        "gpus": gpus,
+        "horovod_loads": horovod_loads,
+        "cores": lambda: {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "memory": memory,
+        "cgroup": cgroup_limits,
+        "shm": lambda: space(Path("/dev/shm")),
+        "limits": limits,
+        "output": lambda: output_folder(Path(output)),
+        "infiniband": lambda: Path("/sys/class/infiniband").is_dir(),
+        "single_copy": single_copy,
+        "speeds": link_speeds,
+    }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return name -> installed version; None where a package is not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def horovod_built_for() -> str | None:
+    """Return the torch version that Horovod was compiled for, from its build metadata."""
+    try:
+        file = metadata.distribution("horovod").locate_file("horovod/metadata.json")
+        found = json.loads(Path(str(file)).read_text("utf-8")).get("pytorch")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None
+    return str(found) if found else None
+
+
+def source_hash(folder: Path) -> str:
+    """Return the SHA-256 of a package's Python files: checkouts of one version may differ."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def user() -> dict[str, Any]:
+    """Return name, uid and home folder of the user that runs the probe."""
+    entry = pwd.getpwuid(os.getuid())
+    return {"name": entry.pw_name, "uid": entry.pw_uid, "home": entry.pw_dir}
+
+
+def mpi_version() -> str | None:
+    """Return the version of the mpirun on PATH; None if there is none."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return None
+    done = _run([mpirun, "--version"])
+    found = re.search(r"\(Open MPI\) ([\w.]+)", done.stdout)
+    if found:
+        return f"Open MPI {found.group(1)}"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[0][:80] if lines else f"{mpirun} (exit code {done.returncode})"
+
+
+def gpus() -> dict[str, Any]:
+    """Return the NVIDIA GPUs that the driver reports. `problem`: why nvidia-smi failed, or None."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"list": [], "problem": None}
+    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    done = _run([program, *query])
+    if done.returncode != 0:
+        return {"list": [], "problem": (done.stdout + done.stderr).strip()[:300]}
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line]
+    keys = ("name", "driver", "memory_mb")
+    return {"list": [dict(zip(keys, row, strict=False)) for row in rows], "problem": None}
+
+
+# Importing torch takes seconds; loading the same libraries takes a fraction of a second.
+_LOAD = """
+import ctypes, importlib.util, json, pathlib, sys
+def folder_of(name):
+    return pathlib.Path(importlib.util.find_spec(name).origin).parent
+for name in ("c10", "torch_cpu", "torch", "torch_python"):
+    ctypes.CDLL(str(folder_of("torch") / "lib" / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+(native,) = (folder_of("horovod") / "torch").glob("mpi_lib_v2*.so")
+loaded = ctypes.CDLL(str(native))
+found = {name: bool(getattr(loaded, f"horovod_{name}_built")()) for name in ("gloo", "mpi", "nccl")}
+version = {}
+exec((folder_of("torch") / "version.py").read_text(), version)
+found |= {"torch": version["__version__"], "cuda": version["cuda"]}
+sys.stdout.write("\\n" + json.dumps(found) + "\\n")
+"""
+_IMPORT = """
+import json, sys, torch, horovod.torch as hvd
+found = {name: bool(getattr(hvd, f"{name}_built")()) for name in ("gloo", "mpi", "nccl")}
+found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+sys.stdout.write("\\n" + json.dumps(found) + "\\n")
+"""
+
+
+def horovod_loads() -> dict[str, Any]:
+    """Load Horovod's native library beside the installed torch.
+
+    Return what it was built with, and `problem`: why it does not load, or None.
+    """
+    problem = ""
+    for program in (_LOAD, _IMPORT):  # a full import decides where direct loading fails
+        done = _run([sys.executable, "-c", program])
+        lines = done.stdout.strip().splitlines()
+        if done.returncode == 0 and lines:
+            found: dict[str, Any] = json.loads(lines[-1])
+            return found | {"problem": None}
+        lines = done.stderr.strip().splitlines()
+        problem = lines[-1][:500] if lines else f"it ended with code {done.returncode}"
+    return {"problem": problem}
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=CHILD_LIMIT_S,
+        check=False,
+    )
+
+
+def memory(root: Path = ROOT) -> dict[str, int]:
+    """Return total and available memory in bytes, as the kernel counts them."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
+    return {"total": kilobytes["MemTotal"] * 1024, "available": kilobytes["MemAvailable"] * 1024}
+
+
+def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
+    """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
+
+    Keys: version, cores, memory (bytes), memory_used (of the cgroup with that limit), processes.
+    None: no limit.
+    """
+    lines = (root / "proc/self/cgroup").read_text().splitlines()
+    own = dict(line.split(":", 2)[1:] for line in lines)  # controllers ("": version 2) -> group
+    found: dict[str, Any] = {"version": 2 if set(own) == {""} else 1}
+    found |= dict.fromkeys(("cores", "memory", "memory_used", "processes"))
+    for controllers, group in own.items():
+        for folder in _folders(root, controllers, group):
+            for name, limit in (
+                ("cores", _quota(folder)),
+                ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
+                ("processes", _number(folder, "pids.max")),
+            ):
+                if limit is not None and (found[name] is None or limit < found[name]):
+                    found[name] = limit
+                    if name == "memory":
+                        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+                        found["memory_used"] = used
+    return found
+
+
+def _folders(root: Path, controllers: str, group: str) -> list[Path]:
+    """Return the group's folder and its ancestors, as far as they are mounted."""
+    base = root / "sys/fs/cgroup"
+    if controllers:
+        base /= controllers.removeprefix("name=")
+    elif not (base / "cgroup.controllers").exists():
+        base /= "unified"
+    # In a container, the mount may be the group itself, without its path.
+    folder = base / group.strip("/")
+    if not folder.is_dir():
+        folder = base
+    folders = [folder, *folder.parents]
+    return [item for item in folders if item.is_relative_to(base) and item.is_dir()]
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the CPU quota in cores; None if there is none."""
+    try:
+        if (folder / "cpu.max").exists():
+            words = (folder / "cpu.max").read_text().split()
+        else:
+            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        quota, period = map(int, words)
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return quota / period if quota > 0 else None
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    for name in names:
+        try:
+            value = int((folder / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return value if value < UNLIMITED else None
+    return None
+
+
+def space(folder: Path) -> dict[str, Any]:
+    """Return the size of a file system, and the bytes and files left for this user."""
+    found = os.statvfs(folder)
+    return {
+        "path": str(folder),
+        "total": found.f_blocks * found.f_frsize,
+        "free": found.f_bavail * found.f_frsize,
+        "files_free": found.f_favail if found.f_files else None,
+    }
+
+
+def limits() -> dict[str, int | None]:
+    """Return the soft limits of this process; None: unlimited."""
+    ids = {"open_files": RLIMIT_NOFILE, "locked_memory": RLIMIT_MEMLOCK, "processes": RLIMIT_NPROC}
+    softs = {name: getrlimit(number)[0] for name, number in ids.items()}
+    return {name: None if soft == RLIM_INFINITY else soft for name, soft in softs.items()}
+
+
+def output_folder(output: Path) -> dict[str, Any]:
+    """Return whether runs can be written (tested in the nearest existing folder) and space left."""
+    existing = next(folder for folder in (output, *output.parents) if folder.exists())
+    found: dict[str, Any] = {"asked": str(output), **space(existing), "problem": None}
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"hvdtrain doctor")
+            file.flush()
+    except OSError as error:
+        found["problem"] = error.strerror
+    return found
+
+
+def single_copy() -> bool:
+    """Return whether processes may read each other's memory, as Open MPI does within a host."""
+    import ctypes  # late: the quick part does without it
+
+    source, target = ctypes.create_string_buffer(b"hvdtrain"), ctypes.create_string_buffer(8)
+    iovec, one = ctypes.c_size_t * 2, ctypes.c_ulong(1)  # struct iovec: address and length
+    local, remote = (iovec(ctypes.addressof(buffer), 8) for buffer in (target, source))
+    read = ctypes.CDLL(None).process_vm_readv
+    copied = read(os.getpid(), local, one, remote, one, ctypes.c_ulong(0))
+    return bool(copied == 8)
+
+
+def link_speeds(root: Path = ROOT) -> dict[str, int]:
+    """Return interface -> Mbit/s, for the interfaces whose driver reports it."""
+    speeds = {}
+    for path in (root / "sys/class/net").glob("*/speed"):
+        with contextlib.suppress(OSError, ValueError):
+            speed = int(path.read_text())
+            if speed > 0:
+                speeds[path.parent.name] = speed
+    return speeds

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.launcher.doctor.facts import ALL_HOSTS, ByHost, Facts, Finding, Status, known
+from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Facts, Finding, Status, known
 
-GIB = 1 << 30
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
-MEMORY_NEEDED = 0.3 * GIB
-MEMORY_WANTED = 1 * GIB
+MEMORY_NEEDED, MEMORY_WANTED = 0.3 * GIB, 1 * GIB
 SHM_WANTED = 256 * MIB  # a container has 64 MiB by default: too little for data loaders
 DISK_NEEDED, DISK_WANTED = 100 * MIB, 2 * GIB
 FILES_NEEDED = 1000
@@ -36,7 +34,7 @@ def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
         quota = facts[host].get("cgroup", {}).get("cores")
         usable = min(cores["usable"], quota) if quota else cores["usable"]
         shown[host] = f"{usable:g}"
-        if slots.get(host, 1) > usable:
+        if slots[host] > usable:
             of = f" (of {cores['all']})" if usable < cores["all"] else ""
             text = f"{slots[host]} slots, but {usable:g} usable cores{of}: workers will wait"
             fix = "give the host fewer slots, or its container or job more cores"
@@ -51,12 +49,12 @@ def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
         free = memory["available"]
         group = facts[host].get("cgroup", {})
         if group.get("memory") is not None:
-            free = min(free, max(0, group["memory"] - (group.get("memory_used") or 0)))
+            free = min(free, max(0, group["memory"] - (group["memory_used"] or 0)))
         shown[host] = free
-        each = free / max(1, slots.get(host, 1))
+        each = free / slots[host]
         if each < MEMORY_WANTED:
             status: Status = "fail" if each < MEMORY_NEEDED else "warn"
-            text = f"{size(free)} of memory free for {slots.get(host, 1)} workers"
+            text = f"{size(free)} of memory free for {slots[host]} workers"
             fix = "free memory, give the host fewer slots, or raise the container's limit"
             findings.append(Finding("memory", status, host, text, fix))
     return findings or _at_least("memory", shown, "{} free")
@@ -70,7 +68,7 @@ def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
         parts += [f"memory {size(group['memory'])}"] if group["memory"] else []
         parts += [f"{group['processes']} processes"] if group["processes"] else []
         shown[host] = ", ".join(parts) or "no limits"
-        wanted = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots.get(host, 1)
+        wanted = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         if group["processes"] is not None and group["processes"] < wanted:
             text = f"the container allows {group['processes']} processes and threads"
             fix = f"allow {wanted} (docker run --pids-limit)"
@@ -104,16 +102,17 @@ def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the ulimits: open files, processes, locked memory."""
     findings = []
     for host, found in known(facts, "limits"):
-        processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots.get(host, 1)
+        processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         wanted = {"open_files": ("n", OPEN_FILES_WANTED), "processes": ("u", processes)}
         if facts[host].get("infiniband"):
             wanted["locked_memory"] = ("l", LOCKED_WANTED)
         for name, (letter, least) in wanted.items():
             if found[name] is not None and found[name] < least:
-                shown = size(found[name]) if name == "locked_memory" else found[name]
-                enough = "unlimited" if name == "locked_memory" else least
+                in_bytes = name == "locked_memory"
+                shown = size(found[name]) if in_bytes else found[name]
                 text = f"a process may have {shown} {name.replace('_', ' ')}"
-                fix = f"`ulimit -{letter} {enough}`, for ssh in /etc/security/limits.conf"
+                enough = f"ulimit -{letter} {'unlimited' if in_bytes else least}"
+                fix = f"`{enough}`, for ssh in /etc/security/limits.conf"
                 findings.append(Finding("limits", "warn", host, text, fix))
     return findings or [Finding("limits", "ok", ALL_HOSTS, "ulimits are high enough")]
 
@@ -123,22 +122,20 @@ def check_output(facts: ByHost, first: str) -> list[Finding]:
     findings, shown = [], {}
     for host, found in known(facts, "output"):
         worst: Status = "fail" if host == first else "warn"
-        shown[host] = found["free"]
+        free, files = found["free"], found["files_free"]
+        few_files = files is not None and files < FILES_NEEDED
+        shown[host] = free
         if found["problem"]:
             text = f"{found['asked']} cannot be written: {found['problem']} ({found['path']})"
             fix = "make it writable, or choose another folder by --output"
             findings.append(Finding("output", worst, host, text, fix))
-        elif found["free"] < DISK_WANTED or _few_files(found):
-            scarce = found["free"] < DISK_NEEDED or _few_files(found)
-            left = "few more files" if _few_files(found) else f"{size(found['free'])}"
+        elif free < DISK_WANTED or few_files:
+            left = "few more files" if few_files else size(free)
             text = f"the disk of {found['asked']} has room for {left}"
             fix = "free some of it, or choose another folder by --output"
-            findings.append(Finding("output", worst if scarce else "warn", host, text, fix))
+            status: Status = worst if free < DISK_NEEDED or few_files else "warn"
+            findings.append(Finding("output", status, host, text, fix))
     return findings or _at_least("output", shown, "writable, {} free")
-
-
-def _few_files(found: Mapping[str, Any]) -> bool:
-    return found["files_free"] is not None and found["files_free"] < FILES_NEEDED
 
 
 def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Finding]:
@@ -158,19 +155,17 @@ def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Find
 
 def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the GPUs: one for each slot, one driver version, a torch and Horovod that use them."""
-    findings, shown = [], {}
+    findings, shown, drivers = [], {}, {}
     for host, found in known(facts, "gpus"):
         count = len(found["list"])
         names = sorted({gpu["name"] for gpu in found["list"]})
         shown[host] = f"{count} x {', '.join(names)}" if count else "no NVIDIA GPU"
-        for status, text, fix in _gpu_problems(facts[host], slots.get(host, 1)):
+        if count:
+            drivers[host] = found["list"][0]["driver"]
+        for status, text, fix in _gpu_problems(facts[host], slots[host]):
             findings.append(Finding("gpus", status, host, text, fix))
-    drivers = {
-        host: found["list"][0]["driver"] for host, found in known(facts, "gpus") if found["list"]
-    }
     if len(set(drivers.values())) > 1:
-        listed = ", ".join(f"{host} {driver}" for host, driver in drivers.items())
-        text = f"different drivers: {listed}"
+        text = f"different drivers: {_list_by_host(drivers)}"
         findings.append(Finding("gpus", "warn", ALL_HOSTS, text, "install one driver everywhere"))
     return findings or _ok("gpus", shown, "{}")
 
@@ -203,8 +198,7 @@ def check_horovod_loads(facts: ByHost) -> list[Finding]:
             fix = "rebuild it for this torch: launch/setup"
             findings.append(Finding("horovod loads", "fail", host, found["problem"], fix))
         elif not found["gloo"]:
-            fix = "rebuild it: launch/setup"
-            text = "Horovod is built without Gloo"
+            text, fix = "Horovod is built without Gloo", "rebuild it: launch/setup"
             findings.append(Finding("horovod loads", "warn", host, text, fix))
         else:
             built = [name for name in ("gloo", "mpi", "nccl") if found[name]]
@@ -228,9 +222,9 @@ def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
             text = f"{version}: horovodrun's options fit Open MPI 4 only"
             findings.append(Finding("mpi", worst, host, text, "install Open MPI 4: launch/setup"))
     if len(different := set(filter(None, versions.values()))) > 1:
-        listed = ", ".join(f"{host} {version}" for host, version in versions.items())
+        text = f"different versions: {_list_by_host(versions)}"
         fix = "install one version everywhere, or use --controller gloo"
-        findings.append(Finding("mpi", worst, ALL_HOSTS, f"different versions: {listed}", fix))
+        findings.append(Finding("mpi", worst, ALL_HOSTS, text, fix))
     return findings or [Finding("mpi", "ok", ALL_HOSTS, version) for version in different]
 
 
@@ -245,9 +239,12 @@ def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
             findings.append(Finding("clock", status, host, text, fix))
     if offsets and not findings:
         widest = max(abs(ahead) + uncertain for ahead, uncertain in offsets.values())
-        text = f"clocks agree within {widest * 1000:.0f} ms"
-        findings.append(Finding("clock", "ok", ALL_HOSTS, text))
+        return [Finding("clock", "ok", ALL_HOSTS, f"clocks agree within {widest * 1000:.0f} ms")]
     return findings
+
+
+def _list_by_host(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{host} {value}" for host, value in values.items())
 
 
 def _ok(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:

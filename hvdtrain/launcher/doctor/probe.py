@@ -9,153 +9,161 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.addresses import interface_of, interfaces, is_loopback
-from hvdtrain.launcher.doctor.software import gather, quick_sources
+from hvdtrain.launcher.addresses import interface_of
+from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.processes import marked
-from hvdtrain.launcher.tickets import write_ticket
+from hvdtrain.launcher.protocol import write_ticket
 
 MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its own processes
 CONNECT_S = 2.0
+AT_ONCE = 64  # threads that connect
 LONGEST_LIFE_S = 180
-# Variables that horovodrun passes to the workers.
-HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 
 Request = dict[str, Any]
-Answer = dict[str, Any]
+Answer = dict[str, Any]  # `values` and `errors`
 
 
-class Probe:
-    """The handlers of all requests; each answer holds `values` and `errors`."""
-
-    def __init__(self) -> None:
-        self._own_environment = dict(os.environ)
-        self._listener: Any = None
-        self._handlers: dict[str, Callable[[Request], Answer]] = {
-            "quick": self._quick,
-            "all": self._all,
-            "reach": self._reach,
-            "ping": lambda request: gather({}),
-            "leave": lambda request: gather({"left": lambda: leave(request)}),
-            "look": lambda request: gather({"seen": lambda: look(request)}),
-            "remove": lambda request: gather({"removed": lambda: remove(request)}),
-            "make_file": lambda request: gather({"file": make_file}),
-            "take_file": lambda request: gather({"content": lambda: take_file(request)}),
-            "sweep": lambda request: gather({"killed": lambda: sweep(request["mark"])}),
-        }
-
-    def answer(self, request: Request) -> Answer:
-        os.environ.update(request.get("environment", {}))  # the environment that workers will have
-        handler = self._handlers.get(request.get("do", ""))
-        if handler is None:
-            return {"values": {}, "errors": {"request": f"unknown: {request.get('do')!r}"}}
-        return handler(request)
-
-    def _quick(self, request: Request) -> Answer:
-        """Gather the quick facts, connect back to the launcher, and store the ticket."""
-        found = gather(quick_sources(request["working_directory"]))
-        if request.get("channel_port"):
-            found["values"]["channel"] = channel = self._call_back(request)
-            if channel["address"] and request.get("ticket"):
-                _merge(found, gather({"ticket": lambda: keep_ticket(request, channel)}))
-        return found
-
-    def _all(self, request: Request) -> Answer:
-        """Gather all facts; those that need child processes, concurrently."""
-        from hvdtrain.launcher.doctor.machine import machine_sources
-        from hvdtrain.launcher.doctor.software import child_sources
-
-        with ThreadPoolExecutor() as threads:
-            parts = [
-                threads.submit(gather, {name: source}) for name, source in child_sources().items()
-            ]
-            found = self._quick(request)
-            _merge(found, gather(machine_sources(request["output"])))
-            _merge(found, gather({"listener": self._listen}))
-            for part in parts:
-                _merge(found, part.result())
-        return found
-
-    def _listen(self) -> dict[str, Any]:
-        from hvdtrain.launcher.doctor.network import Listener
-
-        self._listener = Listener()
-        return {"port": self._listener.port, "token": self._listener.token}
-
-    def _reach(self, request: Request) -> Answer:
-        from hvdtrain.launcher.doctor.network import reach_all
-
-        return gather({"reached": lambda: reach_all(request["targets"])})
-
-    def _call_back(self, request: Request) -> dict[str, Any]:
-        """Return the first launcher address that accepts a connection, and the interface used."""
-        tried = []
-        for address in launcher_addresses(request, self._own_environment):
-            target = (address, request["channel_port"])
-            try:
-                with socket.create_connection(target, timeout=CONNECT_S) as connection:
-                    own = connection.getsockname()[0]
-            except OSError as error:
-                tried.append([address, error.strerror or str(error)])
-            else:
-                interface = interface_of(own, interfaces())
-                return {"address": address, "interface": interface, "own": own, "tried": tried}
-        return {"address": None, "interface": None, "own": None, "tried": tried}
+def answer(request: Request) -> Answer:
+    """Return the facts for `quick` and `all`, else one value, under the name of the request."""
+    os.environ.update(request.get("environment", {}))  # the environment that workers will have
+    name = request.get("do", "")
+    if name == "quick":
+        return gather_quick(request)
+    if name == "all":
+        return gather_all(request)
+    if name not in HANDLERS:
+        return {"values": {}, "errors": {"request": f"unknown: {name!r}"}}
+    return gather({name: lambda: HANDLERS[name](request)})
 
 
-def launcher_addresses(request: Request, environment: dict[str, str]) -> list[str]:
+def gather_quick(request: Request) -> Answer:
+    """Gather the quick facts, connect back to the launcher, and store the ticket."""
+    found = gather(quick_sources(request["working_directory"]))
+    if request.get("channel_port"):
+        found["values"]["channel"] = channel = call_back(request)
+        if channel["address"] and request.get("ticket"):
+            ticket = request["ticket"] | {"channel": [channel["address"], request["channel_port"]]}
+            _merge(found, gather({"ticket": lambda: str(write_ticket(ticket, os.environ))}))
+    return found
+
+
+def gather_all(request: Request) -> Answer:
+    """Gather all facts concurrently, since some need child processes, and start to listen."""
+    sources = slow_sources(request["output"]) | {"listener": listen}
+    with ThreadPoolExecutor(len(sources)) as threads:
+        parts = [threads.submit(gather, {name: source}) for name, source in sources.items()]
+        found = gather_quick(request)
+        for part in parts:
+            _merge(found, part.result())
+    return found
+
+
+def _merge(found: Answer, more: Answer) -> None:
+    found["values"].update(more["values"])
+    found["errors"].update(more["errors"])
+
+
+def call_back(request: Request) -> dict[str, Any]:
+    """Return the first launcher address that accepts a connection, and the interface used."""
+    tried = []
+    for address in launcher_addresses(request, os.environ):
+        target = (address, request["channel_port"])
+        try:
+            with socket.create_connection(target, timeout=CONNECT_S) as connection:
+                own = connection.getsockname()[0]
+        except OSError as error:
+            tried.append([address, error.strerror or str(error)])
+        else:
+            interface = interface_of(own)
+            return {"address": address, "interface": interface, "own": own, "tried": tried}
+    return {"address": None, "interface": None, "own": None, "tried": tried}
+
+
+def launcher_addresses(request: Request, environment: Mapping[str, str]) -> list[str]:
     """Return the addresses to try, best first: the SSH client, then the launcher's interfaces."""
     if request.get("channel_address"):  # it listens nowhere else
         return [str(request["channel_address"])]
     if request.get("local"):
         return ["127.0.0.1"]
     client = environment.get("SSH_CONNECTION", "").split()[:1]
-    offered = [address for address in request.get("addresses", []) if not is_loopback(address)]
-    candidates = [address.removeprefix("::ffff:") for address in client] + offered
+    candidates = [address.removeprefix("::ffff:") for address in client]
+    candidates += [item for item in request["addresses"] if not item.startswith("127.")]
     return [address for address in dict.fromkeys(candidates) if ":" not in address]
 
 
-def keep_ticket(request: Request, channel: dict[str, Any]) -> str:
-    """Write the launch's ticket; return its path."""
-    content = {
-        "channel": [channel["address"], request["channel_port"]],
-        "job": request["ticket"]["job"],
-        "ticket": request["ticket"]["text"],
-    }
-    return str(write_ticket(content, os.environ))
+def listen() -> dict[str, Any]:
+    """Start a TCP server that sends its token to every client; return its port and token.
+
+    The token identifies the host: the bridge of a container engine has the same address on each
+    host, so a connection to that address reaches the connecting host itself.
+    """
+    token = secrets.token_hex(8)
+    server = socket.create_server(("", 0), backlog=256)
+    threading.Thread(target=_serve, args=(server, token.encode()), daemon=True).start()
+    return {"port": int(server.getsockname()[1]), "token": token}
+
+
+def _serve(server: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = server.accept()
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(CONNECT_S)
+            connection.sendall(token)
+
+
+def reach_all(targets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Try every address of every target: {host, port, token, addresses: [[interface, address]]}.
+
+    Return for each address: host, interface, address, problem (None: connected), and if connected
+    seconds and `through`, the interface of this end.
+    """
+    attempts = [(target, *pair) for target in targets for pair in target["addresses"]]
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as threads:
+        return list(threads.map(lambda attempt: _reach(*attempt), attempts))
+
+
+def _reach(target: Mapping[str, Any], interface: str, address: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"host": target["host"], "interface": interface, "address": address}
+    began = time.perf_counter()
+    try:
+        with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as connection:
+            found["seconds"] = time.perf_counter() - began
+            found["through"] = interface_of(connection.getsockname()[0])
+            token = connection.recv(64).decode(errors="replace")
+    except OSError as error:
+        return found | {"problem": error.strerror or str(error)}
+    return found | {"problem": None if token == target["token"] else "another machine answers"}
 
 
 def leave(request: Request) -> str:
     """Write the file that other hosts will look for; return its path."""
-    path = Path(request["folder"], request["name"])
-    path.write_text("left by hvdtrain doctor\n", "utf-8")
-    return str(path)
+    Path(request["file"]).write_text("left by hvdtrain doctor\n", "utf-8")
+    return str(request["file"])
 
 
 def look(request: Request) -> bool:
     """Return whether the file is visible here; listing the folder bypasses cached lookups."""
+    path = Path(request["file"])
     try:
-        return request["name"] in os.listdir(request["folder"])  # noqa: PTH208
+        return path.name in os.listdir(path.parent)  # noqa: PTH208
     except FileNotFoundError:
         return False
 
 
-def remove(request: Request) -> bool:
-    Path(request["folder"], request["name"]).unlink(missing_ok=True)
-    return True
-
-
-def make_file() -> str:
+def make_file(request: Request) -> str:
     """Create an empty temporary file for a worker to write; return its path."""
     handle, path = tempfile.mkstemp(prefix="hvdtrain-doctor-")
     os.close(handle)
@@ -163,7 +171,7 @@ def make_file() -> str:
 
 
 def take_file(request: Request) -> str:
-    """Return the content of the temporary file, and remove the file."""
+    """Return the content of a file, and remove the file."""
     path = Path(request["file"])
     content = path.read_text("utf-8")
     path.unlink()
@@ -182,21 +190,25 @@ def sweep(mark: str) -> int:
     return len(found)
 
 
-def _merge(found: Answer, more: Answer) -> None:
-    found["values"].update(more["values"])
-    found["errors"].update(more["errors"])
+HANDLERS: dict[str, Callable[[Request], Any]] = {
+    "ping": lambda request: None,
+    "reach": lambda request: reach_all(request["targets"]),
+    "leave": leave,
+    "look": look,
+    "make_file": make_file,
+    "take_file": take_file,
+    "sweep": lambda request: sweep(request["mark"]),
+}
 
 
 def main() -> int:
     """Answer requests until the input ends; return the exit code."""
     signal.alarm(LONGEST_LIFE_S)  # leaves nothing behind, even if the connection hangs
-    probe = Probe()
     for line in sys.stdin:
-        request = json.loads(line)
         began = time.time()
-        answer = probe.answer(request)
-        answer["values"] |= {"began": began, "ended": time.time()}
-        sys.stdout.write(f"\n{MARKER}\n{json.dumps(answer)}\n")
+        found = answer(json.loads(line))
+        found["values"] |= {"began": began, "ended": time.time()}
+        sys.stdout.write(f"\n{MARKER}\n{json.dumps(found)}\n")
         sys.stdout.flush()
     return 0
 

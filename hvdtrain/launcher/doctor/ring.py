@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
 from hvdtrain.launcher.command import EngineOptions, engine_environment, horovodrun_argv, mpi_prefix
-from hvdtrain.launcher.doctor.facts import ALL_HOSTS, Finding
-from hvdtrain.launcher.doctor.probe import MARK
+from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
+from hvdtrain.launcher.doctor.probe import MARK, sweep
+from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 
+LIMIT_S = 60.0
 END_S = 5.0
 SMALL, LARGE = 4, 4 << 20  # bytes: latency, bandwidth
 SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
@@ -38,25 +41,15 @@ class RingTrial:
     output: str
     measured: Mapping[str, Any] | None  # report written by verify
 
-    def seconds(self, size: int) -> float | None:
-        """Return the time of one all-reduce of `size` bytes; None if it was not measured."""
-        return self._measured(size, "seconds")
 
-    def bandwidth(self) -> float | None:
-        """Return the bus bandwidth (busbw of nccl-tests) in bytes/s; None if not measured."""
-        return self._measured(LARGE, "bus_bandwidth_bytes_per_s")
-
-    def _measured(self, size: int, name: str) -> float | None:
-        for case in (self.measured or {}).get("cases", ()):
-            if case["bytes"] == size and case["submission"] == "alone":
-                return float(case[name])
-        return None
-
-
-def ring_command(
-    hosts: Sequence[Host], ssh: SshSetup, controller: str, interface: str | None, file: str
-) -> list[str]:
-    """Return the horovodrun command: one worker per host, or two on a single host."""
+def try_ring(
+    hosts: Sequence[Host],
+    ssh: SshSetup,
+    sessions: Mapping[str, ProbeSession],
+    controller: str,
+    interface: str | None,
+) -> RingTrial:
+    """Run the ring, one worker per host or two on a single host; leave no process behind."""
     each = 2 if len(hosts) == 1 else 1
     engine = EngineOptions(
         workers=each * len(hosts),
@@ -66,8 +59,20 @@ def ring_command(
         start_timeout_s=20,
         mpi_prefix=mpi_prefix(),
     )
-    verify = str(Path(sys.executable).parent / "hvdtrain")
-    return horovodrun_argv(engine, [verify, "verify", *SET, "--json", file])
+    writer = sessions[hosts[0].address]  # the host of rank 0
+    file = writer.ask_again({"do": "make_file"}).get("make_file", os.devnull)
+    verify = [str(Path(sys.executable).parent / "hvdtrain"), "verify", *SET, "--json", file]
+    mark = secrets.token_hex(16)
+    try:
+        command = horovodrun_argv(engine, verify)
+        code, output = run_ring(command, ring_environment(os.environ, ssh, mark), LIMIT_S)
+    finally:
+        content = writer.ask_again({"do": "take_file", "file": file}).get("take_file")
+        on_all(lambda session: session.ask_again({"do": "sweep", "mark": mark}), sessions)
+    measured = None
+    with contextlib.suppress(ValueError):  # incomplete
+        measured = json.loads(content or "null")
+    return RingTrial(engine.workers, controller, code, output, measured)
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
@@ -80,7 +85,11 @@ def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -
 def run_ring(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float
 ) -> tuple[int | None, str]:
-    """Run the ring; return exit code (None: timed out) and output. No local process survives it."""
+    """Run the ring; return exit code (None: timed out) and output. No local process survives it.
+
+    `environment` holds the MARK by which its processes are found: Open MPI gives each worker its
+    own process group.
+    """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -94,83 +103,42 @@ def run_ring(
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _signal_group(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
         finally:
-            _kill_session(process.pid)
+            deadline = time.monotonic() + END_S
+            while sweep(environment[MARK]) and time.monotonic() < deadline:
+                time.sleep(0.02)
             process.wait()
         output.seek(0)
         return code, output.read(1 << 20).decode(errors="replace")
 
 
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _kill_session(session: int) -> None:
-    """Kill all processes of a session: Open MPI gives each worker its own process group."""
-    deadline = time.monotonic() + END_S
-    while (left := _members(session)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _members(session: int) -> list[int]:
-    """Return the pids of the living processes of a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, number = stat.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):
-            continue
-        if int(number) == session and state not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def parse_measured(text: str | None) -> Mapping[str, Any] | None:
-    """Return the report of verify; None if it is missing or incomplete."""
-    try:
-        found = json.loads(text or "")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def check_ring(ring: RingTrial) -> list[Finding]:
     """Check that all sums are right, and report latency and bandwidth."""
     where = f"{ring.workers} workers, {ring.controller}"
-    latency, bandwidth = ring.seconds(SMALL), ring.bandwidth()
-    if ring.exit_code == 0 and latency is not None and bandwidth is not None:
+    report = ring.measured or {"cases": [], "wrong": 0}
+    alone = {case["bytes"]: case for case in report["cases"] if case["submission"] == "alone"}
+    if ring.exit_code == 0 and alone.keys() >= {SMALL, LARGE}:
+        bandwidth = alone[LARGE]["bus_bandwidth_bytes_per_s"]  # busbw of nccl-tests
         text = (
-            f"{where}: all sums right; {SMALL} bytes in {latency * 1000:.1f} ms, bus bandwidth "
-            f"{bandwidth / 1e6:.0f} MB/s"
+            f"{where}: all sums right; {SMALL} bytes in {alone[SMALL]['seconds'] * 1000:.1f} ms, "
+            f"bus bandwidth {bandwidth / 1e6:.0f} MB/s"
         )
         return [Finding("ring", "ok", ALL_HOSTS, text)]
-    cause = last_words(ring.output)
-    if _wrong(ring):
-        text = f"{where}: sums are wrong: {cause}"
+    reported = re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output)
+    if ring.exit_code == EXIT_MISMATCH or report["wrong"] > 0 or reported:
+        problem = "sums are wrong"
         fix = "run `hvdtrain verify --full` under horovodrun, host by host: memory or network fault"
-        return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
-    if ring.exit_code is None:
-        text = f"{where}: timed out: {cause}"
+    elif ring.exit_code is None:
+        problem = "timed out"
         fix = "workers cannot reach one another: try --network-interface, check firewalls"
-        return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
-    text = f"{where}: ended with exit code {ring.exit_code}: {cause}"
-    fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
+    else:
+        problem = f"ended with exit code {ring.exit_code}"
+        fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
+    text = f"{where}: {problem}: {last_words(ring.output)}"
     return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
-
-
-def _wrong(ring: RingTrial) -> bool:
-    if ring.exit_code == EXIT_MISMATCH or (ring.measured or {}).get("wrong", 0) > 0:
-        return True
-    return (
-        re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output) is not None
-    )
 
 
 def last_words(output: str) -> str:

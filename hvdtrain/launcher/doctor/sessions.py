@@ -1,5 +1,8 @@
 """The launcher's end of the probes: one child process per host (ssh, or Python itself for this
 machine), a protocol of lines, hosts in parallel, every wait bounded.
+
+A host that does not answer gets a finding. ssh reports all failures by exit code 255, so OpenSSH's
+text is matched; unknown text is shown unchanged.
 """
 
 from __future__ import annotations
@@ -7,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,39 +23,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from hvdtrain.launcher.doctor.facts import Facts
-from hvdtrain.launcher.doctor.probe import HANDED_ON, MARKER
+from hvdtrain.launcher.doctor import Facts, Finding
+from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import has_ended
 from hvdtrain.launcher.ssh import SshSetup, is_local
 
-PROBE = ("-m", "hvdtrain.launcher.doctor.probe")
-MOST_LINES = 100_000  # of noise
+PROBE = (sys.executable, "-m", "hvdtrain.launcher.doctor.probe")
+# Variables that horovodrun passes to the workers.
+HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 LONGEST_LINE = 4_000_000
 NOISE_KEPT = 20
+STEP_S = 15.0  # for an answer to anything but the first request
 END_S = 2.0  # for a process to end after its input is closed
 
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False)
 class NoAnswer(Exception):
     """Failure of a probe to answer, with its exit code and output."""
 
-    def __init__(self, exit_code: int | None, stderr: str, noise: Sequence[str]) -> None:
-        """`exit_code` None: timed out."""
-        super().__init__(stderr)
-        self.exit_code = exit_code
-        self.stderr = stderr
-        self.noise = tuple(noise)
+    exit_code: int | None  # None: timed out
+    stderr: str
+    noise: Sequence[str] = ()  # unexpected lines of standard output
 
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer, with the times of the request and of its arrival by this machine's clock."""
-
-    facts: Facts
-    asked: float
-    answered: float
+    @property
+    def last_words(self) -> str:
+        """Return the last line of the output, for the end of a message."""
+        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        lines = lines or [line for line in self.noise if line.strip()]
+        return f": {lines[-1][:300]}" if lines else ""
 
 
 class ProbeSession:
@@ -61,111 +63,92 @@ class ProbeSession:
         self.host = host
         self.local = is_local(host)
         self.noise: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._closed = False
+        self._unread = b""
         self._closing = threading.Lock()
         self._error_text = ""
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # The same as horovodrun's workers: this Python, by its path, with this PYTHONPATH.
+        path = os.environ.get("PYTHONPATH")
+        remote = ["env", f"PYTHONPATH={path}", *PROBE] if path else PROBE
         self._process = subprocess.Popen(
-            self._command(ssh),
+            PROBE if self.local else ssh.argv(host, remote),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is the launcher's to handle
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self.output = self._process.stdin, self._process.stdout
+        self._arrival = select.poll()
+        self._arrival.register(self.output, select.POLLIN)
 
-    def _command(self, ssh: SshSetup) -> list[str]:
-        if self.local:
-            return [sys.executable, *PROBE]
-        # The same as horovodrun's workers: this Python, by its path, with this PYTHONPATH.
-        path = os.environ.get("PYTHONPATH")
-        environment = ["env", f"PYTHONPATH={path}"] if path else []
-        return ssh.argv(self.host, [*environment, sys.executable, *PROBE])
-
-    def ask(self, request: Mapping[str, Any], deadline: float) -> Reply:
+    def ask(self, request: Mapping[str, Any], deadline: float) -> Facts:
         """Send a request and wait for its answer until `deadline` (of time.monotonic).
 
         Raises NoAnswer.
         """
         environment = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
-        asked = time.time()
         line = json.dumps({"environment": environment, "local": self.local, **request}) + "\n"
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended; the reason is read below
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-        answer = self._next_answer(deadline)
-        answered = time.time()
-        try:
-            return Reply(Facts.from_json(json.loads(answer)), asked, answered)
-        except (ValueError, AttributeError):
-            self.noise.append(answer[:200])
-            raise self._no_answer(deadline) from None
-
-    def _next_answer(self, deadline: float) -> str:
+            self._input.write(line.encode())
+            self._input.flush()
         while (line := self._line(deadline)) != MARKER:
             if line.strip() and len(self.noise) < NOISE_KEPT:
                 self.noise.append(line[:200])
-        return self._line(deadline)
+        answer = self._line(deadline)
+        try:
+            return Facts(**json.loads(answer))
+        except (ValueError, TypeError):
+            self.noise.append(answer[:200])
+            raise self._no_answer() from None
+
+    def ask_again(self, request: Mapping[str, Any]) -> Facts:
+        """Return the answer within STEP_S; without values if there is none."""
+        try:
+            return self.ask(request, time.monotonic() + STEP_S)
+        except NoAnswer as error:
+            return Facts({}, {"answer": error.stderr.strip() or "none in time"})
 
     def _line(self, deadline: float) -> str:
-        try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise self._no_answer(deadline) from None
-        if line is None:
-            raise self._no_answer(deadline)
-        return line
+        """Return the next line of output; raise NoAnswer at its end, or at the deadline."""
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._arrival.poll(left_s * 1000):
+                raise self._no_answer(timed_out=True)
+            data = os.read(self.output.fileno(), 1 << 16)
+            if not (data or self._unread) or len(self._unread) > LONGEST_LINE:
+                raise self._no_answer()
+            self._unread += data or b"\n"
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode(errors="replace").rstrip("\r")
 
-    def _no_answer(self, deadline: float) -> NoAnswer:
-        """Return the reason for the missing answer: the process has ended, or timed out."""
-        in_time = time.monotonic() < deadline
+    def _no_answer(self, timed_out: bool = False) -> NoAnswer:
+        """Close the session; return the reason for the missing answer."""
         self.close()
-        code = self._process.returncode
-        return NoAnswer(code if in_time else None, self._error_text, self.noise)
-
-    def _read(self) -> None:
-        output = self._process.stdout
-        assert output is not None
-        with contextlib.suppress(OSError, ValueError):  # closed under it
-            for _ in range(MOST_LINES):
-                line = output.readline(LONGEST_LINE)
-                if not line:
-                    break
-                self._lines.put(line.decode(errors="replace").rstrip("\r\n"))
-        self._lines.put(None)
+        code = None if timed_out else self._process.returncode
+        return NoAnswer(code, self._error_text, self.noise)
 
     def close(self) -> None:
-        """Close the probe's input, which ends it; kill it if it does not end."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self._end()
+        """Close the probe's input, which ends it; kill it if it does not end.
 
-    def _end(self) -> None:
+        Its output stays open, since another thread may wait for a line.
+        """
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        _wait_unreaped(process.pid, END_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # includes its children
-        process.wait()
-        self._reader.join(END_S)
-        process.stdout.close()
-        self._stderr.seek(0)
-        self._error_text = self._stderr.read(20_000).decode(errors="replace")
-        self._stderr.close()
-
-
-def _wait_unreaped(pid: int, seconds: float) -> None:
-    """Wait for a child to end without reaping it, so that its pid cannot be reused."""
-    deadline = time.monotonic() + seconds
-    while not has_ended(pid) and time.monotonic() < deadline:
-        time.sleep(0.005)
+        with self._closing:
+            if process.returncode is not None:
+                return
+            with contextlib.suppress(OSError):
+                self._input.close()
+            deadline = time.monotonic() + END_S
+            # Not reaped before it is killed, so that its pid cannot be reused.
+            while not has_ended(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # includes its children
+            process.wait()
+            self._stderr.seek(0)
+            self._error_text = self._stderr.read(20_000).decode(errors="replace")
+            self._stderr.close()
 
 
 @contextlib.contextmanager
@@ -178,6 +161,8 @@ def open_sessions(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[dict[str, Pr
         yield sessions
     finally:
         on_all(ProbeSession.close, sessions)
+        for session in sessions.values():
+            session.output.close()
 
 
 def on_all(
@@ -192,3 +177,120 @@ def on_all(
             for session in sessions.values():
                 session.close()
             raise
+
+
+SSH_FAILED = 255
+COMMAND_NOT_FOUND = (126, 127)
+# Pattern, problem and fix; the more specific patterns stand first. {found}: the matching text,
+# {part}: its group, {by_hand}: "ssh -p 2222 carol@beta", {target}: the same without "ssh".
+_SSH_FAILURES = (
+    (
+        r"hvdtrain: there is no ssh",
+        "there is no ssh command on this machine",
+        "`apt-get install -y openssh-client`",
+    ),
+    (
+        r".*(?:Bad configuration option|Bad owner or permissions on|terminating, \d+ bad).*",
+        "ssh rejects its own configuration here ({found})",
+        "correct the file named",
+    ),
+    (
+        r"HOST IDENTIFICATION HAS CHANGED",
+        "the host key has changed since it was stored: the host was reinstalled, or another "
+        "machine answers in its place",
+        "ask the host's administrator; if the key is correct: `{forget}`, then connect by hand and "
+        "compare the fingerprint: `{by_hand}`",
+    ),
+    (
+        r"Host key verification failed|host key is known for",
+        "the host key is not known here, and must be confirmed first",
+        "connect once by hand, compare the fingerprint and answer yes: `{by_hand}`",
+    ),
+    (
+        r"Permissions \d+ for ['\"](.+)['\"] are too open",
+        "ssh ignores the private key {part}: others can read it",
+        "`chmod 600 {part}`",
+    ),
+    (
+        r"Too many authentication failures",
+        "the host hung up before the right key was offered (too many keys)",
+        "name the key by -i/--ssh-identity-file, and set IdentitiesOnly for this host in "
+        "~/.ssh/config",
+    ),
+    (
+        r"Permission denied \([^)]*\)",
+        "the host accepts none of the keys offered ({found})",
+        "`ssh-copy-id {target}`, or name the right key by -i/--ssh-identity-file (or the right "
+        "user in the hostfile: user@host)",
+    ),
+    (
+        r"Could not resolve hostname [^:]*: (.*)",
+        "the name does not resolve ({part})",
+        "correct the name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config",
+    ),
+    (
+        r"port (\d+): Connection refused",
+        "nothing listens for ssh there (port {part}: connection refused)",
+        "start sshd on that host, or name its port by -p/--ssh-port",
+    ),
+    (
+        r"(?i)(?:connection|operation) timed out|no route to host|network is unreachable",
+        "the host cannot be reached ({found})",
+        "check that it is up, that its address is correct, and that no firewall blocks ssh",
+    ),
+    (
+        r"kex_exchange_identification.*|Connection (?:closed|reset) by .*",
+        "the host's sshd hung up ({found})",
+        "see its log for the reason (MaxStartups, AllowUsers, a full disk, not ready yet?): "
+        "`journalctl -u ssh` there",
+    ),
+)
+
+
+def explain(host: Host, by_hand: str, failure: NoAnswer) -> Finding:
+    """Return the finding for a host that did not answer. `by_hand`: the command to log in to it."""
+    check, python = "ssh", sys.executable
+    code, stderr, last_words = failure.exit_code, failure.stderr, failure.last_words
+    if code == SSH_FAILED or "hvdtrain: there is no ssh" in stderr:
+        text, fix = _explain_ssh(host, by_hand, failure)
+    elif code is None:
+        text = f"no answer in time{last_words}"
+        fix = (
+            f"see what hangs: `{by_hand} true` (a login script that waits for input, a file system "
+            "that does not answer?)"
+        )
+    elif code in COMMAND_NOT_FOUND:
+        check = "python"
+        text = f"there is no {python} on this host{last_words}"
+        fix = (
+            "every host needs the same environment at the same path: share the folder, copy it, or "
+            "run launch/setup there in the same place"
+        )
+    elif module := re.search(r"No module named '?(hvdtrain[\w.]*)", stderr):
+        check = "hvdtrain"
+        text = f"{python} is there, but has no {module.group(1)}"
+        fix = (
+            "install the same hvdtrain there (launch/setup in the same place), or share the "
+            "environment's folder"
+        )
+    else:
+        ended = f"a command on this host ended with exit code {code}"
+        text = f"{ended} instead of an answer{last_words}"
+        fix = f"see what `{by_hand} {python} --version` prints"
+    return Finding(check, "fail", host.address, text, fix)
+
+
+def _explain_ssh(host: Host, by_hand: str, failure: NoAnswer) -> tuple[str, str]:
+    """Return problem and fix of the first pattern that matches the output of ssh."""
+    forget = re.search(r"ssh-keygen -f .* -R .*", failure.stderr)
+    values = {
+        "by_hand": by_hand,
+        "target": by_hand.removeprefix("ssh "),
+        "forget": forget.group(0).strip() if forget else f"ssh-keygen -R {host.name}",
+    }
+    for pattern, text, fix in _SSH_FAILURES:
+        if match := re.search(pattern, failure.stderr):
+            values |= {"found": match[0].strip(), "part": match[match.lastindex or 0].strip()}
+            return text.format(**values), fix.format(**values)
+    fix = f"try it by hand until it answers without a question: `{by_hand} true`"
+    return f"ssh failed{failure.last_words}", fix

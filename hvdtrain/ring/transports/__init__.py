@@ -1,16 +1,21 @@
 """The transports between a rank and its two neighbours, interchangeable for the algorithm.
 
-in_process   threads of one process, for tests and for simulating many ranks
-tcp          authenticated sockets, for training, scripts and verify
-mpi          mpi4py on the MPI that Horovod has initialised, for comparative measurements
+Here: their interface, and the ring over threads of one process. Beside it:
+
+tcp   authenticated sockets, for training, scripts and verify
+mpi   mpi4py on the MPI that Horovod has initialised, for comparative measurements
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+
+from hvdtrain.errors import TransportError
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -43,3 +48,57 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the resources of the transport. Safe to call twice."""
+
+
+Channel = queue.SimpleQueue[NDArray[np.uint8]]
+
+
+class InProcessTransport:
+    """One rank of a ring made by `in_process_ring`: messages are copied through queues."""
+
+    def __init__(self, rank: int, size: int, mailboxes: Mapping[tuple[int, int], Channel]) -> None:
+        """`mailboxes`: the incoming queue of each (rank, direction), direction +1 or -1."""
+        self.rank = rank
+        self.size = size
+        self._mailboxes = mailboxes
+
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        direction = -1 if backwards else 1
+        if outgoing.size:
+            receiver = (self.rank + direction) % self.size
+            self._mailboxes[receiver, direction].put(outgoing.view(np.uint8).copy())
+        if meanwhile:
+            meanwhile()
+        if not incoming.size:
+            return
+        sender = (self.rank - direction) % self.size
+        try:
+            message = self._mailboxes[self.rank, direction].get(timeout=DEFAULT_TIMEOUT_S)
+        except queue.Empty:
+            raise TransportError(
+                f"rank {self.rank}: no message from rank {sender} for {DEFAULT_TIMEOUT_S:g} s"
+            ) from None
+        if message.size != incoming.nbytes:
+            raise TransportError(
+                f"rank {self.rank}: rank {sender} sent {message.size} bytes "
+                f"where {incoming.nbytes} were expected"
+            )
+        incoming.view(np.uint8)[:] = message
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def in_process_ring(size: int) -> list[InProcessTransport]:
+    """Return the transports of a ring of `size` ranks, each for one thread."""
+    mailboxes: dict[tuple[int, int], Channel] = {
+        (rank, direction): queue.SimpleQueue() for rank in range(size) for direction in (1, -1)
+    }
+    return [InProcessTransport(rank, size, mailboxes) for rank in range(size)]

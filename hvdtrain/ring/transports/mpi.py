@@ -13,7 +13,7 @@ from hvdtrain.errors import TransportError
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Datatype, Intracomm, Request, Status
+    from mpi4py.MPI import Intracomm, Request, Status
 
 # With two ranks both neighbours are the same rank: the tag separates the two directions.
 TAG, TAG_BACKWARDS = 0, 1
@@ -31,22 +31,15 @@ class MpiTransport:
         Horovod must have initialised MPI (`hvd.init()` under the mpi controller). Raises
         TransportError if it has not, or if MPI lacks MPI_THREAD_MULTIPLE.
         """
-        import mpi4py
-
-        mpi4py.rc.initialize = False  # Horovod initialises and finalises MPI
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI
-
-        if not MPI.Is_initialized():
+        self._mpi = mpi = _import_mpi()
+        if not mpi.Is_initialized():
             raise TransportError("MPI is not initialised: the MPI ring needs the mpi controller")
-        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             raise TransportError(
                 "this MPI runs without MPI_THREAD_MULTIPLE beside Horovod's thread"
             )
-        self._mpi = MPI
-        self._communicator = (communicator or MPI.COMM_WORLD).Dup()
+        self._communicator: Intracomm = (communicator or mpi.COMM_WORLD).Dup()
         self._timeout_s = timeout_s
-        self._open = True
         self.rank = self._communicator.Get_rank()
         self.size = self._communicator.Get_size()
 
@@ -61,19 +54,19 @@ class MpiTransport:
         ahead = -1 if backwards else 1
         receiver, sender = (self.rank + ahead) % self.size, (self.rank - ahead) % self.size
         tag = TAG_BACKWARDS if backwards else TAG
-        statuses = [self._mpi.Status(), self._mpi.Status()]
+        statuses, byte = [self._mpi.Status(), self._mpi.Status()], self._mpi.BYTE
         try:
             arriving = leaving = self._mpi.REQUEST_NULL
             if incoming.size:
-                arriving = self._communicator.Irecv(self._bytes_of(incoming), sender, tag)
+                arriving = self._communicator.Irecv((incoming.view(np.uint8), byte), sender, tag)
             if outgoing.size:
-                leaving = self._communicator.Isend(self._bytes_of(outgoing), receiver, tag)
+                leaving = self._communicator.Isend((outgoing.view(np.uint8), byte), receiver, tag)
             if meanwhile:
                 meanwhile()
             self._finish((arriving, leaving), statuses, (sender, receiver))
         except self._mpi.Exception as error:
             raise TransportError(f"ring: rank {self.rank}: {error}") from error
-        received = statuses[0].Get_count(self._mpi.BYTE) if incoming.size else 0
+        received = statuses[0].Get_count(byte) if incoming.size else 0
         if received != incoming.nbytes:
             raise TransportError(
                 f"ring: rank {sender} sent {received} bytes where {incoming.nbytes} were expected "
@@ -102,9 +95,6 @@ class MpiTransport:
                 )
             time.sleep(PAUSE_S)
 
-    def _bytes_of(self, array: NDArray[Any]) -> tuple[NDArray[np.uint8], Datatype]:
-        return array.view(np.uint8), self._mpi.BYTE
-
     def library_sum(self, values: NDArray[Any]) -> NDArray[Any]:
         """Collective: return the sum by MPI's own all-reduce, in place, for comparison."""
         self._communicator.Allreduce(self._mpi.IN_PLACE, values)
@@ -112,17 +102,20 @@ class MpiTransport:
 
     def close(self) -> None:
         """Collective: free the communicator (MPI requires all ranks to take part)."""
-        if self._open:
-            self._open = False
+        if self._communicator:  # not yet freed
             self._communicator.Free()
 
 
 def library_version() -> str:
     """Return the version string of MPI ("Open MPI v4.1.8, ..."), which need not be initialised."""
+    return str(_import_mpi().Get_library_version())
+
+
+def _import_mpi() -> Any:
+    """Return mpi4py's module, which must not initialise or finalise MPI: Horovod does."""
     import mpi4py
 
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    return MPI.Get_library_version()
+    return MPI

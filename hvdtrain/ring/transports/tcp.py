@@ -1,9 +1,9 @@
 """The ring over TCP sockets: full duplex, authenticated, with timeouts.
 
 Every rank listens, and connects to its right neighbour. Both sides must prove that they have the
-run's token, by HMAC-SHA-256 over new nonces and ranks of both. A recorded or reflected handshake is
-therefore useless. Connections that fail the handshake are closed, and the ring is not affected.
-The payload itself is not encrypted, as in Gloo and MPI.
+run's token, by HMAC-SHA-256 over new nonces and ranks of both, so a recorded or reflected handshake
+is useless. Connections that fail the handshake are closed, and the ring is not affected. The
+payload itself is not encrypted, as in Gloo and MPI.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s")  # magic, sender's rank, receiver's rank, nonce
 MAGIC = b"hvdring1"
-BACKLOG = 128
 MOST_STRANGERS = 32
 ACCEPT_RETRY_S = 0.01
 PATIENCE_S = 1.0  # for an unproven connection, once there are too many of them
@@ -41,11 +40,7 @@ PATIENCE_S = 1.0  # for an unproven connection, once there are too many of them
 
 def listen(host: str) -> socket.socket:
     """Return a listening socket on one interface, at a free port (see `getsockname()`)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(BACKLOG)
-    return listener
+    return socket.create_server((host, 0), backlog=128)
 
 
 class TcpTransport:
@@ -72,16 +67,13 @@ class TcpTransport:
         self._right_rank = (rank + 1) % self.size
         self._left_rank = (rank - 1) % self.size
         deadline = time.monotonic() + timeout_s
-        acceptor = _Acceptor(listener, self._left_rank, rank, token, deadline)
-        try:
+        with closing(_Acceptor(listener, self._left_rank, rank, token, deadline)) as acceptor:
             self._right = self._connect(addresses[self._right_rank], token, deadline)
             try:
                 self._left = acceptor.wait()
             except TransportError:
                 self._right.close()
                 raise
-        finally:
-            acceptor.close()
         for link in (self._right, self._left):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.setblocking(False)
@@ -102,12 +94,18 @@ class TcpTransport:
                 to_send = self._send(target, receiver, to_send)
             meanwhile()
         while to_send or to_fill:
-            waiting = [(source, select.POLLIN)] if to_fill else []
-            waiting += [(target, select.POLLOUT)] if to_send else []
-            ready = self._wait(waiting, sender if to_fill else receiver)
-            if to_fill and ready.get(source.fileno(), 0) & ~select.POLLOUT:
+            poll = select.poll()
+            if to_fill:
+                poll.register(source, select.POLLIN)
+            if to_send:
+                poll.register(target, select.POLLOUT)
+            ready = dict(poll.poll(self._timeout_s * 1000))
+            if not ready:
+                silent = sender if to_fill else receiver
+                raise self._failure(silent, f"was silent for {self._timeout_s:g} s")
+            if source.fileno() in ready:
                 to_fill = self._fill(source, sender, to_fill)
-            if to_send and ready.get(target.fileno(), 0) & ~select.POLLIN:
+            if target.fileno() in ready:
                 to_send = self._send(target, receiver, to_send)
 
     def _send(self, link: socket.socket, neighbour: int, to_send: memoryview) -> memoryview:
@@ -129,16 +127,6 @@ class TcpTransport:
     def close(self) -> None:
         for link in (self._right, self._left):
             link.close()
-
-    def _wait(self, waiting: Sequence[tuple[socket.socket, int]], neighbour: int) -> dict[int, int]:
-        """Return events by descriptor. Raises TransportError, naming `neighbour`, on timeout."""
-        poll = select.poll()
-        for link, event in waiting:
-            poll.register(link, event)
-        ready = dict(poll.poll(self._timeout_s * 1000))
-        if not ready:
-            raise self._failure(neighbour, f"was silent for {self._timeout_s:g} s")
-        return ready
 
     @contextmanager
     def _losing(self, neighbour: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""A trace of the messages of a real run of the algorithm, as a picture and as a table.
+"""Many ranks in one thread, and a trace of their messages as a picture and as a table.
 
-`python -m hvdtrain.ring.trace 3` prints those of docs/ring.md.
+`python -m tests.ring_trace 3` prints those of docs/ring.md.
 """
 
 from __future__ import annotations
@@ -13,16 +13,81 @@ import numpy as np
 
 from hvdtrain.errors import TransportError
 from hvdtrain.ring.algorithm import (
-    Exchange,
-    Exchanges,
-    all_reduce_exchanges,
-    broadcast_exchanges,
+    Transfer,
+    Transfers,
+    all_reduce_transfers,
+    broadcast_transfers,
     flatten,
 )
 from hvdtrain.ring.operations import Array, finish, reduction, split_evenly
 
 MOST_RANKS = 62  # one bit of an int64 per rank
 PHASES = ("reduce-scatter", "all-gather")
+Watch = Callable[[Sequence[Transfer]], object]
+
+
+def run_in_step(positions: Sequence[Transfers], watch: Watch | None = None) -> None:
+    """Run one generator for each position of a ring; position p sends to p + 1.
+
+    `watch` is called at each step with the transfers of all positions, before the messages are
+    delivered. Raises TransportError when the lengths of a message and of its incoming array differ,
+    and ValueError when the generators do not yield the same number of transfers.
+    """
+    with np.errstate(all="ignore"):
+        for transfers in zip(*positions, strict=True):
+            if watch:
+                watch(transfers)
+            _deliver(transfers)
+
+
+def _deliver(transfers: Sequence[Transfer]) -> None:
+    outgoing = transfers[-1].outgoing
+    for position, transfer in enumerate(transfers):
+        if outgoing.size != transfer.incoming.size:
+            raise TransportError(
+                f"position {position} expects {transfer.incoming.size} elements and is sent "
+                f"{outgoing.size}"
+            )
+        transfer.incoming[...] = outgoing
+        outgoing = transfer.outgoing
+    for transfer in transfers:
+        if transfer.meanwhile:
+            transfer.meanwhile()
+
+
+def simulate_all_reduce(
+    values: Sequence[Array], op: str = "sum", watch: Watch | None = None
+) -> list[Array]:
+    """Return the result of `all_reduce` on every rank, in rank order, bit for bit as on real ranks.
+
+    `values`: one array per rank, of the same shape and dtype; not changed.
+    """
+    size = len(values)
+    reduce = reduction(op, values[0].dtype)
+    results = [np.empty(one.shape, one.dtype) for one in values]
+    segments = split_evenly(values[0].size, size)
+
+    def close(total: Array) -> None:
+        finish(op, total, size)
+
+    ranks = [
+        all_reduce_transfers(
+            np.ascontiguousarray(one).reshape(-1), result.reshape(-1), segments, rank, reduce, close
+        )
+        for rank, (one, result) in enumerate(zip(values, results, strict=True))
+    ]
+    run_in_step(ranks, watch)
+    return results
+
+
+def simulate_broadcast(buffers: Sequence[Array], root: int, watch: Watch | None = None) -> None:
+    """Copy the buffer of rank `root` into that of every rank, in place."""
+    size = len(buffers)
+    ranks = [
+        broadcast_transfers(flatten(buffer, "buffer"), (rank - root) % size, size)
+        for rank, buffer in enumerate(buffers)
+    ]
+    run_in_step([ranks[(root + place) % size] for place in range(size)], watch)
 
 
 @dataclass(frozen=True)
@@ -47,12 +112,12 @@ def trace_all_reduce(size: int) -> list[Message]:
         raise ValueError(f"{size} ranks: a trace supports 1 to {MOST_RANKS}")
     messages: list[Message] = []
 
-    def watch(exchanges: Sequence[Exchange]) -> None:
+    def watch(transfers: Sequence[Transfer]) -> None:
         step = len(messages) // size + 1
-        for sender, exchange in enumerate(exchanges):
-            (value,) = exchange.outgoing.tolist()  # one element per segment
+        for sender, transfer in enumerate(transfers):
+            (value,) = transfer.outgoing.tolist()  # one element per segment
             ranks = frozenset(rank for rank in range(size) if value >> rank & 1)
-            segment = _place_of(exchange.outgoing)
+            segment = _place_of(transfer.outgoing)
             messages.append(Message(step, sender, (sender + 1) % size, segment, ranks))
 
     simulate_all_reduce([np.full(size, 1 << rank, np.int64) for rank in range(size)], watch=watch)
@@ -121,70 +186,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-Watch = Callable[[Sequence[Exchange]], object]
-
-
-def run_in_step(positions: Sequence[Exchanges], watch: Watch | None = None) -> None:
-    """Run one generator for each position of a ring; position p sends to p + 1.
-
-    `watch` is called at each step with the exchanges of all positions, before the messages are
-    delivered. Raises TransportError when the lengths of a message and of its incoming array differ,
-    and ValueError when the generators do not yield the same number of exchanges.
-    """
-    with np.errstate(all="ignore"):
-        for exchanges in zip(*positions, strict=True):
-            if watch:
-                watch(exchanges)
-            _deliver(exchanges)
-
-
-def _deliver(exchanges: Sequence[Exchange]) -> None:
-    outgoing = exchanges[-1].outgoing
-    for position, exchange in enumerate(exchanges):
-        if outgoing.size != exchange.incoming.size:
-            raise TransportError(
-                f"position {position} expects {exchange.incoming.size} elements and is sent "
-                f"{outgoing.size}"
-            )
-        exchange.incoming[...] = outgoing
-        outgoing = exchange.outgoing
-    for exchange in exchanges:
-        if exchange.meanwhile:
-            exchange.meanwhile()
-
-
-def simulate_all_reduce(
-    values: Sequence[Array], op: str = "sum", watch: Watch | None = None
-) -> list[Array]:
-    """Return the result of `all_reduce` on every rank, in rank order, bit for bit as on real ranks.
-
-    `values`: one array per rank, of the same shape and dtype; not changed.
-    """
-    size = len(values)
-    reduce = reduction(op, values[0].dtype)
-    results = [np.empty(one.shape, one.dtype) for one in values]
-    segments = split_evenly(values[0].size, size)
-
-    def close(total: Array) -> None:
-        finish(op, total, size)
-
-    ranks = [
-        all_reduce_exchanges(
-            np.ascontiguousarray(one).reshape(-1), result.reshape(-1), segments, rank, reduce, close
-        )
-        for rank, (one, result) in enumerate(zip(values, results, strict=True))
-    ]
-    run_in_step(ranks, watch)
-    return results
-
-
-def simulate_broadcast(buffers: Sequence[Array], root: int, watch: Watch | None = None) -> None:
-    """Copy the buffer of rank `root` into that of every rank, in place."""
-    size = len(buffers)
-    ranks = [
-        broadcast_exchanges(flatten(buffer, "buffer"), (rank - root) % size, size)
-        for rank, buffer in enumerate(buffers)
-    ]
-    run_in_step([ranks[(root + place) % size] for place in range(size)], watch)

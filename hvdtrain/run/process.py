@@ -1,0 +1,66 @@
+"""The process of a worker: memory kept between steps, and an end with one report of a failure."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from hvdtrain.errors import EXIT_FAILED, HvdtrainError
+from hvdtrain.log import complain
+from hvdtrain.topology import Topology
+
+# horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
+# ranks with the same failure are ended before they print it again.
+GRACE_S = 2.0
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h, described in mallopt(3)
+NEVER, NONE = -1, 0
+CHOSEN_BY_USER = (
+    *("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
+    *("MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
+)
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed memory for the next step; return whether that was possible.
+
+    A training step frees its activations and gradients, and the next allocates as much. glibc
+    returns large blocks, and the free end of its heap, to the kernel, which must then clear and map
+    every page again. With this setting the process keeps its peak memory until it ends. Nothing is
+    changed if the user has set glibc's own variables, or with another C library.
+    """
+    if any(name in os.environ for name in CHOSEN_BY_USER):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(mallopt and mallopt(M_TRIM_THRESHOLD, NEVER) and mallopt(M_MMAP_MAX, NONE))
+
+
+def report_failure(error: Exception, topology: Topology) -> int:
+    """Print the error, with a traceback unless it is an HvdtrainError; return the exit code.
+
+    Ranks other than 0 wait for GRACE_S first, so that a failure of all ranks is printed once.
+    """
+    if topology.rank > 0:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+        time.sleep(GRACE_S)
+    place = f" on {topology.place}" if topology.size > 1 else ""
+    if isinstance(error, HvdtrainError):
+        complain(f"hvdtrain: error{place}: {error}")
+        return error.exit_code
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")
+    return EXIT_FAILED
+
+
+def leave_at_once(exit_code: int) -> None:
+    """End the process without exit handlers: Horovod's and MPI's would wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
