@@ -90,7 +90,7 @@ def test_taken_slots_add_up(hosts: list[Host], np: int) -> None:
     """Fails when the slots that are taken are not np, or not those of the first hosts."""
     total = sum(host.slots for host in hosts)
     if np > total:
-        with pytest.raises(UsageError, match=f"-np {np}: the hosts have {total} slot"):
+        with pytest.raises(UsageError, match=f"-np {np}: the hosts have {total:,} slot"):
             take_slots(hosts, np)
         return
     taken = take_slots(hosts, np)

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import algorithm, all_reduce
-from hvdtrain.ring.algorithm import Exchange
+from hvdtrain.ring.algorithm import Transfer
 from tests.ring_trace import (
     draw_picture,
     draw_table,
@@ -60,9 +60,9 @@ def test_a_simulated_message_that_does_not_fit_is_refused() -> None:
     """Fails if ranks that disagree on lengths are simulated as if nothing were wrong."""
     short, long = np.zeros(2), np.zeros(3)
     with pytest.raises(TransportError, match="expects 2 elements and is sent 3"):
-        run_in_step([iter([Exchange(long, short)]), iter([Exchange(long, short)])])
+        run_in_step([iter([Transfer(long, short)]), iter([Transfer(long, short)])])
     with pytest.raises(ValueError, match="shorter"):
-        run_in_step([iter([Exchange(short, short)]), iter([])])
+        run_in_step([iter([Transfer(short, short)]), iter([])])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
