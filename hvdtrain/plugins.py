@@ -16,6 +16,7 @@ from typing import Any
 
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 
+KINDS = ("imagefolder", "synthetic")  # of built-in data, as in imagefolder:DIR
 PACKAGE = Path(__file__).parent
 LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
 
@@ -24,7 +25,7 @@ def is_plugin(name: str) -> bool:
     """Return whether `name` has the form `module:callable` rather than `kind:details`."""
     module_name, colon, attribute = name.partition(":")
     parts = [*module_name.split("."), attribute]
-    return bool(colon) and all(part.isidentifier() for part in parts)
+    return bool(colon) and module_name not in KINDS and all(part.isidentifier() for part in parts)
 
 
 def import_callable(flag: str, name: str) -> Callable[..., Any]:

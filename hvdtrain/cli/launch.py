@@ -54,6 +54,7 @@ Hosts are those of -H or --hostfile, else those of Slurm or the MPI Operator, el
 """
 WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
 SECONDS = "must be a number of seconds above 0"
+OWN_COMMANDS = ("train", "verify", "bench")  # those that run on every worker
 BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_batch_size")
 
 
@@ -156,28 +157,29 @@ def _worker_commands(
     command: list[str], config: TrainConfig | None, workers: int
 ) -> tuple[list[str], list[str]]:
     """Return the first command and that of restarts."""
+    own = [sys.executable, "-m", "hvdtrain.cli"] if command[0] in OWN_COMMANDS else []
+    first, flags = [*own, *command], command[1:]
     if config is None:
-        return command, command
-    train = [sys.executable, "-m", "hvdtrain.cli", "train"]
-    flags = command[1:]
+        return first, first
     # The global batch stays on any number of workers; a run to resume has its own.
     if config.batch.batch_size is not None and not _holds_run(config):
         batch = str(config.batch.resolve(workers))
         flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
-    return [*train, *command[1:]], [*train, *flags, "--resume", "auto"]
+    return first, [*own, "train", *flags, "--resume", "auto"]
 
 
 def _read_command(words: list[str]) -> list[str]:
     """Return the command after `--`; `hvdtrain train` is `train`, as typed without `launch`."""
     command = words[1:] if words[:1] == ["--"] else [*words]
-    return command[1:] if command[:2] == ["hvdtrain", "train"] else command
+    is_own = command[:1] == ["hvdtrain"] and command[1:2] and command[1] in OWN_COMMANDS
+    return command[1:] if is_own else command
 
 
 def _check_command(command: list[str]) -> list[str]:
     if not command:
         return ["nothing to launch: give `-- train ...` or `-- python SCRIPT ...`"]
     name = command[0]
-    if name == "train" or shutil.which(name, path=search_path(os.environ)):
+    if name in OWN_COMMANDS or shutil.which(name, path=search_path(os.environ)):
         return []
     if Path(name).suffix == ".py":
         return [f"{name}: is not a command; launch a Python script with `-- python {name} ...`"]

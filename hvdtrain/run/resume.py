@@ -94,7 +94,10 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
     state = found.resumed.state if found else None
     if state is None:
         return
-    old, new = state["data"], source.fingerprints
+    old, new = state.get("data"), source.fingerprints
+    if not old:
+        say("resume: the checkpoint of an earlier version has no record of its data to compare")
+        return
     if len(old) != len(new):
         problems = [f"parts of {len(old)} hosts then, of {len(new)} now"]
     else:

@@ -68,11 +68,13 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     Trainable parameters, optimizer state, the moving average and running statistics must be; frozen
     parameters and other buffers may hold infinities (for example, a mask).
     """
-    names = state["parameters"]  # in the order of the optimizer
-    trainable = sorted(set(names) - set(state["frozen"]))
+    buffers = state["ranks"][0]["buffers"]
+    # In the order of the optimizer; checkpoints of earlier versions do not name them.
+    names = state.get("parameters") or [name for name in state["model"] if name not in buffers]
+    trainable = sorted(set(names) - set(state.get("frozen", ())))
     tensors = {f"the parameter {name}": state["model"][name] for name in trainable}
     for number, held in state["optimizer"]["state"].items():
-        own = names[number]
+        own = names[number] if number < len(names) else f"parameter {number}"
         tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
     if average := state["update"]["average"]:
         tensors |= {

@@ -54,7 +54,7 @@ def rank_terms(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(op=OPS, terms=rank_terms(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_honest_values_lie_within_the_bound(op: str, terms: np.ndarray, seed: int) -> None:
     """Fails if the bound forgets a rounding, whatever the order of summation."""
     order = np.random.default_rng(seed).permutation(len(terms))
@@ -62,7 +62,7 @@ def test_honest_values_lie_within_the_bound(op: str, terms: np.ndarray, seed: in
 
 
 @given(op=OPS, terms=rank_terms(), where=st.integers(0, 19), sign=st.sampled_from([-1, 1]))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_an_error_of_eight_bounds_is_found(
     op: str, terms: np.ndarray, where: int, sign: int
 ) -> None:
@@ -154,7 +154,7 @@ def extreme_terms(draw: st.DrawFn) -> tuple[np.ndarray, bool]:
 
 
 @given(op=OPS, drawn=extreme_terms(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_honest_overflows_pass(op: str, drawn: tuple[np.ndarray, bool], seed: int) -> None:
     """Fails if an order in which finite terms overflow, to one side or to both, or beside an
     infinite term, is taken for a fault: also if only rounding takes them past the largest number.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,9 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hvdtrain
 from hvdtrain.config.options import train_options
+from tests.unit.commands import command, environment, run
 
-ROOT = Path(hvdtrain.__file__).parents[1]
-CALL = "import sys; from hvdtrain.cli import main; sys.exit(main())"
 TINY = ("--max-steps", "3", "--global-batch-size", "32", "--log-interval", "2")
 PLUGIN = """
 from torch import nn
@@ -38,28 +36,6 @@ class Net(nn.Module):
 """
 
 
-def environment() -> dict[str, str]:
-    """This one, without what a launcher leaves to its workers."""
-    launched = ("HOROVOD_", "OMPI_", "PMIX_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(launched)}
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", CALL, *arguments]
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def read_tree(root: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
@@ -72,9 +48,11 @@ def read_summary(folder: Path) -> dict:
 def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a tiny run."""
     folder = tmp_path_factory.mktemp("first")
-    done = run(folder, "train", *TINY, "--output", "out")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    first = command("train", *TINY, "--output", "out")
+    done = subprocess.run(
+        first, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
     return folder / "out" / "lenet-digits"
 
 

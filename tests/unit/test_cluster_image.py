@@ -124,7 +124,7 @@ def test_every_input_of_the_image_reaches_the_engine() -> None:
 def test_the_image_trains_the_quickstart() -> None:
     """Fails when launch/quickstart and the image's command are no longer the same experiment."""
     script = (ROOT / "launch" / "quickstart").read_text().replace("\\\n", " ")
-    (line,) = re.findall(r"hvdtrain train (.+) --experiment", script)
+    (line,) = re.findall(r"hvdtrain launch (.+) --experiment", script)
     command = re.sub(r'[",\[\]\\\s]+', " ", DOCKERFILE.partition("\nCMD ")[2])
     assert " ".join(line.split()) in command
 

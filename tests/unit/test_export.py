@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,31 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import hvdtrain
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.weights.export import export
-
-ROOT = Path(hvdtrain.__file__).parents[1]
-# As on a machine where neither is installed.
-CALL = (
-    "import sys; sys.modules.update(dict.fromkeys(('horovod', 'mpi4py')))\n"
-    "from hvdtrain.cli import main; sys.exit(main())"
-)
+from tests.unit.commands import run as run_command
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`hvdtrain export` as a user starts it, without Horovod and MPI."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
-    return subprocess.run(
-        [sys.executable, "-c", CALL, "export", *arguments],
-        cwd=folder,
-        env=kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    """Run `hvdtrain export` as on a machine without Horovod and MPI."""
+    return run_command(folder, "export", *arguments, absent=("horovod", "mpi4py"))
 
 
 @pytest.fixture

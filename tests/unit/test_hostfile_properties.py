@@ -14,7 +14,7 @@ from hvdtrain.launcher.hosts import MOST_SLOTS, Host, parse_host_list, read_host
 
 # One tmp_path for all examples is meant: each example writes the file anew.
 EXAMPLES = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 # Round trips: hosts that are written in any dialect come back as they were.

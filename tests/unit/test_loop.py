@@ -78,33 +78,34 @@ def timeless(snapshot: Snapshot | None) -> dict[str, Any]:
     return snapshot.state | {"meter": meter, "weights": snapshot.weights}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_run_stopped_anywhere_ends_with_the_same_bits(undisturbed: Ran, cut: int) -> None:
+@pytest.fixture(scope="module", params=CUTS)
+def stopped(request: pytest.FixtureRequest) -> tuple[Ran, dict[str, Any], Ran]:
+    """Return a run that was stopped, its state from the disk, and the run resumed from it."""
+    first = run_job(new_job(), SINGLE, stop_at=request.param)
+    state = stored(first.snapshot)
+    return first, state, run_job(new_job(), SINGLE, state=copy.deepcopy(state))
+
+
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(undisturbed: Ran, stopped) -> None:
     """Fails when parameters, momentum, average, buffers, random numbers or sums differ."""
-    first = run_job(new_job(), SINGLE, stop_at=cut)
+    first, _, second = stopped
     assert first.outcome is None
-    second = run_job(new_job(), SINGLE, state=stored(first.snapshot))
     assert second.snapshot is not None and undisturbed.snapshot is not None
     assert second.snapshot.params_sha256 == undisturbed.snapshot.params_sha256
     same = equal(timeless(second.snapshot), timeless(undisturbed.snapshot))
     assert same
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_run_stopped_anywhere_reports_the_same(undisturbed: Ran, cut: int) -> None:
+def test_a_run_stopped_anywhere_reports_the_same(undisturbed: Ran, stopped) -> None:
     """Fails when a record or an evaluation of a resumed run is another, missing or there twice."""
-    first = run_job(new_job(), SINGLE, stop_at=cut)
-    state = stored(first.snapshot)
-    second = run_job(new_job(), SINGLE, state=state)
+    first, state, second = stopped
     told = first.recording.up_to(state["step"]) + second.recording.told
     assert told == undisturbed.recording.told
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_run_stopped_anywhere_has_the_same_outcome(undisturbed: Ran, cut: int) -> None:
-    """Fails when the summary of a resumed run would tell another loss, accuracy or length."""
-    state = stored(run_job(new_job(), SINGLE, stop_at=cut).snapshot)
-    second = run_job(new_job(), SINGLE, state=state)
+def test_a_run_stopped_anywhere_has_the_same_outcome(undisturbed: Ran, stopped) -> None:
+    """Fails when the summary of a resumed run has another loss, accuracy or length."""
+    _, _, second = stopped
     assert second.outcome is not None and undisturbed.outcome is not None
     assert second.outcome.evaluation == undisturbed.outcome.evaluation
     ends = [without_times(ran.outcome.totals) for ran in (second, undisturbed)]

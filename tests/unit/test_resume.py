@@ -24,7 +24,8 @@ from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.resume import Resumable, find_resumable, refuse_changed_data
 from hvdtrain.run.tasks import find_source
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
-from tests.unit.test_cli import command, environment, read_summary, read_tree
+from tests.unit.commands import command, environment
+from tests.unit.test_cli import read_summary, read_tree
 
 NAME = "lenet-digits"
 OPTIONS: dict[str, Any] = {

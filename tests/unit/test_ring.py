@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import Transport, all_gather, all_reduce, gamma, reduce_scatter, split_evenly
-from tests.rings import LONG, lengths_for, rank_data, run_in_process, run_tcp_ring
+from tests.rings import LONG, LONGEST, lengths_for, rank_data, run_in_process, run_tcp_ring
 
-RANKS = range(1, 10)
+RANKS = (1, 2, 3, 4, 5, 8, 9)
 TRANSPORTS = {"in_process": run_in_process, "tcp": run_tcp_ring}
 
 
@@ -148,4 +148,4 @@ def test_a_message_of_the_wrong_length_is_refused() -> None:
 
 def test_the_long_length_divides_by_no_rank_count() -> None:
     """Fails if the long test length stops being an uneven one for some N."""
-    assert all(LONG % size for size in RANKS if size > 1)
+    assert all(LONG % size and LONGEST % size for size in RANKS if size > 1)

@@ -58,7 +58,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @given(rows=terms(INTEGERS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_integers_are_exact_for_every_operation(rows: np.ndarray) -> None:
     """Fails if sum (modulo overflow), truncated average, min or max is off by one anywhere."""
     total = rows.sum(axis=0, dtype=rows.dtype)
@@ -75,7 +75,7 @@ def test_integers_are_exact_for_every_operation(rows: np.ndarray) -> None:
 
 
 @given(rows=terms(FLOATS, finite=True))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_float_sums_and_averages_are_within_the_bound(rows: np.ndarray) -> None:
     """Fails if an exact sum is further away than N - 1 roundings, or an average than the audit's
     bound; or if ranks end with different bits.
@@ -98,7 +98,7 @@ def test_float_sums_and_averages_are_within_the_bound(rows: np.ndarray) -> None:
     place=st.integers(0, 19),
     sign=st.sampled_from([-1, 1]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_an_error_of_eight_bounds_in_a_ring_average_is_found(
     rows: np.ndarray, place: int, sign: int
 ) -> None:
@@ -119,7 +119,7 @@ def _ratios(rows: np.ndarray, average: np.ndarray) -> np.ndarray:
 
 
 @given(rows=terms(FLOATS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_min_and_max_are_exact_and_hand_on_nan(rows: np.ndarray) -> None:
     """Fails if a rounded value comes out, or if a NaN of any one rank gets lost."""
     for op, expected in (("min", rows.min(axis=0)), ("max", rows.max(axis=0))):
@@ -129,7 +129,7 @@ def test_min_and_max_are_exact_and_hand_on_nan(rows: np.ndarray) -> None:
 
 
 @given(rows=terms(FLOATS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_infinities_and_nan_come_out_of_sums(rows: np.ndarray) -> None:
     """Fails if a sum of values that are not finite ends finite, or warns."""
     with np.errstate(all="ignore"):

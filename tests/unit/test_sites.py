@@ -146,7 +146,7 @@ def test_slurm_reads_back(groups: list[tuple[int, int, int, int]]) -> None:
     assert slurm(",".join(packed), TASKS_PER_NODE=",".join(tasks)) == expected
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(
     nodes=st.text(max_size=60) | st.text("ab[]-,019x(", min_size=1, max_size=30),
     tasks=st.text("0129x(),", max_size=12) | st.text(max_size=12),

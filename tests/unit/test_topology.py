@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
-from tests.unit.test_cli import TINY, environment, run
+from tests.unit.commands import run, run_code
+from tests.unit.test_cli import TINY
 
 INSTEAD = "`horovodrun -np 3 ...` or `hvdtrain launch -np 3 -- ...`"
 TORCHRUN = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1"}
@@ -118,14 +117,7 @@ def test_scripts_are_refused(code: str, tmp_path: Path) -> None:
     with a traceback or another exit code than 2.
     """
     code = f"import torch; FILE = {str(tmp_path / 'meeting')!r}\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment() | HYDRA,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_code(code, tmp_path, variables=HYDRA)
     assert done.returncode == 2, done.stderr
     message = "hvdtrain: error at <string>:"
     assert done.stderr.startswith(message), done.stderr

@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-import hvdtrain as package
 from hvdtrain.errors import UsageError
 from hvdtrain.run.trained import _format_of
+from tests.unit.commands import ROOT
+from tests.unit.commands import run as run_command
 from tests.unit.folders import make_class, make_folder, pixels
 
-ROOT = Path(package.__file__).parents[1]
 NETWORK = ("--model", "tests.unit.jobs:with_batch_norm")  # of the run `cats`
-# As where hvdtrain is installed without Horovod: importing either is an ImportError.
-WITHOUT_HOROVOD = (
-    "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; "
-    "from hvdtrain.cli import main; sys.exit(main())"
-)
 
 
 def hvdtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-c", WITHOUT_HOROVOD, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    """Run it as where it is installed without Horovod: importing either is an ImportError."""
+    return run_command(Path.cwd(), *arguments, absent=("horovod", "mpi4py"))
 
 
 @pytest.fixture(scope="module")

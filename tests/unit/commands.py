@@ -1,0 +1,120 @@
+"""`hvdtrain` in processes of their own, forked from one that has imported torch already.
+
+A start takes a tenth of a second instead of three. Each pytest process has one such server:
+
+    pytest --request, a line of JSON--> server --fork--> process with its own folder and output
+           <--pid, then exit code------        <--exit--
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import hvdtrain
+
+ROOT = Path(hvdtrain.__file__).parents[1]
+LAUNCHED = ("HOROVOD_", "OMPI_", "PMIX_")  # what a launcher leaves to its workers
+CALL = "import sys; from hvdtrain.cli import main; sys.exit(main())"
+SERVER = """
+import json, os, sys, warnings
+import PIL.Image, sklearn.datasets, tensorboard.summary.writer.event_file_writer
+import hvdtrain.run.trained, hvdtrain.run.training, hvdtrain.train.loop, hvdtrain.weights.export
+from hvdtrain.data.builtin import import_torchvision
+import_torchvision()
+for line in sys.stdin:
+    request = json.loads(line)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        break
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number, name in enumerate([os.devnull, *request["files"]]):
+    os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)
+os.chdir(request["folder"])
+os.environ.clear()
+os.environ.update(request["environment"])
+sys.modules.update(dict.fromkeys(request["absent"]))
+warnings.simplefilter("error", UserWarning)
+sys.argv = ["-c", *request["arguments"]]
+exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
+"""
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, without what a launcher leaves to its workers."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHED)}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the command line of a process that is started as usual."""
+    return [sys.executable, "-c", CALL, *map(str, arguments)]
+
+
+def run(
+    folder: Path,
+    *arguments: object,
+    absent: tuple[str, ...] = (),
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `hvdtrain ARGUMENTS` in `folder`, without the modules in `absent`."""
+    return run_code(CALL, folder, *arguments, absent=absent, variables=variables)
+
+
+def run_code(
+    code: str,
+    folder: Path,
+    *arguments: object,
+    absent: tuple[str, ...] = (),
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = 100,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGUMENTS` in `folder`, without the modules in `absent`."""
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place, name) for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
+        request = {
+            "code": code,
+            "arguments": words,
+            "folder": str(folder),
+            "files": [str(file) for file in files],
+            "environment": environment() | dict(variables or {}),
+            "absent": absent,
+        }
+        code = _ask(json.dumps(request), timeout_s)
+        out, err = (file.read_text(errors="replace") for file in files)
+    return subprocess.CompletedProcess(["-c", *words], code, out, err)
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    python = [sys.executable, "-c", SERVER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(python, text=True, cwd="/", env=environment(), bufsize=1, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def _ask(request: str, timeout_s: float) -> int:
+    server = _server()
+    server.stdin.write(request + "\n")
+    child = int(server.stdout.readline())
+    with selectors.DefaultSelector() as selector:
+        selector.register(server.stdout, selectors.EVENT_READ)
+        if not selector.select(timeout_s):
+            os.kill(child, signal.SIGKILL)
+            server.stdout.readline()
+            raise AssertionError(f"no end after {timeout_s} s: {request}")
+    return int(server.stdout.readline())
