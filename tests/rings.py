@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -57,10 +58,17 @@ def special_data(rank: int, length: int, dtype: Any) -> np.ndarray:
 def run_in_process(size: int, work: Callable[[Transport], Result]) -> list[Result]:
     """Run `work` for each rank of an in-process ring, in threads; the results in rank order.
 
-    Raises the exception of the lowest rank that failed.
+    Raises the exception of the lowest rank that failed. Threads that hand on to one another are
+    several times faster on one core.
     """
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, in_process_ring(size)))
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(work, in_process_ring(size)))
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def run_tcp_ring(size: int, work: Callable[[Transport], Any], token: bytes = TOKEN) -> list[Any]:

@@ -31,7 +31,7 @@ BAD_INPUT = {
     ),
     "unknown model": (["--model=lenett"], ["--model=lenett: unknown; close are lenet"]),
     "unknown data": (["--data=digit"], ["--data=digit: unknown; choose from digits"]),
-    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown; choose from"]),
+    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown; close are sgd; choose from"]),
     "missing data": (
         ["--data=fashion-mnist", "--data-dir=/nowhere"],
         ["rank 0: --data=fashion-mnist: its files are not in /nowhere, and cannot be downloaded"],
@@ -52,7 +52,7 @@ def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     for text in expected:
         assert finished.output.count(text) == 1, finished.output
     assert finished.output.count("hvdtrain: error") == 1, finished.output
-    assert "Traceback" not in finished.output  # no traceback through our code
+    assert "/hvdtrain/cli/" not in finished.output  # no traceback through our code
     assert not (tmp_path / "runs").exists()
 
 

@@ -90,7 +90,7 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     flags = [*FLAGS, *data, "--global-batch-size", "4", "--output", str(tmp_path / "runs")]
     finished = run([*command, *hvdtrain("train", *flags)], timeout_s=100)
     assert finished.exit_code != 0
-    assert re.search(r"without \['dog'\], and with \['wolf'\]", finished.output)
+    assert re.search(r"lacks \['dog'\], and also has \['wolf'\]", finished.output)
     assert not (tmp_path / "runs").exists()
 
 

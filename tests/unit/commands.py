@@ -25,11 +25,12 @@ ROOT = Path(hvdtrain.__file__).parents[1]
 LAUNCHED = ("HOROVOD_", "OMPI_", "PMIX_")  # what a launcher leaves to its workers
 CALL = "import sys; from hvdtrain.cli import main; sys.exit(main())"
 SERVER = """
-import json, os, sys, warnings
+import atexit, gc, json, os, sys, threading, warnings
 import PIL.Image, sklearn.datasets, tensorboard.summary.writer.event_file_writer
 import hvdtrain.run.trained, hvdtrain.run.training, hvdtrain.train.loop, hvdtrain.weights.export
 from hvdtrain.data.builtin import import_torchvision
 import_torchvision()
+gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
     sys.stdout.flush()
@@ -48,7 +49,22 @@ os.environ.update(request["environment"])
 sys.modules.update(dict.fromkeys(request["absent"]))
 warnings.simplefilter("error", UserWarning)
 sys.argv = ["-c", *request["arguments"]]
-exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
+code = 0
+try:
+    exec(compile(request["code"], "<string>", "exec"), {"__name__": "__main__"})
+except SystemExit as ended:
+    code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    if code and not isinstance(ended.code, int):
+        print(ended.code, file=sys.stderr)
+except BaseException:
+    code = 1
+    sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as for -c
+    sys.excepthook(*sys.exc_info())
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)  # at once: to take all modules apart would last a second
 """
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.utils.data import _utils as loading
+
+loading.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that torch waits for a stuck reader, in place of 5
 
 
 @pytest.fixture

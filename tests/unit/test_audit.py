@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +22,7 @@ from hvdtrain.exchange import AVERAGE, SUM, Reduction
 from hvdtrain.ring import Transport, split_evenly
 from hvdtrain.ring.orders import OPEN_MPI_RING
 from tests.rings import run_in_process
+from tests.unit.commands import run_code
 
 SHAPES = {"weight": (4, 5), "bias": (4,), "scale": (), "unused": (3,)}
 Fault = Callable[[int, dict[str, torch.Tensor]], None]
@@ -521,7 +520,6 @@ model(torch.ones(1, 3)).sum().backward()
 @pytest.mark.parametrize(("end", "warns"), [("", True), ("raise SystemError", False)])
 def test_the_warning_comes_at_exit(end: str, warns: bool) -> None:
     """Fails if the end of a process says nothing, or says it below the error that broke it off."""
-    command = [sys.executable, "-c", IDLE + end]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_code(IDLE + end, Path.cwd())
     assert (f"hvdtrain: warning: {NEVER_CALLED}\n" in ended.stderr) == warns, ended.stderr
     assert ended.returncode == (0 if warns else 1)

@@ -119,6 +119,16 @@ def test_hosts_of_slurm(monkeypatch) -> None:
     ]
 
 
+@pytest.mark.parametrize("word", [[], ["hvdtrain"]])
+@pytest.mark.parametrize("name", ["verify", "bench"])
+def test_commands_that_run_on_workers(name: str, word: list[str]) -> None:
+    """Fails when they are looked up on PATH, restarted with a flag of `train`, or get a run."""
+    launch = read("-np", "2", "--restarts=1", "--", *word, name, "--json=x")
+    expected = [sys.executable, "-m", "hvdtrain.cli", name, "--json=x"]
+    assert launch.plan.command == launch.plan.restarted == expected
+    assert launch.config is None
+
+
 @pytest.mark.parametrize(
     ("flags", "folder"),
     [
@@ -193,7 +203,7 @@ def test_hvdtrain_train_is_train() -> None:
         ["python", "script.py", "--batch-size", "8", "--resume", "auto", "-np", "9"],
         ["python", "-c", "print(1)", "--", "--np", "3", "--", "x"],
         ["python", "script.py", "--restarts=7", "--dry-run", "--log-dir", "x", "--help"],
-        ["hvdtrain", "verify", "--full"],
+        ["hvdtrain", "plan", "--full"],
         [sys.executable, "-m", "train"],
         ["python", "train"],
         ["sh", "-c", 'exec python x.py "$@"', "", "a b"],

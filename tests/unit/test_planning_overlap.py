@@ -90,7 +90,7 @@ def test_fusion_takes_neighbours(limit: int, buffers: list[int]) -> None:
 ROWS = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 100)), min_size=1, max_size=12)
 
 
-@UNHURRIED
+@settings(UNHURRIED, max_examples=30)
 @given(
     rows=ROWS,
     cycle=st.sampled_from([0.0, 0.3, 5.0]),

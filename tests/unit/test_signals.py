@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from hvdtrain.errors import Stopped
 from hvdtrain.run import stop as signals
 from hvdtrain.run.stop import SIGNALS, StopSignals
 from hvdtrain.topology import Topology
+from tests.unit.commands import run_code
 
 
 def watchers() -> list[threading.Thread]:
@@ -94,7 +93,6 @@ def test_signals_that_come_together_are_one(together_s: float, code: int) -> Non
     signal instead of saving, or when one that comes later does not end the process at once.
     """
     stuck_s = 0.5 if code == 5 else 60.0
-    command = [sys.executable, "-c", TWICE, str(together_s), str(stuck_s)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = run_code(TWICE, Path.cwd(), together_s, stuck_s)
     assert done.returncode == code, done.stderr
     assert code == 143 or done.stdout == "saves after SIGTERM\n"

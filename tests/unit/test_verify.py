@@ -18,7 +18,7 @@ from hvdtrain.ring import Transport, all_reduce, broadcast, split_evenly
 from hvdtrain.ring.bound import sum_error_bound
 from tests.rings import run_in_process
 
-SIZES = (0, 4, 260)
+SIZES = (0, 4, 52, 1028)
 Spoil = Callable[[Case, Tensors, int, int], Tensors]  # (case, results, step, rank)
 
 
@@ -85,6 +85,7 @@ def verify(
     fault: str | None = None,
     spoil: Spoil | None = None,
     claimed: bool = True,
+    sizes: tuple[int, ...] = SIZES,
 ) -> list[Result]:
     """Rank 0's results; every rank must have come to the same."""
 
@@ -94,7 +95,7 @@ def verify(
             runner = FaultyRunner(RingCollectives(transport), fault, transport, seed=4)
         if spoil:
             runner = Spoiled(runner, transport.rank, spoil)
-        cases = plan_cases(operations, dtypes, SIZES, size)
+        cases = plan_cases(operations, dtypes, sizes, size)
         return list(run_cases(cases, runner, transport, 0, lambda case: claimed))
 
     by_rank = run_in_process(size, work)
@@ -135,7 +136,7 @@ def test_every_fault_is_found_where_it_means_something(fault: str) -> None:
     a value that float16 can hold.
     """
     operations, dtypes = FOUND_IN[fault]
-    results = verify(3, fault=fault)
+    results = verify(3, fault=fault, sizes=(0, 260))
     for result in results:
         assert result.ok or result.spoiled, explain(result, 0)
     found = {(r.case.operation.name, r.case.dtype) for r in results if not r.ok}
