@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
@@ -109,6 +110,7 @@ def find_controller(wanted: str) -> str:
     raise UsageError(f"--controller=mpi: {found}; use --controller gloo")
 
 
+@cache
 def is_open_mpi(mpirun: str) -> bool:
     """Return whether it is Open MPI 4, the version that horovodrun's options fit."""
     command = [mpirun, "--version"]

@@ -27,8 +27,9 @@ from hvdtrain.lab.charts import GREY, PALETTE, new_figure
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
 SIZES = (1, 2, 4)
+EPOCHS = 4
 EXPERIMENT = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64"]
-EXPERIMENT += ["--opt", "sgd", "--lr", "0.05", "--epochs", "6", "--log-interval", "1"]
+EXPERIMENT += ["--opt", "sgd", "--lr", "0.05", "--epochs", str(EPOCHS), "--log-interval", "1"]
 BATCH = 50  # not divisible by 4: shares are uneven
 MARGIN = 0.02
 
@@ -44,9 +45,9 @@ def launch(size: int, folder: Path, *flags: str) -> str:
 def losses(folder: Path) -> tuple[list[float], list[float]]:
     """Return epochs and losses of the logged steps of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "lr" in line and "loss" in line]
-    seen = [line["samples_seen"] for line in steps]
-    return [count / seen[-1] * 6 for count in seen], [line["loss"] for line in steps]
+    steps = [line for line in lines if line["kind"] == "step"]
+    last = steps[-1]["step"]
+    return [EPOCHS * line["step"] / last for line in steps], [line["train_loss"] for line in steps]
 
 
 def draw_promise(folder: Path) -> None:
@@ -62,7 +63,7 @@ def draw_promise(folder: Path) -> None:
             run = folder / f"{flag.strip('-')}-{size}"
             launch(size, run, flag, str(BATCH))
             epochs, values = losses(run)
-            width = 6 - 2.4 * index  # equal curves stay visible under one another
+            width = 5 - 2 * index  # equal curves stay visible under one another
             name = f"{size} worker{'s' * (size > 1)}"
             axes.semilogy(epochs, values, color=PALETTE[index], linewidth=width, label=name)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -146,7 +147,7 @@ def draw_terminal(folder: Path) -> None:
     """Draw the output of a job as it looks on a terminal."""
     flags = ["--global-batch-size", "64", "--audit-every", "10", "--log-interval", "40"]
     lines = launch(2, folder / "lenet-digits", *flags).replace(f"{folder}", "runs").splitlines()
-    console = Console(record=True, width=118, file=io.StringIO())
+    console = Console(record=True, width=128, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(["$ hvdtrain launch -np 2 -- train", *lines])))
     console.save_svg(str(PICTURES / "terminal.svg"), title="hvdtrain launch")
 
