@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PreflightError, UsageError
-from hvdtrain.launcher.cluster_keys import PORT
 from hvdtrain.launcher.hosts import parse_hostfile
 from hvdtrain.log import complain, counted, say
+from launch.containers.cluster_keys import PORT
 from launch.containers.engine import Engine, EngineError, launcher_argv
 from launch.containers.image import ensure_image
 

@@ -21,7 +21,10 @@ from launch.install.horovod_wheel import cache_folder
 
 NAME = "hvdtrain"
 DOCKERFILE = Path("docker", "Dockerfile")
-SOURCES = ("docker/sshd_config", "launch/constraints.txt", "setup.py", "pyproject.toml")
+SOURCES = (
+    *("docker/sshd_config", "launch/containers/cluster_keys.py"),
+    *("launch/constraints.txt", "setup.py", "pyproject.toml"),
+)
 AUTHORITIES = ("/usr/local/share/ca-certificates", "/etc/pki/ca-trust/source/anchors")
 FROM_HOST = "from-host"
 DEBIAN_RELEASE = "bookworm"

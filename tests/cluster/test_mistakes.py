@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launcher.cluster_keys import PORT
+from launch.containers.cluster_keys import PORT
 from tests.cluster.containers import Containers, docker, must
 
-OWN_KEYS = "python -m hvdtrain.launcher.cluster_keys > /dev/null"
+OWN_KEYS = "python /etc/hvdtrain/cluster_keys.py > /dev/null"
 DOCTOR = "hvdtrain doctor --no-ring -H {host}:1"
 OTHER_VERSION = """\
 FROM {image}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError, UsageError
-from hvdtrain.launcher import cluster_keys
 from launch.containers import __main__ as cluster
+from launch.containers import cluster_keys
 from launch.containers import engine as cluster_engine
 from tests.unit.programs import put
 

@@ -1,4 +1,4 @@
-"""SSH keys of a cluster of containers: `python -m hvdtrain.launcher.cluster_keys [FOLDER]`.
+"""SSH keys of a cluster of containers: `python cluster_keys.py [FOLDER]`.
 
 They are generated when the cluster starts, in a volume that its containers share and that is
 removed with it; no image holds a key. All containers have the same host key, so known_hosts lists
