@@ -25,6 +25,7 @@ from hvdtrain.errors import UsageError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
+SCHEDULES = ("constant", "cosine", "step")
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class ScheduleConfig(FlagGroup):
     sched: str = flag(
         "constant",
         "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
-        ("constant", "cosine", "step"),
+        SCHEDULES,
     )
     warmup_epochs: float = flag(
         0.0, "raise the learning rate linearly over this many epochs", NOT_NEGATIVE

@@ -35,14 +35,14 @@ from hvdtrain.train.update import Update, not_finite
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
 
 
-class Audit(Protocol):
-    """A check of the reduced gradients at chosen steps."""
+class StepHook(Protocol):
+    """An audit (`hvdtrain.audit.Auditor`) or a profiler of chosen steps."""
 
     def begin(self, step: int) -> None:
         """Prepare for a step (counted from 1), before its backward pass."""
 
     def end(self, step: int) -> None:
-        """Collective: check the gradients, which are reduced but not used yet."""
+        """Collective: end the step. An audit checks the gradients: reduced, but not used yet."""
 
 
 class Observer(Protocol):
@@ -70,10 +70,10 @@ class Keeper(Protocol):
 class Hooks:
     """The objects that the loop calls at each step, interval and epoch."""
 
-    audit: Audit
+    audit: StepHook
     observer: Observer
     keeper: Keeper
-    profiler: Audit  # the same calls, before and after the whole step
+    profiler: StepHook  # called before and after the whole step
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _steps(job: Job, state: State, rank: int) -> Iterator[StepData]:
 def train_step(
     job: Job,
     exchange: Exchange,
-    audit: Audit,
+    audit: StepHook,
     step: int,
     data: StepData,
     clock: PhaseClock,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.config import SCHEDULES
 from hvdtrain.errors import UsageError
 
 Schedule = Callable[[int], float]
@@ -70,8 +71,10 @@ def make_schedule(shape: str, peak_lr: float, total_steps: int, warmup_steps: in
 
     It is a linear warm-up, then `shape`: constant; cosine (from the end of warm-up to 0 at
     total_steps; Loshchilov and Hutter, arXiv:1608.03983); or step (times 0.1 at each milestone of
-    the whole run).
+    the whole run). Raises ValueError for another.
     """
+    if shape not in SCHEDULES:
+        raise ValueError(f"{shape}: must be one of {', '.join(SCHEDULES)}")
     after_warmup = max(1, total_steps - warmup_steps)
 
     def schedule(step: int) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
 from tests.parallel.launching import CONTROLLERS
 
-FLOAT64_LIMIT = 1e-9  # design.md section 1
+FLOAT64_LIMIT = 1e-9  # the promise of the README
 FLOAT32_LIMIT = 1e-5  # after 10 steps; later, rounding differences grow with the training
 COMMON = ["--lr=0.05", "--weight-decay=1e-3", "--warmup-epochs=1", "--sched=cosine", "--seed=3"]
 LONG = [*COMMON, "--dtype=float64", "--max-steps=120"]

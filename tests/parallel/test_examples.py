@@ -16,7 +16,7 @@ from tests.parallel.experiments import (
 )
 from tests.parallel.launching import BIN, CHECKOUT, horovodrun
 
-TOLERANCE = 1e-9  # of each tensor's largest weight, in float64: the promise of design.md
+TOLERANCE = 1e-9  # of each tensor's largest weight, in float64: the promise of the README
 # 53 samples a step: uneven on 2. Plain SGD, as Adam would magnify the rounding of gradients that
 # are zero but for it (those of attention's key biases).
 LANGUAGE = ["--global-batch-size", "53", "--max-steps", "8", "--lr", "0.1"]

@@ -24,7 +24,7 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.loop import Audit, Hooks, Intervals, Job, Outcome, State, train, train_step
+from hvdtrain.train.loop import Hooks, Intervals, Job, Outcome, State, StepHook, train, train_step
 from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
 from hvdtrain.train.optimizers import make_schedule
 from hvdtrain.train.state import capture, restore
@@ -98,7 +98,9 @@ def evaluate_on(
     )
 
 
-def one_step(job: Job, exchange: Exchange, audit: Audit, step: int, indices: Indices) -> StepSums:
+def one_step(
+    job: Job, exchange: Exchange, audit: StepHook, step: int, indices: Indices
+) -> StepSums:
     """A step on samples of one's own choice."""
     data = job.feed.step(indices, exchange.rank)
     return train_step(job, exchange, audit, step, data, PhaseClock(Pulse()))

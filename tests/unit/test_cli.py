@@ -137,7 +137,7 @@ def test_a_name_that_cannot_be_used_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_its_files(first_run: Path) -> None:
-    """Fails when a file of design.md section 4 is missing, or its content is not of this run."""
+    """Fails when a file of "Files of a run" in the guide is missing or of another run."""
     summary = read_summary(first_run)
     expected = {"status": "finished", "world_size": 1, "controller": "none", "steps": 3}
     expected |= {"epochs": 1, "samples_seen": 96, "valid_samples": 364, "resumed_from": None}

@@ -27,7 +27,8 @@ def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_commands_and_flags_stay() -> None:
     """Fails when a command or flag is lost, renamed or has other choices, or its help changes."""
-    assert list(describe(make_parser())) == GOLDEN.read_text("utf-8").splitlines()
+    found, golden = list(describe(make_parser())), GOLDEN.read_text("utf-8").splitlines()
+    assert found == golden, "if meant: python -m tests.unit.test_flags"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The import rule of design.md, section 6: imports go to the same layer or down, never up."""
+"""The import rule of docs/architecture.md: imports go to the same floor or down, never up."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_every_name_in_the_table_is_there() -> None:
 
 
 def test_the_restricted_libraries_are_used_where_they_may_be() -> None:
-    """Fails when comm.py or the MPI transport moves and the rule would hold for lack of use."""
+    """Fails when a module that may import such a library moves, and the rule holds nothing."""
     for library, module in ONLY_IMPORTERS.items():
         names = imported_names(MODULES[module].read_text("utf-8"), module.rpartition(".")[0])
         assert library in {name.partition(".")[0] for _, name in names}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hvdtrain.config import SCHEDULES
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import params_sha256
 from hvdtrain.models import build_model
@@ -264,7 +265,7 @@ def test_unsuitable_optimizers_are_refused(name: str) -> None:
     assert choices.startswith("adadelta, ") and "lbfgs" not in choices
 
 
-@pytest.mark.parametrize("shape", ["constant", "cosine", "step"])
+@pytest.mark.parametrize("shape", SCHEDULES)
 @pytest.mark.parametrize("warmup", [1, 4, 10])
 def test_warm_up_is_linear_and_ends_at_the_peak(shape: str, warmup: int) -> None:
     """Fails when warm-up starts at zero, bends, or misses the peak by a step."""
