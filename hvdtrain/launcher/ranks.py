@@ -241,14 +241,20 @@ def _explain_stop(seen: Evidence) -> str:
 def _explain_failure(seen: Evidence, first: Rank) -> str:
     why = " while others were still at work: all ranks must make the same number of steps"
     where = f", in phase {first.phase} of step {first.step}" if first.step else ""
-    how = ", the first to fail" if first.has_failed else why
-    lines = [f"{first.place} {explain_end(first)}{how}{where}"]
+    how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
+    lines = [f"{first.place} {explain_end(first)}{how}"]
     if first.last_lines:
         lines += ["its last lines:", *_quoted(first.last_lines)]
-    failed = [r for r in seen.ranks if r.has_failed and r.exit_code != -signal.SIGKILL]
-    others = [f"then {rank.place} {explain_end(rank)}" for rank in failed if rank is not first]
-    log = seen.log_folder / f"rank.{first.number}.log"
-    return "\n".join([*lines, *others[:OTHERS_SHOWN], f"log: {log}"])
+    after = [rank for rank in seen.ranks if rank.has_failed and rank is not first]
+    killed = [rank.number for rank in after if rank.exit_code == -signal.SIGKILL]
+    others = sorted((r for r in after if r.number not in killed), key=lambda rank: rank.ended_s)
+    lines += [f"then {rank.place} {explain_end(rank)}" for rank in others[:OTHERS_SHOWN]]
+    if others[OTHERS_SHOWN:]:
+        lines.append(f"then {name_ranks([rank.number for rank in others[OTHERS_SHOWN:]])}")
+    if killed:
+        by = "the launcher or horovodrun, or by the kernel when memory ran out"
+        lines.append(f"then {name_ranks(killed)}: killed by SIGKILL, by {by}")
+    return "\n".join([*lines, f"log: {seen.log_folder / f'rank.{first.number}.log'}"])
 
 
 def _explain_standstill(seen: Evidence) -> str:

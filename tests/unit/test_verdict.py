@@ -47,8 +47,19 @@ CASES = [
         evidence(rank(0, 0, 2.0, step=3, phase="data"), rank(1, 1, 3.0, peer=True)),
         1,
         True,
-        "rank 0 on host0 ended with exit code 0 while others were still at work: all ranks must "
-        "make the same number of steps, in phase data of step 3\nthen rank 1 on host1 ended",
+        "rank 0 on host0 ended with exit code 0, in phase data of step 3 while others were still "
+        "at work: all ranks must make the same number of steps\nthen rank 1 on host1 ended",
+    ),
+    # Every rank is named: in the order of their ends, more than fit by number, and those killed.
+    (
+        evidence(
+            rank(0, 3, 1.0),
+            *(rank(number, 4, 30.0 - number) for number in range(1, 11)),
+            rank(11, -9, 2.0),
+        ),
+        3,
+        True,
+        "then rank 3 on host3 ended with exit code 4\nthen ranks 2, 1\nthen rank 11: killed by",
     ),
     # What starting again cannot mend.
     (evidence(rank(0, 2, 1.0), rank(1, 143, 2.0)), 2, False, "exit code 2"),
