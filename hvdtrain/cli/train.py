@@ -8,6 +8,7 @@ from hvdtrain.cli.flags import add_train_flags
 from hvdtrain.config.options import build_config, dump_yaml
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
+from hvdtrain.run.process import quick_imports
 from hvdtrain.topology import Topology
 
 add_flags = add_train_flags
@@ -24,9 +25,9 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
         if topology.rank == 0:
             say(dump_yaml(config))
         return EXIT_OK
-    # These import torch: only for a valid configuration.
-    from hvdtrain.run.training import join_session, training_run
-    from hvdtrain.train.loop import train
+    with quick_imports():  # of torch: only for a valid configuration
+        from hvdtrain.run.training import join_session, training_run
+        from hvdtrain.train.loop import train
 
     with join_session(config, topology) as session, training_run(config, session) as ready:
         if ready is not None:

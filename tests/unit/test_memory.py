@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
 
-from hvdtrain.run.process import CHOSEN_BY_USER
+from hvdtrain.run.process import CHOSEN_BY_USER, quick_imports
 
 PAGES_OF_A_BLOCK = 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = """
@@ -51,3 +52,15 @@ def test_what_the_user_has_chosen_stays() -> None:
     """Fails when glibc's own variables are overruled."""
     kept, _ = faults_of_a_step("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert kept == "False"
+
+
+def test_garbage_is_collected_as_usual_after_imports() -> None:
+    """Fails when training keeps the thresholds that imports had, or collects what was imported."""
+    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
+    try:
+        with quick_imports():
+            made = [[] for _ in range(1000)]
+            assert gc.get_threshold() > usual
+        assert gc.get_threshold() == usual and gc.get_freeze_count() >= frozen + len(made)
+    finally:
+        gc.unfreeze()
