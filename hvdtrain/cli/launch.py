@@ -37,7 +37,7 @@ from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import STOPPED, JobOutcome, Limits
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.view import make_view
-from hvdtrain.log import complain, say
+from hvdtrain.log import complain, counted, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
 from hvdtrain.topology import Topology
 
@@ -49,6 +49,7 @@ progress, a verdict, and restarts from the newest checkpoint.
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
     hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
+    hvdtrain launch -np 2 -- verify
 
 Hosts are those of -H or --hostfile, else those of Slurm or the MPI Operator, else this machine.
 """
@@ -70,7 +71,7 @@ class Launch:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags, named as in horovodrun where it has them."""
     add = parser.add_argument
-    add("-np", type=int, metavar="N", help="start N workers (default: all slots)")
+    add("-np", type=int, metavar="N", help="start N workers (default: all slots of the hosts)")
     add_host_flags(parser)
     add(
         "--controller",
@@ -108,7 +109,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--min-np", type=int, metavar="N", help="restart with N or more workers (default: -np)")
     add("--dry-run", action="store_true", help="print horovodrun's command; contact no host")
     add("--verbose", action="store_true", help="log details to horovodrun.log")
-    add("command", nargs=argparse.REMAINDER, metavar="-- train ... | -- python SCRIPT ...")
+    shown = "-- train ... | -- verify | -- bench NAME | -- python SCRIPT ..."
+    add("command", nargs=argparse.REMAINDER, metavar=shown)
 
 
 def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
@@ -146,7 +148,7 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
         ssh=ssh,
         limits=limits,
         restarts=arguments["restarts"],
-        settings=settings_for(controller, os.environ, limits.watchdog_timeout_s, ours),
+        settings=settings_for(controller, os.environ, limits.watchdog_timeout_s, command[0]),
         verbose=arguments["verbose"],
     )
     log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
@@ -290,8 +292,9 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
     view = make_view(launch.plan.workers, sys.stdout, launch.log_dir)
     logs = Logs(launch.log_dir, view.line)
     try:
-        view.notice(f"{launch.plan.workers} workers, {launch.plan.controller}; logs: {logs.folder}")
-        for name, value in launch.plan.settings.items():
+        workers = counted(launch.plan.workers, "worker")
+        view.notice(f"{workers}, {launch.plan.controller}; logs: {logs.folder}")
+        for name, value in launch.plan.settings.items() if launch.plan.verbose else ():
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         outcome = LaunchJob(launch.plan, logs, stop, view.notice, view.update).run()
         if outcome.exit_code != EXIT_OK:

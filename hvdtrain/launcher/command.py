@@ -127,21 +127,21 @@ def mpi_prefix() -> str | None:
 FUSION, IDLE = "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
 STALL_CHECK, STALL_END = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 SETTING_REASONS = {
-    FUSION: "each tensor by itself: runs repeat, and it is the fastest on few workers",
-    IDLE: "Open MPI spins while it waits, which takes compute time from full cores",
+    FUSION: "tensors are not fused, so that a run repeats bit for bit",
+    IDLE: "Open MPI gives up the core while it waits",
     STALL_CHECK: "Horovod warns when some ranks wait for others",
     STALL_END: "Horovod ends the job after so long a wait (--watchdog-timeout-s)",
 }
 
 
 def settings_for(
-    controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, ours: bool
+    controller: str, environment: Mapping[str, str], watchdog_timeout_s: float, command: str
 ) -> dict[str, str]:
     """Return the variables to set for a job, without those that the user has set."""
-    values = {FUSION: "0"}
+    values = {} if command == "verify" else {FUSION: "0"}  # verify covers fused tensors too
     if controller == "mpi":
         values[IDLE] = "1"
-    if not ours:  # `train` configures its stall check itself
+    if command != "train":  # `train` configures its stall check itself
         values[STALL_CHECK] = str(max(1, min(60, round(watchdog_timeout_s / 2))))
         values[STALL_END] = str(max(1, round(watchdog_timeout_s)))
     return {name: value for name, value in values.items() if name not in environment}

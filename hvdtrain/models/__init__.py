@@ -112,9 +112,9 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         return model
     close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
     raise UsageError(
-        f"--model={name}: unknown; "
-        + (f"close are {', '.join(close)}; " if close else "")
-        + f"choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
+        f"--model={name}: unknown"
+        + (f" (did you mean {' or '.join(close)}?)" if close else "")
+        + f"; choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
         "and package.module:callable"
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -101,8 +102,9 @@ def draw_audit(_folder: Path) -> None:
     box(axes, 59.5, 6.5, 17, "ring in plain Python:\nthe reference", GREY)
     box(axes, 82, 29.5, 16, "optimizer.step()\non every worker", GREY)
     box(axes, 82, 17.5, 16, "audit: equal within the\nrounding bound?", PALETTE[2])
-    arrow(axes, (77, 32.5), (81.5, 32.5))
     arrow(axes, (77, 31), (81.5, 22))
+    arrow(axes, (90, 24), (90, 29))
+    label(axes, 93, 26.5, "yes")
     arrow(axes, (77, 9.5), (81.5, 19))
     label(axes, 90, 12, "no: exit code 17, with step, rank,\nparameter, element and bound")
     arrow(axes, (90, 17), (90, 14.5))
@@ -147,8 +149,12 @@ def draw_terminal(folder: Path) -> None:
     """Draw the output of a job as it looks on a terminal."""
     flags = ["--global-batch-size", "64", "--audit-every", "10", "--log-interval", "40"]
     lines = launch(2, folder / "lenet-digits", *flags).replace(f"{folder}", "runs").splitlines()
-    console = Console(record=True, width=128, file=io.StringIO())
-    console.print(Text.from_ansi("\n".join(["$ hvdtrain launch -np 2 -- train", *lines])))
+    console = Console(record=True, width=134, file=io.StringIO())
+    console.print(
+        Text.from_ansi(
+            "\n".join([f"$ hvdtrain launch -np 2 -- {shlex.join([*EXPERIMENT, *flags])}", *lines])
+        )
+    )
     console.save_svg(str(PICTURES / "terminal.svg"), title="hvdtrain launch")
 
 

@@ -29,9 +29,9 @@ BAD_INPUT = {
         ["--bogus=3", "--lr=-1", "--epochs=0"],
         ["--bogus: no such flag", "--lr=-1.0: must be at least 0", "--epochs=0: must be above 0"],
     ),
-    "unknown model": (["--model=lenett"], ["--model=lenett: unknown; close are lenet"]),
+    "unknown model": (["--model=lenett"], ["--model=lenett: unknown (did you mean lenet?)"]),
     "unknown data": (["--data=digit"], ["--data=digit: unknown; choose from digits"]),
-    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown; close are sgd; choose from"]),
+    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown (did you mean sgd?); choose from"]),
     "missing data": (
         ["--data=fashion-mnist", "--data-dir=/nowhere"],
         ["rank 0: --data=fashion-mnist: its files are not in /nowhere, and cannot be downloaded"],

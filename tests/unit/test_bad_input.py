@@ -149,7 +149,7 @@ CASES = [
     data("byte_pixels", "floating-point"),
     data("late_bad_label", "sample 7: class 2: out of range for 2 classes", code=1),
     # models
-    case("model-near", "--model=resnet81", "--model=resnet81: unknown|close are|resnet18"),
+    case("model-near", "--model=resnet81", "--model=resnet81: unknown|did you mean|resnet18"),
     case(
         "model-no_module", f"--model={HERE}:no_module", "no_module: returned str, expected torch.nn"
     ),

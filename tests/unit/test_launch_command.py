@@ -149,17 +149,17 @@ def test_where_other_hosts_find_open_mpi(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("controller", "ours", "expected"),
+    ("controller", "command", "expected"),
     [
-        ("gloo", True, {"HOROVOD_FUSION_THRESHOLD": "0"}),
+        ("gloo", "train", {"HOROVOD_FUSION_THRESHOLD": "0"}),
         (
             "mpi",
-            True,
+            "train",
             {"HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_mpi_yield_when_idle": "1"},
         ),
         (
             "gloo",
-            False,
+            "python",
             {
                 "HOROVOD_FUSION_THRESHOLD": "0",
                 "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
@@ -168,19 +168,24 @@ def test_where_other_hosts_find_open_mpi(tmp_path: Path, monkeypatch) -> None:
         ),
     ],
 )
-def test_what_is_set_and_why(controller: str, ours: bool, expected: dict[str, str]) -> None:
+def test_what_is_set_and_why(controller: str, command: str, expected: dict[str, str]) -> None:
     """Fails when a setting is another one, has no reason to show, or replaces the user's."""
-    found = settings_for(controller, {}, 300.0, ours)
+    found = settings_for(controller, {}, 300.0, command)
     assert found == expected
     assert all(len(SETTING_REASONS[name]) > 20 for name in found)
     for name in expected:
-        left = settings_for(controller, {name: "the user's"}, 300.0, ours)
+        left = settings_for(controller, {name: "the user's"}, 300.0, command)
         assert set(left) == set(expected) - {name}
+
+
+def test_verify_covers_fused_tensors() -> None:
+    """Fails when `launch -- verify` tests less than plain horovodrun does."""
+    assert "HOROVOD_FUSION_THRESHOLD" not in settings_for("gloo", {}, 300.0, "verify")
 
 
 def test_a_short_watchdog_is_still_one() -> None:
     """Fails when a limit below a second is rounded to 0, which means never to Horovod."""
-    found = settings_for("gloo", {}, 0.2, False)
+    found = settings_for("gloo", {}, 0.2, "python")
     assert found["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "1"
     assert found["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "1"
 
@@ -206,7 +211,7 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> No
     )
     expected = EngineOptions(2, "gloo", [("localhost", 2)], None, 600)
     assert argv == horovodrun_argv(expected, agent_argv("JOB"))
-    assert "HOROVOD_FUSION_THRESHOLD=0: each tensor by itself" in told
+    assert "HOROVOD_FUSION_THRESHOLD=0: tensors are not fused" in told
     assert f"each worker runs: {sys.executable} -m hvdtrain.cli train --model=mlp\n" in told
     assert list(tmp_path.iterdir()) == []
 

@@ -147,9 +147,9 @@ def test_a_network_of_the_user(folder: Path) -> None:
         ),
         ("unlike", "unknown; choose from lenet"),
         ("my_net", "unknown; choose from"),
-        ("resnet-50", "unknown; close are resnet50, "),
-        ("lenet5", "unknown; close are lenet"),
-        ("resnet18_small", "unknown; close are resnet18-small, resnet18"),
+        ("resnet-50", "unknown (did you mean resnet50 or "),
+        ("lenet5", "unknown (did you mean lenet"),
+        ("resnet18_small", "unknown (did you mean resnet18-small or resnet18"),
         ("no_such_net:build", "No module named 'no_such_net'"),
         ("needy_net:build", "No module named 'no_such_package_at_all'"),
         ("my_net:bulid", "my_net has no 'bulid'"),
@@ -260,7 +260,7 @@ def test_unsuitable_optimizers_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         build_optimizer(name, small_model(), 0.1, 0.9, 0.0)
     reason = UNSUITABLE.get(name, "unknown")
-    assert str(caught.value).startswith(f"--opt={name}: {reason}; ")
+    assert str(caught.value).startswith(f"--opt={name}: {reason}")
     choices = str(caught.value).partition("; choose from ")[2]
     assert choices.startswith("adadelta, ") and "lbfgs" not in choices
 

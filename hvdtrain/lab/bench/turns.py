@@ -176,7 +176,7 @@ def on_workers(
     if workers == 1:
         return [*argv], dict(os.environ)
     # The watchdog has no effect on `train`.
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, ours=True)
+    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
     hosts = (("localhost", workers),)
     engine = EngineOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
     return horovodrun_argv(engine, argv), engine_environment(os.environ, settings, None)
