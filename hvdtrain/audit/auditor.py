@@ -145,7 +145,9 @@ class Auditor:
             for difference in filter(None, differences):
                 worst = replace(worst, parameter=difference.parameter)
         lines += self._leave_evidence(step, worst.parameter)
-        lines.append("The optimizer has not used these gradients. Rounding cannot explain this")
+        lines.append(
+            "This is more than rounding can explain. The optimizer has not used these gradients"
+        )
         self._on_record(self._record(step, False, worst))
         raise AuditMismatch("\n".join(lines))
 
