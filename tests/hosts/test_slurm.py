@@ -21,7 +21,7 @@ import pytest
 from tests.hosts.gated import GATE
 from tests.hosts.namespaces import Cluster
 from tests.hosts.namespaces import why_not as why_no_hosts
-from tests.hosts.slurm import CORES, Slurm, why_not
+from tests.hosts.slurm import CORES, OVER, Slurm, why_not
 from tests.parallel.launching import CHECKOUT, hvdtrain
 
 RECIPE = CHECKOUT / "launch" / "slurm.sbatch"
@@ -56,8 +56,8 @@ class Job:
         deadline = time.monotonic() + limit_s
         while self._count(part) < times:
             state = self.slurm.job(self.number)["JobState"]
-            alive = state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
-            assert alive and time.monotonic() < deadline, f"no {part!r}, {state}:\n{self.output}"
+            going_on = state not in OVER and time.monotonic() < deadline
+            assert going_on, f"no {part!r}, {state}:\n{self.output}"
             time.sleep(0.3)
 
     def wait_for_steps(self) -> None:

@@ -32,7 +32,11 @@ exit "$AT_END"
 """
 FAKE_SCONTROL = """#!/bin/bash
 echo "$@" >> scontrol
-if [ "$1" = show ]; then echo "JobId=7 JobName=hvdtrain JobState=$STATE Reason=None"; fi
+if [ "$1" = show ]; then
+    [ -e shown ] && FIRST_STATE=$STATE
+    echo "JobId=7 JobName=hvdtrain JobState=${FIRST_STATE:-$STATE} Reason=None"
+    touch shown
+fi
 if [ "$1" = requeue ]; then exit "$REQUEUE"; fi
 """
 
@@ -106,6 +110,15 @@ def test_sbatch_requeues_when_stopped(tmp_path: Path, signals: int) -> None:
     code, output = finish(start_job(tmp_path), tmp_path, signals)
     assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7", "requeue 7"]
+    assert "stopped and saved; requeued" in output
+
+
+def test_sbatch_requeues_while_slurm_hands_out_the_signal(tmp_path: Path) -> None:
+    """Fails when a job is not requeued because Slurm shows SIGNALING for a moment."""
+    job = start_job(tmp_path, FIRST_STATE="SIGNALING")
+    code, output = finish(job, tmp_path, 1)
+    assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
+    assert lines(tmp_path / "scontrol") == ["show job --oneliner 7"] * 2 + ["requeue 7"]
     assert "stopped and saved; requeued" in output
 
 
