@@ -1,6 +1,6 @@
 """A small causal Transformer that learns Python source text, character by character.
 
-    horovodrun -np 2 hvdtrain train --task examples.language_model:BatchFirst --opt adamw --lr 0.003
+    hvdtrain launch -np 2 -- train --task examples.language_model:BatchFirst --opt adamw --lr 0.003
 
 `BatchSecond` learns the same. There the batch is dimension 1 of the tensors that the network
 sees, as recurrent and older Transformer code has it: only the data and the loss need to know.

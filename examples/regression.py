@@ -1,6 +1,6 @@
 """How a disease progresses in a year, from ten figures of a patient: regression by a small network.
 
-horovodrun -np 2 hvdtrain train --task examples.regression:Diabetes --global-batch-size 32
+hvdtrain launch -np 2 -- train --task examples.regression:Diabetes --global-batch-size 32
 """
 
 from __future__ import annotations

@@ -32,4 +32,4 @@ for epoch in range(EPOCHS):
         optimizer.step()
 
 if workers.rank == 0:
-    print(f"final loss {cross_entropy(model(x), y):.12f}")
+    print(f"final loss {cross_entropy(model(x), y):.12f}\n{audit.summary()}")

@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing:
-    """Whatever `--dist` says."""
+    """Whatever `--dist` is."""
     return Sharing(config, log)
 
 

@@ -8,8 +8,8 @@ capture     elements of an audit (all, or one of K parts that cover all in K aud
             copies of their local gradients
 checks      two comparisons: within the proven rounding bound, and equal in every bit (if the order
             of summation is known)
-findings    results of a comparison, and their exchange between ranks; diagnosis of a mismatch: the
-            reduction or the copy of one rank, and the location
+mismatch    the worst errors of a comparison over all ranks; diagnosis of a mismatch: the reduction
+            or the copy of one rank, and the location
 auditor     the audit of a training run, step by step
 script      the audit of any other training loop: `from hvdtrain import GradientAudit`
 

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 
 from hvdtrain.audit.capture import Block, LocalGradients, Parts, Piece, flattened, make_blocks
 from hvdtrain.audit.checks import BoundCheck, ExactCheck
-from hvdtrain.audit.findings import (
-    NOTHING,
-    LargestError,
+from hvdtrain.audit.mismatch import (
+    NO_ERROR,
+    WorstError,
     describe_mismatch,
     digest,
     first_differences,
-    gather_findings,
+    gather_errors,
     trusted_ranks,
 )
 from hvdtrain.errors import AuditMismatch, UsageError
@@ -71,7 +71,7 @@ class Auditor:
         self._on_record = on_record
         self._check = check or BoundCheck(transport)
         lengths = [parameter.numel() for parameter in self._parameters]
-        self._parts = Parts(lengths, parts, seed, self._check.whole_parameters)
+        self._parts = Parts(lengths, parts, seed, self._check.uncut)
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
         self._pieces: list[Piece] = []
@@ -84,32 +84,32 @@ class Auditor:
             return
         self._changed = None
         self._pieces = self._parts.of_audit(step // self._every - 1)
-        self._blocks = make_blocks(self._pieces, self._parameters, self._check.whole_parameters)
+        self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
         self._local.begin(self._pieces)
 
     def end(self, step: int) -> None:
         """Collective: compare the gradients, after the reduction.
 
-        Does nothing at a step that is not audited, or without a backward pass on any rank. Raises
-        AuditMismatch on every rank if a gradient on any rank is beyond its bound, or if ranks hold
-        different bits.
+        Has no effect at a step that is not audited, or if no rank has run a backward pass since
+        `begin`. Raises AuditMismatch on every rank if a gradient on any rank is beyond its bound,
+        or if ranks hold different bits.
         """
         if step % self._every:
             return
         self._local.end()
-        own, digests = NOTHING, []
+        own, digests = NO_ERROR, []
         for block in self._blocks:
             local, reduced = self._values(block)
             digests.append(digest(reduced))
-            found = self._check.worst(block, local, reduced, whole=False)
-            own = max(own, found, key=lambda finding: finding.ratio)
+            found = self._check.compare(block, local, reduced, all_segments=False)
+            own = max(own, found, key=lambda error: error.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
         # twice per step reduces reduced gradients again: there is nothing to compare them with.
-        findings, table = gather_findings(own, [*digests, self._local.found_any], self._transport)
+        errors, table = gather_errors(own, [*digests, self._local.found_any], self._transport)
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():
             return
-        worst = max(findings, key=lambda finding: finding.ratio)
+        worst = max(errors, key=lambda error: error.ratio)
         different = (table != table[0]).any(axis=0)
         if worst.ratio <= 1 and not different.any():
             self._on_record(self._record(step, True, worst))
@@ -120,8 +120,7 @@ class Auditor:
     def look(self) -> None:
         """Check whether code has changed a gradient since the backward pass.
 
-        Call it before waiting for the reduction. A mismatch at this step is attributed to such a
-        change.
+        Call it before waiting for the reduction. A mismatch is then attributed to such a change.
         """
         self._changed = self._local.first_changed()
 
@@ -131,16 +130,16 @@ class Auditor:
         self._transport.close()
 
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
-        """Collective: compare one whole block on every rank, and raise AuditMismatch."""
+        """Collective: compare all of one block on every rank, and raise AuditMismatch."""
         local, reduced = self._values(block)
-        own = self._check.worst(block, local, reduced, whole=True)
+        own = self._check.compare(block, local, reduced, all_segments=True)
         changed = -1 if self._changed is None else self._changed
-        findings, table = gather_findings(own, [changed], self._transport)
-        trusted = trusted_ranks(digests, findings)
+        errors, table = gather_errors(own, [changed], self._transport)
+        trusted = trusted_ranks(digests, errors)
         differences = first_differences(block, reduced, trusted[0], self._transport)
         numbers = [int(number) for number in table[:, 0]]
-        lines = describe_mismatch(step, findings, differences, numbers, trusted, self._named)
-        worst = max(findings, key=lambda finding: finding.ratio)
+        lines = describe_mismatch(step, errors, differences, numbers, trusted, self._named)
+        worst = max(errors, key=lambda error: error.ratio)
         if worst.ratio <= 1:
             for difference in filter(None, differences):
                 worst = replace(worst, parameter=difference.parameter)
@@ -155,7 +154,7 @@ class Auditor:
         """Return this rank's local and its reduced gradients of a block."""
         return block.local_values(self._local), block.reduced_values(self._parameters)
 
-    def _record(self, step: int, ok: bool, worst: LargestError) -> AuditRecord:
+    def _record(self, step: int, ok: bool, worst: WorstError) -> AuditRecord:
         return AuditRecord(
             step=step,
             ok=ok,

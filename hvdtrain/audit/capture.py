@@ -33,15 +33,15 @@ class Parts:
     It is the same on every rank: it depends only on the lengths, the seed and the audit's number.
     """
 
-    def __init__(self, lengths: Sequence[int], parts: int, seed: int, whole: bool) -> None:
+    def __init__(self, lengths: Sequence[int], parts: int, seed: int, uncut: bool) -> None:
         """Cut the parameters into pieces that cover every element once.
 
-        `lengths`: number of elements of each parameter. `whole`: never cut a parameter.
+        `lengths`: number of elements of each parameter. `uncut`: never cut a parameter.
         """
         self._parts = parts
         self._seed = seed
         wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else BLOCK_ELEMENTS
-        longest = max(1, max(lengths, default=1) if whole else min(wanted, BLOCK_ELEMENTS))
+        longest = max(1, max(lengths, default=1) if uncut else min(wanted, BLOCK_ELEMENTS))
         self._pieces = [
             Piece(parameter, start, min(start + longest, length))
             for parameter, length in enumerate(lengths)
@@ -159,9 +159,9 @@ class Block:
 
 
 def make_blocks(
-    pieces: Iterable[Piece], parameters: Sequence[torch.nn.Parameter], alone: bool
+    pieces: Iterable[Piece], parameters: Sequence[torch.nn.Parameter], uncut: bool
 ) -> list[Block]:
-    """Group adjacent pieces of one dtype into blocks; with `alone`, each piece is a block."""
+    """Group adjacent pieces of one dtype into blocks; with `uncut`, each piece is a block."""
     groups: list[tuple[torch.dtype, list[Piece]]] = []
     room = 0
     for piece in pieces:
@@ -170,7 +170,7 @@ def make_blocks(
             groups[-1][1].append(piece)
         else:
             groups.append((dtype, [piece]))
-            room = 0 if alone else BLOCK_ELEMENTS
+            room = 0 if uncut else BLOCK_ELEMENTS
         room -= piece.length
     return [Block(number, dtype, tuple(own)) for number, (dtype, own) in enumerate(groups)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.capture import Block
-from hvdtrain.audit.findings import NOTHING, LargestError
+from hvdtrain.audit.mismatch import NO_ERROR, WorstError
 from hvdtrain.exchange import AVERAGE, Reduction
 from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
 from hvdtrain.ring.bound import (
@@ -24,29 +24,29 @@ from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 class BoundCheck:
     """The check against the rounding bound of `hvdtrain.ring.bound`, in float64.
 
-    Local gradients and their magnitudes are summed again; the magnitudes scale the bound. Each rank
-    compares only the segment that reduce-scatter completes there. As the digests show whether all
-    ranks hold the same bits, every element is thereby covered once.
+    The local gradients of all ranks are summed again, and so are their magnitudes, to which the
+    bound is proportional. Reduce-scatter completes one segment of these sums on each rank, and the
+    rank compares only that segment. This covers every element, since digests show whether all ranks
+    hold the same reduced gradients.
     """
 
-    whole_parameters = False
+    uncut = False  # parameters may be compared in pieces
 
     def __init__(self, transport: Transport, reduction: Reduction = AVERAGE) -> None:
         self._transport = transport
         self._op = reduction.op
         self._compressed = np.dtype(np.float16) if reduction.compression == "fp16" else None
 
-    def worst(
-        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
-    ) -> LargestError:
-        """Collective: return the element with the largest error in units of its bound.
+    def compare(
+        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, all_segments: bool
+    ) -> WorstError:
+        """Collective: return the worst error of this rank's segment, or of `all_segments`.
 
-        It is the worst of this rank's segment, or of the `whole` block.
         `local`, `reduced`: all elements of the block, in its dtype.
         """
-        own, sums, magnitudes = self._summed(local.double().numpy(), whole)
+        own, sums, magnitudes = self._summed(local.double().numpy(), all_segments)
         if own.start == own.stop:
-            return NOTHING
+            return NO_ERROR
         size = self._transport.size
         dtype = self._compressed or torch.empty(0, dtype=block.dtype).numpy().dtype
         casts = 1 if self._compressed else 0
@@ -59,7 +59,7 @@ class BoundCheck:
             ratios = error_over_bound(found, reference, bound, overflow)
         place = int(np.argmax(ratios))
         parameter, index = block.locate(own.start + place)
-        return LargestError(
+        return WorstError(
             ratio=float(ratios[place]),
             block=block.number,
             parameter=parameter,
@@ -69,7 +69,7 @@ class BoundCheck:
             bound=float(bound[place]),
         )
 
-    def _summed(self, values: Floats, whole: bool) -> tuple[slice, Floats, Floats]:
+    def _summed(self, values: Floats, all_segments: bool) -> tuple[slice, Floats, Floats]:
         """Collective: return a slice of elements, their sums, and the sums of finite magnitudes.
 
         Values and magnitudes are interleaved by segment, so that one reduction carries both.
@@ -83,7 +83,7 @@ class BoundCheck:
             half[0] = values[part]
             finite_magnitudes(values[part], out=half[1])
         held = reduce_scatter(both, doubled, self._transport)
-        if not whole:
+        if not all_segments:
             sums, magnitudes = both[held].reshape(2, -1)
             return slice(held.start // 2, held.stop // 2), sums, magnitudes
         all_gather(both, doubled, self._transport)
@@ -104,7 +104,7 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
 class ExactCheck:
     """The check for equal bits: sums are formed again in the exchange's own order of addition."""
 
-    whole_parameters = True  # the order of addition depends on where a tensor begins and ends
+    uncut = True  # the order of addition depends on where a tensor begins and ends
 
     def __init__(
         self, transport: Transport, order: KnownOrder, reduction: Reduction = AVERAGE
@@ -114,10 +114,10 @@ class ExactCheck:
         self._op = reduction.op
         self._compressed = reduction.compression == "fp16"
 
-    def worst(
-        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, whole: bool
-    ) -> LargestError:
-        """Collective: return the differing element with the largest error on this rank.
+    def compare(
+        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, all_segments: bool
+    ) -> WorstError:
+        """Collective: return the largest error among this rank's elements that differ in any bit.
 
         `local`, `reduced`: all elements of one parameter, in its dtype.
         """
@@ -126,14 +126,14 @@ class ExactCheck:
         expected = torch.from_numpy(values).to(block.dtype)
         wrong = np.flatnonzero(differing_bits(reduced.contiguous().numpy(), expected.numpy()))
         if wrong.size == 0:
-            return NOTHING
+            return NO_ERROR
         found = reduced.to(torch.float64).numpy()[wrong]
         reference = expected.to(torch.float64).numpy()[wrong]
         with np.errstate(invalid="ignore"):
             errors = np.abs(found - reference)
         place = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
         parameter, index = block.locate(int(wrong[place]))
-        return LargestError(
+        return WorstError(
             ratio=math.inf,
             block=block.number,
             parameter=parameter,

@@ -4,13 +4,12 @@
     audit = GradientAudit(model, optimizer)      # after hvd.DistributedOptimizer(...)
 
 A Horovod optimizer needs nothing else: its gradients are checked whenever it has synchronized them,
-before they are clipped or used. Any other loop, such as one with DDP, needs one more line, directly
-after `loss.backward()`:
+before they are clipped or used. Any other loop, such as with DDP, needs after `loss.backward()`:
 
     audit.check()
 
-`audit.summary()` returns a line about all audits so far. If nothing was checked, a warning is
-printed when the process ends.
+`audit.summary()` returns a line about all audits so far. A process that checked nothing prints a
+warning at its end.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ class GradientAudit:
         """Collective: compare the reduced gradients, at every `every`-th call.
 
         Call it at each step, after the reduction and before gradients are clipped or used. Raises
-        AuditMismatch on all ranks if a gradient is further from the reference than rounding
-        explains.
+        AuditMismatch on all ranks if a gradient is beyond its rounding bound.
         """
         self._progress.calls += 1
         self._auditor.end(self._progress.calls)

@@ -64,7 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, (what, rounds, steps) in WITHIN_A_JOB.items():
         bench = benches.add_parser(name, help=what, allow_abbrev=False)
-        bench.description = f"Measure {what}, in alternating rounds, alone or under horovodrun."
+        on = f"alone, or on N workers with `hvdtrain launch -np N -- bench {name}`"
+        bench.description = f"Measure {what}, in alternating rounds, {on}."
         _add_within_a_job(bench, rounds, steps)
     for name, (what, description, time_limit_s) in OF_JOBS.items():
         kept = argparse.RawDescriptionHelpFormatter

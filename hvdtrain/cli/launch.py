@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, read_train_flags, ssh_options
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
     agent_argv,
@@ -31,27 +31,28 @@ from hvdtrain.launcher.command import (
     settings_for,
 )
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
-from hvdtrain.launcher.job import JobPlan, LaunchJob, engine_of
+from hvdtrain.launcher.job import JobPlan, LaunchJob, horovodrun_options
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests
-from hvdtrain.launcher.ranks import STOPPED, JobOutcome, Limits
+from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.launcher.verdict import STOPPED, JobOutcome
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, counted, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
 from hvdtrain.topology import Topology
 
-HELP = "run train, or a script, on several workers and hosts, checked, watched and restarted"
+HELP = "run train, verify, bench or a script on several workers: checked, watched, restarted"
 DESCRIPTION = """\
-Train on several workers, on one or more machines: preflight checks, horovodrun, a log per rank,
-progress, a verdict, and restarts from the newest checkpoint.
+Start `train`, `verify`, `bench` or your own script on several workers, on one or more machines:
+checks before the start, a log per rank, progress, the cause of a failure, and restarts.
 
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
     hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
     hvdtrain launch -np 2 -- verify
 
-Hosts are those of -H or --hostfile, else those of Slurm or the MPI Operator, else this machine.
+Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
 """
 WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
 SECONDS = "must be a number of seconds above 0"
@@ -71,46 +72,47 @@ class Launch:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags, named as in horovodrun where it has them."""
     add = parser.add_argument
-    add("-np", type=int, metavar="N", help="start N workers (default: all slots of the hosts)")
+    text = "start N workers (default: all slots of the hosts; required without hosts)"
+    add("-np", type=int, metavar="N", help=text)
     add_host_flags(parser)
     add(
         "--controller",
         choices=("auto", "gloo", "mpi"),
         default="auto",
-        help="negotiate and reduce over this controller (default: mpi if available)",
+        help="negotiate and reduce over this controller (default: mpi if available, else gloo)",
     )
     add(
         "--start-timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="wait S seconds for all workers to run, and for each first step (default: 600)",
+        help="allow workers S seconds to connect, then to begin their first step (default: 600 s)",
     )
     add(
         "--watchdog-timeout-s",
         type=float,
         metavar="S",
-        help="end the job after S seconds without progress, or a script without output "
-        f"(default: {WATCHDOG_S:g}; {SCRIPT_WATCHDOG_S:g})",
+        help="end the job after S seconds without progress, or without output of a script "
+        f"(default: {WATCHDOG_S:g} s for train, {SCRIPT_WATCHDOG_S:g} s for other commands)",
     )
     add(
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="write one log per rank to DIR (default: the run's logs/, or logs/ for other scripts)",
+        help="write one log per rank to DIR (default: logs/ in the run of train, else ./logs/)",
     )
     add(
         "--restarts",
         type=int,
         default=0,
         metavar="R",
-        help="restart up to R times after failures, from the newest good checkpoint (default: 0)",
+        help="restart up to R times after failures; train resumes from a checkpoint (default: 0)",
     )
     add("--min-np", type=int, metavar="N", help="restart with N or more workers (default: -np)")
     add("--dry-run", action="store_true", help="print horovodrun's command; contact no host")
-    add("--verbose", action="store_true", help="log details to horovodrun.log")
+    add("--verbose", action="store_true", help="log details to horovodrun.log; print settings")
     shown = "-- train ... | -- verify | -- bench NAME | -- python SCRIPT ..."
-    add("command", nargs=argparse.REMAINDER, metavar=shown)
+    add("command", nargs=argparse.REMAINDER, metavar=shown, help="run this on every worker")
 
 
 def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
@@ -123,12 +125,16 @@ def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
     given_s, np, min_np = (arguments[name] for name in ("watchdog_timeout_s", "np", "min_np"))
     limits = Limits(arguments["start_timeout_s"], default_s if given_s is None else given_s)
     problems = [*_check_command(command), *_check_numbers(arguments, limits)]
-    hosts = attempt(problems, lambda: find_hosts(arguments) or _local_host(np))
+    hosts = attempt(problems, lambda: find_hosts(arguments))
+    if hosts == () and np is None:
+        problems.append("how many workers? Give -np N, or hosts by -H or --hostfile")
+    elif hosts == ():
+        hosts = (Host("localhost", max(1, np), source="-np"),)
     workers = np or sum(host.slots for host in hosts or ())
     if hosts:
         attempt(problems, lambda: take_slots(hosts, workers))
     if hosts and 0 < workers < (min_np or 0):
-        problems.append(f"--min-np={min_np}: is above the {workers} workers of -np")
+        problems.append(f"--min-np={min_np}: is above the {counted(workers, 'worker')} of -np")
     ssh = attempt(problems, lambda: ssh_options(arguments))
     controller = attempt(problems, lambda: find_controller(arguments["controller"]))
     config = attempt(problems, lambda: _read_train(command[1:])) if ours else None
@@ -186,10 +192,10 @@ def _check_command(command: list[str]) -> list[str]:
     if Path(name).suffix == ".py":
         return [f"{name}: is not a command; launch a Python script with `-- python {name} ...`"]
     reason = "is not executable" if Path(name).is_file() else "no such command"
-    return [
-        f"{name or repr(name)}: {reason}; give `-- train ...`, `-- python SCRIPT ...`, or a "
-        "command that is on PATH"
-    ]
+    hint = "give `-- train ...`, `-- python SCRIPT ...`, or a command that is on PATH"
+    if close := difflib.get_close_matches(name, OWN_COMMANDS, n=1):
+        hint = f"did you mean {close[0]}?"
+    return [f"{name or repr(name)}: {reason}; {hint}"]
 
 
 def _explain_unknown(text: str, arguments: dict[str, Any]) -> str:
@@ -238,8 +244,8 @@ def _check_train(config: TrainConfig, workers: int, min_np: int | None, restarts
         attempt(problems, lambda: config.batch.weights(workers))
     if weights and (min_np or workers) != workers:
         problems.append(
-            f"--min-np={min_np}: --rank-weights={weights} are for {workers} workers; give only one "
-            "of them"
+            f"--min-np={min_np}: --rank-weights={weights} are for {counted(workers, 'worker')}; "
+            "give only one of them"
         )
     if restarts and resume not in (None, "auto"):
         problems.append(
@@ -269,12 +275,6 @@ def _check_numbers(arguments: dict[str, Any], limits: Limits) -> list[str]:
     return [f"{flag}: {problem}" for flag, is_wrong, problem in checks if is_wrong]
 
 
-def _local_host(np: int | None) -> tuple[Host, ...]:
-    if np is None:
-        raise UsageError("how many workers? Give -np N, or hosts by -H or --hostfile")
-    return (Host("localhost", max(1, np), source="-np"),)
-
-
 def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
     """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n."""
     if topology.launched:
@@ -297,8 +297,10 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
         for name, value in launch.plan.settings.items() if launch.plan.verbose else ():
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         outcome = LaunchJob(launch.plan, logs, stop, view.notice, view.update).run()
-        if outcome.exit_code != EXIT_OK:
-            _leave_summary(launch, outcome, started_s, view.notice)
+        _leave_summary(launch, outcome, started_s, view.notice)
+    except Stopped as stopped:  # in the checks, or in a pause before a restart
+        view.notice(str(stopped))
+        return stopped.exit_code
     finally:
         logs.close()
         view.close()
@@ -310,8 +312,8 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 
 def _dry_run(launch: Launch) -> int:
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
-    engine = engine_of(plan, SshSetup(plan.hosts, plan.ssh))
-    say(shlex.join(horovodrun_argv(engine, agent_argv("JOB"))))
+    options = horovodrun_options(plan, SshSetup(plan.hosts, plan.ssh))
+    say(shlex.join(horovodrun_argv(options, agent_argv("JOB"))))
     for name, value in plan.settings.items():
         complain(f"{name}={value}: {SETTING_REASONS[name]}")
     complain(f"each worker runs: {shlex.join(plan.command)}")
@@ -322,7 +324,7 @@ def _leave_summary(
     launch: Launch, outcome: JobOutcome, started_s: float, notify: Callable[[str], None]
 ) -> None:
     """Write the summary of a run whose rank 0 was killed before, or did not find the cause."""
-    if launch.config is None:
+    if launch.config is None or outcome.exit_code == EXIT_OK:
         return
     folder = launch.config.folder
     path, config = folder / "summary.json", folder / CONFIG

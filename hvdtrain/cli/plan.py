@@ -79,12 +79,10 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 
 
 def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> None:
-    """Raise UsageError with every problem of the flags, or if started by horovodrun."""
+    """Raise UsageError with every problem of the flags, or if started by a launcher."""
     problems = [f"{text}: no such flag" for text in unknown]
     if topology.launched:
-        problems.append(
-            "plan starts the workers that it measures: run it once, not under horovodrun"
-        )
+        problems.append("plan starts the workers that it measures: run it once, without a launcher")
     problems += [
         f"{_flag(name)}={value}: must be {text}"
         for name, (holds, text) in RANGES.items()

@@ -12,9 +12,10 @@ from hvdtrain.run.process import quick_imports
 from hvdtrain.topology import Topology
 
 add_flags = add_train_flags
-HELP = "train a model in one process, or on N workers under horovodrun -np N"
+HELP = "train a model in one process, or on N workers under hvdtrain launch -np N"
 DESCRIPTION = (
-    "Train one model in this process; start N workers with `horovodrun -np N hvdtrain train ...`."
+    "Train one model in this process. For N workers use `hvdtrain launch -np N -- train ...`, or "
+    "`horovodrun -np N hvdtrain train ...`, which works wherever Horovod does."
 )
 
 

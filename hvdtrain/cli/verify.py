@@ -1,4 +1,4 @@
-"""`hvdtrain verify` under horovodrun: the collectives of this installation against the ring."""
+"""`hvdtrain verify` on N workers: the collectives of this installation against the ring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL_SIZES = "0,4,1K,4100,64K,65540,1M,4M,16M,64M"
 MOST_BYTES = 1 << 30
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-HELP = "verify the collectives of this installation, under horovodrun -np N"
+HELP = "verify the collectives of this installation, under hvdtrain launch -np N"
 DESCRIPTION = """\
 Verify the collectives of this installation: operations by dtypes, sizes and ways of submission,
 against a ring in plain Python that shares no code with Horovod.
@@ -60,7 +60,7 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
     problems = [f"{text}: no such flag" for text in unknown]
     if topology.size < 2:
         problems.append(
-            "verify compares workers: start two or more, as in "
+            "verify compares workers: start two or more with `hvdtrain launch -np 2 -- verify`, or "
             "`horovodrun -np 2 --gloo hvdtrain verify`"
         )
     if arguments["full"] and arguments["sizes"]:

@@ -25,7 +25,6 @@ from hvdtrain.errors import UsageError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
-SCHEDULES = ("constant", "cosine", "step")
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class ScheduleConfig(FlagGroup):
     sched: str = flag(
         "constant",
         "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
-        SCHEDULES,
+        ("constant", "cosine", "step"),  # those of hvdtrain.train.schedules
     )
     warmup_epochs: float = flag(
         0.0, "raise the learning rate linearly over this many epochs", NOT_NEGATIVE

@@ -88,9 +88,8 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise UsageError(
-            f"--data=fashion-mnist: {len(missing)} of its {len(FILES)} files are not in {folder}: "
-            f"{', '.join(missing)}. Put the unpacked IDX files there, or name the folder that "
-            "holds FashionMNIST/raw with --data-dir"
+            f"--data=fashion-mnist: missing in {folder}: {', '.join(missing)}. Put the unpacked "
+            "IDX files there, or name the folder that holds FashionMNIST/raw with --data-dir"
         )
     splits = []
     for part in ("train", "t10k"):

@@ -127,8 +127,8 @@ def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Fo
     train_files, valid_files = _cut(found.files, valid_split)
     if not train_files or not valid_files:
         raise UsageError(
-            f"--valid-split={valid_split}: of {len(found.files)} images in {folder} it leaves "
-            f"{len(train_files)} to train on and {len(valid_files)} to validate with"
+            f"--valid-split={valid_split}: of {counted(len(found.files), 'image')} in {folder} it "
+            f"leaves {len(train_files)} to train on and {len(valid_files)} to validate with"
         )
     return replace(found, files=train_files), Found(valid_files, found.classes, [])
 

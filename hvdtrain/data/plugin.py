@@ -61,7 +61,7 @@ def _wrong_in_description(data: Dataset) -> Iterator[str]:
     if not isinstance(data.classes, int) or data.classes < 2:
         yield f"classes must be a whole number of 2 or more, and is {data.classes}"
     elif data.names and len(data.names) != data.classes:
-        yield f"{len(data.names)} names for {data.classes} classes"
+        yield f"names must be {data.classes}, one for each class, and are {len(data.names)}"
     if data.images is not None:
         channels = getattr(data.images, "channels", None)
         if not isinstance(data.images, ImageFormat) or channels not in (1, 3):

@@ -20,17 +20,19 @@ Indices = NDArray[np.int64]
 
 
 class GlobalBatchSampler:
-    """The order of samples in every epoch, and its global batches."""
+    """The order of samples in every epoch, and its global batches (not a sampler of torch)."""
 
     def __init__(
         self, samples: int, global_batch_size: int, seed: int, parts: Sequence[int] = ()
     ) -> None:
         """Raise ValueError for no samples, a batch size below one, or `parts` of another sum.
 
-        `parts`: the number of samples on each host, in order; by default each host has all.
+        `samples`: number in the data set. `global_batch_size`: number in a step, over all ranks.
+        `seed`: of the order, with the epoch. `parts`: the number of samples on each host, in order;
+        by default each host has all.
         """
         if samples < 1 or global_batch_size < 1:
-            raise ValueError(f"{samples} samples in batches of {global_batch_size}")
+            raise ValueError(f"{samples=}, {global_batch_size=}: must be at least 1")
         if parts and sum(parts) != samples:
             raise ValueError(f"parts {list(parts)} of {samples} samples")
         self._parts = tuple(parts) or (samples,)
@@ -58,7 +60,7 @@ class GlobalBatchSampler:
     def global_batches(self, cursor: int) -> Iterator[Indices]:
         """Yield the global batches from `cursor` samples into the run to the end of that epoch.
 
-        The cursor, which counts samples over all epochs, is the complete state of the loader.
+        The cursor counts samples over all epochs: an epoch begins at `epoch * samples`.
         """
         epoch, start = divmod(cursor, self.samples)
         order = self.order(epoch)

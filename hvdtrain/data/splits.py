@@ -12,6 +12,7 @@ import torch
 from hvdtrain import plugins
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
+from hvdtrain.log import counted
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int]
@@ -181,9 +182,9 @@ def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str |
     """
     before, now = old["samples"], new["samples"]
     if before != now:
-        text = f"{before} samples then and {now} now"
+        text = f"{counted(before, 'sample')} then and {now:,} now"
     elif old["digest"] != new["digest"]:
-        text = f"{now} samples as before, but with other names or labels"
+        text = f"{counted(now, 'sample')} as before, but with other names or labels"
     else:
         return None
     if not (old["texts"] == before and new["texts"] == now):  # not one for each sample

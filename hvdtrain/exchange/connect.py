@@ -50,17 +50,14 @@ def connect_workers() -> HorovodExchange:
 def ring_of_torch_distributed() -> Transport:
     """Collective: return a ring of sockets; addresses are exchanged by torch.distributed."""
     group = torch.distributed
-    rank, size = group.get_rank(), group.get_world_size()
     listener = listen(route_to(os.environ.get("MASTER_ADDR", "localhost")))
-    gathered: list[Any] = [None] * size
-    group.all_gather_object(gathered, (listener.getsockname()[:2], RING_TOKEN in os.environ))
-    addresses, given = zip(*gathered, strict=True)
-    token = [token_of_launcher(given)]
-    if token[0] is None:
-        token = [secrets.token_bytes(32) if rank == 0 else None]
-        group.broadcast_object_list(token, src=0)
-    assert token[0] is not None
-    return TcpTransport(rank, listener, addresses, token[0])
+    own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
+    gathered: list[Any] = [None] * group.get_world_size()
+    group.all_gather_object(gathered, own)
+    addresses, given, secret = zip(*gathered, strict=True)
+    return TcpTransport(
+        group.get_rank(), listener, addresses, token_of_launcher(given) or secret[0]
+    )
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface

@@ -45,7 +45,7 @@ def reduce_before_step(
         if carrier._handles:
             raise TrainingError(
                 "optimizer.zero_grad() between backward() and optimizer.step(): the gradients are "
-                "still being reduced. To drop them call reduce_gradients(optimizer) first"
+                "still being reduced. To drop them call workers.reduce_gradients(optimizer) first"
             )
         carrier._synchronized = False
         zero_grad(set_to_none)
@@ -114,9 +114,10 @@ class Flight:
         if changed:
             raise TrainingError(
                 f"code changed parameter {changed[0]}'s .grad between the backward pass and "
-                f"optimizer.step(), while it was being reduced ({len(changed)} parameters in "
-                "all). Clip by hvdtrain.clip_grad_norm_(optimizer, max_norm); before any other "
-                "change call reduce_gradients(optimizer) of what hvdtrain.init() returned"
+                f"optimizer.step(), while it was being reduced (changed in all: {len(changed)}). "
+                "Between the last backward() and step() call hvdtrain.clip_grad_norm_(optimizer, "
+                "max_norm) in place of torch's; before any other change to gradients there call "
+                "workers.reduce_gradients(optimizer), with workers = hvdtrain.init()"
             )
         self._carrier.synchronize()
         self._begun.clear()  # of the reductions that synchronize() itself has begun and ended

@@ -250,12 +250,10 @@ class HorovodExchange:
         finalizes MPI for all others. Raises PreflightError if the network interface is unknown.
         """
         listener = listen(own_address())
-        own = (listener.getsockname()[:2], RING_TOKEN in os.environ)
-        addresses, given = zip(*self.all_gather_object(own, "hvdtrain.ring.addresses"), strict=True)
-        token = token_of_launcher(given)
-        if token is None:
-            token = self.broadcast_object(secrets.token_bytes(32), "hvdtrain.ring.token")
-        return TcpTransport(self.rank, listener, addresses, token)
+        own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
+        gathered = self.all_gather_object(own, "hvdtrain.ring.addresses")
+        addresses, given, secret = zip(*gathered, strict=True)
+        return TcpTransport(self.rank, listener, addresses, token_of_launcher(given) or secret[0])
 
 
 def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:

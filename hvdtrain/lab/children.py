@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.command import engine_environment
+from hvdtrain.launcher.command import horovodrun_environment
 from hvdtrain.launcher.processes import marked
 
 PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # optimizers import the latter
@@ -72,7 +72,7 @@ class Commanded:
         `environment`: by default the one that horovodrun is given.
         """
         self._mark = secrets.token_hex(8)
-        environment = environment or engine_environment(os.environ, {}, None)
+        environment = environment or horovodrun_environment(os.environ, {}, None)
         group = {name: os.environ[name] for name in (GROUP_MARK,) if name in os.environ}
         with log.open("wb") as output:
             try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
 from hvdtrain.lab.children import Commanded
 from hvdtrain.launcher.processes import command_of, marked
-from hvdtrain.log import say
+from hvdtrain.log import counted, say
 
 MARK = "HVDTRAIN_VERIFY_RESUME"
 POLL_S = 0.02
@@ -51,7 +51,8 @@ def verify_resume(
         hashes = _interrupted_hashes(command, Path(scratch), cuts, random.Random(seed))
     different = sum(found != expected for found in hashes)
     say(
-        f"{cuts} cuts in {len(hashes)} runs on {workers} workers ({controller}): "
+        f"{counted(cuts, 'cut')} in {counted(len(hashes), 'run')} on {counted(workers, 'worker')} "
+        f"({controller if workers > 1 else 'without Horovod'}): "
         + ("every run ended with the same parameters" if not different else f"{different} DIFFER")
     )
     return EXIT_MISMATCH if different else EXIT_OK
@@ -114,10 +115,11 @@ class TrialRun:
             self.wait_for_success()
             return False
         self._wait_until_gone()
-        resumed = re.findall(r"resume: (.*)", self._log.read_text(errors="replace"))
+        log = self._log.read_text(errors="replace")
+        began = re.findall(r"continuing from .*(step-\d+)", log) or ["the beginning"]
         say(
-            f"cut: {kind.name} to rank {rank}, last checkpoint {self._last()}"
-            f" (this start: {resumed[-1].strip() if resumed else 'from the beginning'})"
+            f"cut: {kind.name} to rank {rank} of a job that started from {began[-1]}; "
+            f"newest checkpoint: {self._last()}"
         )
         return not self._finished()
 

@@ -52,7 +52,7 @@ class Agent:
         self._job, self._channel = job, channel
         self._connected = True
         self._left = False
-        self.engine_signal = 0
+        self.horovodrun_signal = 0
         self._alive_sent_s, self._polled_s = 0.0, time.monotonic()
         self._pending = b""
         self._pending_since_s = 0.0
@@ -91,9 +91,9 @@ class Agent:
         if now - self._polled_s > AWAY_S:  # this process did not read: the machine was suspended
             self._channel.heard_s = now
         self._polled_s = now
-        if self.engine_signal:  # horovodrun is ending its workers: the launcher decides
-            self._send({"engine_signal": self.engine_signal})
-            self.engine_signal = 0
+        if self.horovodrun_signal:  # horovodrun is ending its workers: the launcher decides
+            self._send({"horovodrun_signal": self.horovodrun_signal})
+            self.horovodrun_signal = 0
         waited_s = now - self._pending_since_s
         if waited_s > FLUSH_AFTER_S or len(self._pending) > MOST_PENDING_BYTES:
             self._forward(b"")
@@ -218,7 +218,7 @@ def main() -> int:
     agent = Agent(job, orders, environment, channel)
 
     def note_signal(number: int, frame: FrameType | None) -> None:
-        agent.engine_signal = number
+        agent.horovodrun_signal = number
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, note_signal)

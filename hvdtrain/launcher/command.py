@@ -17,15 +17,15 @@ from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import Topology
 
-# User variables that the engines themselves need; no others, since with Gloo horovodrun puts its
+# User variables that horovodrun and mpirun need; no others, since with Gloo horovodrun puts its
 # whole environment on every worker's command line, where all users of a host can read it.
 PASSED_ON = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH")
     + ("PYTHONPATH", "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
 )
 SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
-# Variables that the engines set for workers, and their settings: taken from this host.
-ENGINE_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
+# Variables that horovodrun and mpirun set, and settings of Horovod: taken from the worker's host.
+HOROVODRUN_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
 # Variables that belong to a host and a login rather than to the user's work.
 HOST_NAMES = frozenset(
     ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
@@ -37,7 +37,7 @@ MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class HorovodrunOptions:
     """Options of one horovodrun command."""
 
     workers: int
@@ -54,23 +54,23 @@ def agent_argv(job: str) -> list[str]:
     return [sys.executable, "-m", "hvdtrain.launcher.agent", job]
 
 
-def horovodrun_argv(engine: EngineOptions, worker: Sequence[str]) -> list[str]:
+def horovodrun_argv(options: HorovodrunOptions, worker: Sequence[str]) -> list[str]:
     """Return the horovodrun command that starts one process of `worker` for each worker."""
     horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    argv = [horovodrun, "-np", str(engine.workers), f"--{engine.controller}"]
-    argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in engine.hosts)]
+    argv = [horovodrun, "-np", str(options.workers), f"--{options.controller}"]
+    argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in options.hosts)]
     # The cached checks go stale when hosts change.
-    argv += ["--disable-cache", "--start-timeout", str(engine.start_timeout_s)]
-    if engine.interface:
-        argv += ["--network-interface", engine.interface]
-    if engine.controller == "mpi" and engine.mpi_prefix:
-        argv += [f"--mpi-args=--prefix {shlex.quote(engine.mpi_prefix)}"]
-    if engine.verbose:
+    argv += ["--disable-cache", "--start-timeout", str(options.start_timeout_s)]
+    if options.interface:
+        argv += ["--network-interface", options.interface]
+    if options.controller == "mpi" and options.mpi_prefix:
+        argv += [f"--mpi-args=--prefix {shlex.quote(options.mpi_prefix)}"]
+    if options.verbose:
         argv += ["--verbose"]
     return [*argv, *worker]
 
 
-def engine_environment(
+def horovodrun_environment(
     environment: Mapping[str, str], settings: Mapping[str, str], ssh_folder: Path | None
 ) -> dict[str, str]:
     """Return `settings`, what horovodrun needs of `environment`, and `ssh_folder` first on PATH."""
@@ -78,7 +78,7 @@ def engine_environment(
         name: value
         for name, value in environment.items()
         if name in PASSED_ON
-        or (name.startswith(ENGINE_PREFIXES) and not any(word in name for word in SECRET_WORDS))
+        or (name.startswith(HOROVODRUN_PREFIXES) and not any(word in name for word in SECRET_WORDS))
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
     return {**settings, **kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
@@ -113,8 +113,7 @@ def find_controller(wanted: str) -> str:
 @cache
 def is_open_mpi(mpirun: str) -> bool:
     """Return whether it is Open MPI 4, the version that horovodrun's options fit."""
-    command = [mpirun, "--version"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20)
     return "(Open MPI) 4." in answer.stdout
 
 
@@ -148,7 +147,7 @@ def settings_for(
 
 
 def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's, this host's and the engine's variables, plus RANK, MASTER_ADDR and so on.
+    """Return the user's, this host's and horovodrun's variables, plus RANK, MASTER_ADDR and so on.
 
     `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. The host's
     cores are divided among its workers, unless the user sets OMP_NUM_THREADS.
@@ -161,7 +160,7 @@ def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[s
     of_host = {
         name: value
         for name, value in environment.items()
-        if name in HOST_NAMES or name.startswith((*HOST_PREFIXES, *ENGINE_PREFIXES))
+        if name in HOST_NAMES or name.startswith((*HOST_PREFIXES, *HOROVODRUN_PREFIXES))
     }
     of_user = {
         name: value

@@ -16,10 +16,10 @@ from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.command import (
     MASTER_ADDR,
     MASTER_PORT,
-    EngineOptions,
+    HorovodrunOptions,
     agent_argv,
-    engine_environment,
     horovodrun_argv,
+    horovodrun_environment,
     mpi_prefix,
     search_path,
 )
@@ -29,9 +29,11 @@ from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.protocol import Orders, Ticket, remove_ticket
-from hvdtrain.launcher.ranks import JobOutcome, Limits, Rank
+from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
+from hvdtrain.launcher.verdict import JobOutcome
+from hvdtrain.log import counted
 from hvdtrain.pulse import RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -132,11 +134,10 @@ class LaunchJob:
             plan = self._place(hosts, found, start)
             channel.workers = plan.workers
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
-            engine = engine_of(plan, ssh)
-            self._logs.note(f"start {start + 1}: {plan.workers} workers on {names}")
+            self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
             supervisor = Supervisor(
-                command=horovodrun_argv(engine, agent_argv(job)),
-                environment=engine_environment(os.environ, plan.settings, ssh.path)
+                command=horovodrun_argv(horovodrun_options(plan, ssh), agent_argv(job)),
+                environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
                 | master_of(plan.hosts, found),
                 channel=channel,
                 logs=self._logs,
@@ -171,7 +172,7 @@ class LaunchJob:
         slots = sum(host.slots for host in fit)
         if slots < plan.min_workers:
             raise PreflightError(
-                f"--min-np={plan.min_workers}: the usable hosts have {slots} slots\n"
+                f"--min-np={plan.min_workers}: the usable hosts have {counted(slots, 'slot')}\n"
                 + "\n".join(map(explain, problems))
             )
         for item in problems:
@@ -210,9 +211,9 @@ def master_of(hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}
 
 
-def engine_of(plan: JobPlan, ssh: SshSetup) -> EngineOptions:
+def horovodrun_options(plan: JobPlan, ssh: SshSetup) -> HorovodrunOptions:
     """Return the options of horovodrun for the hosts of a plan, by names that it accepts."""
-    return EngineOptions(
+    return HorovodrunOptions(
         workers=plan.workers,
         controller=plan.controller,
         hosts=tuple((ssh.name_of(host), host.slots) for host in plan.hosts),

@@ -27,7 +27,7 @@ class Logs:
         self._lossy = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.engine = open_kept(folder / "horovodrun.log")
+            self.horovodrun = open_kept(folder / "horovodrun.log")
         except OSError as error:
             raise UsageError(
                 f"{folder}: logs cannot be written: {error.strerror}. Choose another --log-dir, "
@@ -71,12 +71,12 @@ class Logs:
 
     def note(self, text: str) -> None:
         """Write a line of the launcher's own to every file."""
-        for rank, file in [*self._files.items(), (-1, self.engine)]:
+        for rank, file in [*self._files.items(), (-1, self.horovodrun)]:
             with self._tolerating():
                 file.write(f"{self._gaps.pop(rank, '')}{NOTE}{text}\n")
                 file.flush()
 
-    def engine_lines(self) -> list[str]:
+    def horovodrun_lines(self) -> list[str]:
         """Return the lines in horovodrun.log since the last start, without the launcher's own."""
         text = (self.folder / "horovodrun.log").read_text("utf-8", errors="replace")
         lines = text.splitlines()
@@ -84,7 +84,7 @@ class Logs:
         return [line for line in lines[starts[-1] if starts else 0 :] if line[:4] != NOTE]
 
     def close(self) -> None:
-        for file in [*self._files.values(), self.engine]:
+        for file in [*self._files.values(), self.horovodrun]:
             with self._tolerating():
                 file.close()
 

@@ -1,4 +1,4 @@
-"""Processes of this machine, from /proc, and signals to stop the one of `hvdtrain launch`."""
+"""Processes of this machine, from /proc, and the signals that stop `hvdtrain launch`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def has_ended(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the state in /proc: R, S, D, T (stopped), t (traced), Z; empty once it is gone."""
+    """Return the state in /proc: R, S, D, T (suspended), t (traced), Z; empty once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

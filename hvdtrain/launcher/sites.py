@@ -22,6 +22,7 @@ from hvdtrain.launcher.hosts import (
     HostCollector,
     read_hostfile,
 )
+from hvdtrain.log import counted
 
 MPI_HOSTFILE = Path("/etc/mpi/hostfile")  # where the Kubeflow MPI Operator mounts it
 NODE_LIST = "SLURM_JOB_NODELIST"
@@ -103,8 +104,8 @@ def _expand_counts(text: str, hosts: int, variable: str) -> list[int]:
         if len(counts) > hosts:
             break
     if len(counts) != hosts:
-        more = "more" if len(counts) > hosts else str(len(counts))
-        raise UsageError(f"{where}: covers {more} hosts, but {NODE_LIST} has {hosts}; {INSTEAD}")
+        found = "more hosts" if len(counts) > hosts else counted(len(counts), "host")
+        raise UsageError(f"{where}: covers {found}, but {NODE_LIST} has {hosts}; {INSTEAD}")
     return counts
 
 

@@ -24,7 +24,7 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import spared_by_slurm
 from hvdtrain.slurm import in_job
 
-_TAKEN_BY_ENGINES = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
+_PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
 # Removes the option by which horovodrun disables the check of host keys.
 _KEEP_CHECKING = """\
 for part do
@@ -145,4 +145,4 @@ def _is_own_user(host: Host) -> bool:
 def _is_plain(host: Host) -> bool:
     """Return whether horovodrun accepts the host's name, and does not bypass ssh for it."""
     bypasses = not _is_own_user(host) and resolves_here(host.name)
-    return bool(_TAKEN_BY_ENGINES.fullmatch(host.name)) and not bypasses
+    return bool(_PLAIN_NAME.fullmatch(host.name)) and not bypasses

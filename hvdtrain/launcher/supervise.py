@@ -23,11 +23,12 @@ from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import spared_by_slurm
 from hvdtrain.launcher.protocol import Message
-from hvdtrain.launcher.ranks import Evidence, JobOutcome, Limits, Rank, judge, silent_ranks
+from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
+from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
-ENGINE_GRACE_S = 20.0  # for workers to save once horovodrun is ending
+HOROVODRUN_GRACE_S = 20.0  # for workers to save once horovodrun is ending
 STOP_GRACE_S = 60.0  # for workers to save and end after a signal
 STACKS_WAIT_S = 2.0
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
@@ -67,22 +68,22 @@ class Supervisor:
 
     def run(self) -> JobOutcome:
         """Start horovodrun, supervise it, end all its processes, and return the outcome."""
-        engine = subprocess.Popen(
+        horovodrun = subprocess.Popen(
             spared_by_slurm(self._command),
             env=self._environment,
             cwd="/",  # exists on every host; agents change to the job's folder
             stdin=subprocess.DEVNULL,
-            stdout=self._logs.engine,
-            stderr=self._logs.engine,
+            stdout=self._logs.horovodrun,
+            stderr=self._logs.horovodrun,
             start_new_session=True,
         )
         try:
-            while not self._is_over(engine):
+            while not self._is_over(horovodrun):
                 self._turn()
             self._settle()
         finally:
-            self._release(engine)
-        self._evidence.engine_lines = self._logs.engine_lines()
+            self._release(horovodrun)
+        self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
         return judge(self._evidence)
 
@@ -95,15 +96,15 @@ class Supervisor:
         self._channel.poll(TICK_S, self._receive, self._lose)
         self._show(self._watch)
 
-    def _is_over(self, engine: subprocess.Popen[bytes]) -> bool:
+    def _is_over(self, horovodrun: subprocess.Popen[bytes]) -> bool:
         """Return whether the job has ended or must be ended; record the cause."""
         if all(rank.state == "ended" for rank in self._ranks) or self._pass_on_signals():
             return True
         if any(rank.has_failed for rank in self._ranks):
             return True
-        if engine.poll() is not None:
-            self._evidence.blame("engine")
-        if self._evidence.cause == "engine":
+        if horovodrun.poll() is not None:
+            self._evidence.blame("horovodrun")
+        if self._evidence.cause == "horovodrun":
             return True
         late = time.monotonic() - self._watch.started_s > self._limits.start_timeout_s
         if late and any(rank.state == "waiting" for rank in self._ranks):
@@ -119,9 +120,9 @@ class Supervisor:
             self._ask_for_stacks()
         else:
             grace_s = STOP_GRACE_S if self._signals_passed_on else PEERS_GRACE_S
-            if self._evidence.cause == "engine":  # the workers still run and may save
+            if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})
-                grace_s = max(grace_s, ENGINE_GRACE_S)
+                grace_s = max(grace_s, HOROVODRUN_GRACE_S)
             self._wait_for_all(grace_s)
         for rank in self._ranks:
             rank.put_down = rank.state == "running"
@@ -136,16 +137,21 @@ class Supervisor:
             if self._pass_on_signals() > 1 and patient:
                 return
 
-    def _release(self, engine: subprocess.Popen[bytes]) -> None:
+    def _release(self, horovodrun: subprocess.Popen[bytes]) -> None:
+        """Release the agents, and end the process group of horovodrun: by SIGTERM, then SIGKILL."""
         self._broadcast({"kill": True})
         self._broadcast({"leave": True})
         deadline = time.monotonic() + LEAVE_WAIT_S
         well = all(rank.state == "ended" for rank in self._ranks)
-        while engine.poll() is None and time.monotonic() < deadline:
+        while horovodrun.poll() is None and time.monotonic() < deadline:
             if not (well or self._channel.connected):
                 break
             self._channel.poll(TICK_S, self._receive, self._lose)
-        end_group(engine)
+        for number, limit_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(horovodrun.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                horovodrun.wait(limit_s)
 
     def _pass_on_signals(self) -> int:
         """Send the first signal to the workers; return the number of signals received."""
@@ -185,8 +191,8 @@ class Supervisor:
                 self._evidence.stacks.setdefault(number, []).extend(lines)
         elif "alive" in message:
             rank.take(message["alive"])
-        elif "engine_signal" in message:
-            self._evidence.blame("engine")
+        elif "horovodrun_signal" in message:
+            self._evidence.blame("horovodrun")
         elif "figures" in message:
             self._watch.figures |= message["figures"]
         elif "ended" in message:
@@ -203,12 +209,3 @@ class Supervisor:
             rank.state, rank.ended_s = "lost", time.monotonic()
             rank.keep(self._logs.finish(number))
             self._evidence.blame("a rank")
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of `process`, by SIGTERM and then SIGKILL; wait for the process."""
-    for number, limit_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(limit_s)

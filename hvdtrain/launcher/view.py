@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from hvdtrain.launcher.ranks import STOPPED_STATES, Rank
+from hvdtrain.launcher.ranks import SUSPENDED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
 from hvdtrain.log import counted, discard, duration, rate
 
@@ -129,7 +129,7 @@ def headline(watch: Watch) -> str:
     figures, step = watch.figures, max((rank.step for rank in watch.ranks), default=0)
     if not step and not figures:
         ready = sum(rank.state != "waiting" for rank in watch.ranks)
-        return f"starting: {ready} of {len(watch.ranks)} workers connected"
+        return f"starting: {ready} of {counted(len(watch.ranks), 'worker')} connected"
     parts = [f"epoch {figures['epoch']}"] if "epoch" in figures else []
     total = figures.get("total_steps")
     parts.append(f"step {step}/{total}" if total else f"step {step}")
@@ -153,8 +153,8 @@ def describe(rank: Rank, slow: bool) -> str:
     """Return the remark on a rank, such as 'slow' or 'lost'; empty if it runs normally."""
     if rank.state in ("waiting", "ended", "lost"):
         return rank.state if rank.exit_code in (None, 0) else f"ended with {rank.exit_code}"
-    if rank.process_state in STOPPED_STATES:
-        return STOPPED_STATES[rank.process_state]
+    if rank.process_state in SUSPENDED_STATES:
+        return SUSPENDED_STATES[rank.process_state]
     if rank.speaks and rank.silent_s > SILENT_S:
         return f"silent for {rank.silent_s:.0f} s"
     return "slow" if slow else ""

@@ -87,7 +87,7 @@ class Worker:
         self._signal(STACKS_SIGNAL if self._speaks() else signal.SIGABRT)
 
     def kill_after(self, seconds: float) -> None:
-        """Continue stopped processes now; kill what is left after `seconds`."""
+        """Continue suspended processes now; kill what is left after `seconds`."""
         _send(signal.SIGCONT)
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + seconds)
 
@@ -195,5 +195,5 @@ def _end_with(guard: int) -> None:
             os._exit(EXIT_FAILED)
 
     signal.signal(signal.SIGCONT, look)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # reaches a stopped process too
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # reaches a suspended process too
     look()  # the guard may have ended already

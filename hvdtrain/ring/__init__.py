@@ -6,8 +6,7 @@ bound        the proven rounding bound of a sum or an average
 orders       the known orders of addition of Horovod's sums, reproduced bit for bit
 transports   between neighbours: in process, TCP, MPI
 
-This package depends on NumPy only, not on torch or Horovod: a reference must be independent of what
-it checks.
+It depends on NumPy only, not on torch or Horovod: a reference is independent of what it checks.
 """
 
 from hvdtrain.ring.algorithm import all_gather, all_reduce, broadcast, gather, reduce_scatter

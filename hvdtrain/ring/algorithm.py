@@ -46,11 +46,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.ring.operations import Array, Reduce, finish, reduction, split_evenly
-from hvdtrain.ring.transports import Transport
+from hvdtrain.ring.transports import Transport, Work
 
 # Large enough that the overhead of a message is small beside its transfer, small enough to stay in
 # a core's cache between arrival and addition (`hvdtrain bench ring` measures the effect).
 CHUNK_BYTES = 1 << 20
+Segments = Sequence[slice]  # of a buffer, one for each rank
 
 
 class Transfer(NamedTuple):
@@ -58,21 +59,20 @@ class Transfer(NamedTuple):
 
     outgoing: Array
     incoming: Array
-    meanwhile: Callable[[], object] | None = None  # called once, while the messages travel
+    meanwhile: Work = None  # called once, while the messages travel
 
 
 Transfers = Iterator[Transfer]
 
 
 def reduce_scatter_transfers(
-    source: Array, result: Array, segments: Sequence[slice], position: int, reduce: Reduce
+    source: Array, result: Array, segments: Segments, position: int, reduce: Reduce
 ) -> Transfers:
     """Yield the N - 1 steps after which `result` holds the complete segment position + 1.
 
     `position`: the place of this rank, counted in the direction of the messages. `source`,
     `result`: one-dimensional, of equal length and dtype; they may be the same array. Only `result`
-    is written, and only in the N - 1 segments that arrive. Extra memory: one segment, or two chunks
-    where segments are longer than a chunk.
+    is written, only in the N - 1 segments that arrive. Extra memory: one segment, or two chunks.
     """
     size, longest = len(segments), max(part.stop - part.start for part in segments)
     chunk = max(CHUNK_BYTES // result.itemsize, 1)
@@ -91,17 +91,12 @@ def reduce_scatter_transfers(
 
 
 def _in_chunks(
-    source: Array,
-    result: Array,
-    segments: Sequence[slice],
-    position: int,
-    reduce: Reduce,
-    chunk: int,
+    source: Array, result: Array, segments: Segments, position: int, reduce: Reduce, chunk: int
 ) -> Transfers:
     """Yield the same steps in chunks: equally many transfers on every rank, some of them empty."""
     size, longest = len(segments), max(part.stop - part.start for part in segments)
     arriving = cycle((np.empty(chunk, result.dtype), np.empty(chunk, result.dtype)))
-    pending: Callable[[], object] | None = None
+    pending: Work = None
     for step in range(size - 1):
         sent, received = segments[(position - step) % size], segments[(position - step - 1) % size]
         sending = source if step == 0 else result
@@ -120,7 +115,7 @@ def _chunk_of(segment: slice, offset: int, chunk: int) -> slice:
     return slice(start, min(start + chunk, segment.stop))
 
 
-def all_gather_transfers(result: Array, segments: Sequence[slice], position: int) -> Transfers:
+def all_gather_transfers(result: Array, segments: Segments, position: int) -> Transfers:
     """Yield the N - 1 steps that distribute the complete segments, position + 1 first."""
     size = len(segments)
     outgoing = result[segments[(position + 1) % size]]
@@ -133,7 +128,7 @@ def all_gather_transfers(result: Array, segments: Sequence[slice], position: int
 def all_reduce_transfers(
     source: Array,
     result: Array,
-    segments: Sequence[slice],
+    segments: Segments,
     position: int,
     reduce: Reduce,
     finish: Callable[[Array], object] = lambda total: None,
@@ -174,15 +169,14 @@ def run_transfers(transfers: Transfers, transport: Transport, backwards: bool = 
 
 
 def reduce_scatter(
-    buffer: Array, segments: Sequence[slice], transport: Transport, op: str = "sum"
+    buffer: Array, segments: Segments, transport: Transport, op: str = "sum"
 ) -> slice:
     """Collective: reduce the `buffer` of all ranks in place, one complete segment per rank.
 
     `buffer`: one-dimensional and contiguous, the same length and dtype on every rank.
     `segments`: one slice per rank, the same on every rank. The reduction of segments[r] begins at
     rank r and goes once round the ring. Returns the slice of the complete segment on this rank,
-    segments[rank + 1]; the other segments hold partial results. Raises ValueError for an unknown
-    op or dtype.
+    segments[rank + 1]; the others hold partial results. Raises ValueError for another op or dtype.
     """
     _check_segments(segments, transport)
     reduce = reduction(op, buffer.dtype)
@@ -193,11 +187,10 @@ def reduce_scatter(
     return own
 
 
-def all_gather(buffer: Array, segments: Sequence[slice], transport: Transport) -> None:
+def all_gather(buffer: Array, segments: Segments, transport: Transport) -> None:
     """Collective: distribute the complete segment of each rank to all ranks, in place.
 
-    On entry each rank holds the segment that `reduce_scatter` completed there. On return every
-    rank holds all segments.
+    On entry each rank holds the segment that `reduce_scatter` completed there, on return all.
     """
     _check_segments(segments, transport)
     run_transfers(all_gather_transfers(buffer, segments, transport.rank), transport)
@@ -206,8 +199,7 @@ def all_gather(buffer: Array, segments: Sequence[slice], transport: Transport) -
 def gather(values: Array, transport: Transport) -> Array:
     """Collective: return the `values` of all ranks in rank order, shape (ranks, elements).
 
-    `values`: one-dimensional, of any dtype, the same length and dtype on every rank. They are not
-    changed, and are copied bit for bit.
+    `values`: one-dimensional, of any dtype, the same length and dtype on every rank; not changed.
     """
     size, length = transport.size, values.size
     table = np.empty((size, length), values.dtype)
@@ -267,6 +259,6 @@ def flatten(array: Array, name: str) -> Array:
     return array.reshape(-1)
 
 
-def _check_segments(segments: Sequence[slice], transport: Transport) -> None:
+def _check_segments(segments: Segments, transport: Transport) -> None:
     if len(segments) != transport.size:
         raise ValueError(f"{len(segments)} segments for {transport.size} ranks")

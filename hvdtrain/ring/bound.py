@@ -45,8 +45,7 @@ def average_error_bound(
     `further_scalings`: multiplications on the path beyond the one with 1/N.
     The bound includes the float64 error of the reference itself (negligible for float32, equal for
     float64). It also includes an absolute term for underflow: each operation may flush a subnormal
-    result to zero. (float16 is computed in float32, and loses only values below its smallest
-    subnormal.)
+    result to zero. (float16 is computed in float32, and loses only what is below its subnormals.)
     """
     roundings, scalings = AVERAGE_ROUNDINGS + further_scalings, 1 + further_scalings
     return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, scalings, divisor=ranks)
@@ -64,19 +63,14 @@ ERROR_BOUNDS = {"sum": sum_error_bound, "average": average_error_bound}
 
 
 def _error_bound(
-    sum_of_magnitudes: Floats,
-    ranks: int,
-    dtype: DTypeLike,
-    roundings: int,
-    scalings: int,
-    divisor: int,
+    magnitudes: Floats, ranks: int, dtype: DTypeLike, roundings: int, scalings: int, divisor: int
 ) -> Floats:
     """Return the bound for terms rounded `roundings` times, and a sum divided by `divisor`."""
     # The reference adds N terms and divides once; the magnitudes are rounded sums themselves.
     relative = gamma(ranks - 1 + roundings, dtype) + gamma(2 * ranks, REFERENCE_DTYPE)
     numbers = np.finfo(dtype)
     flushed = float(numbers.smallest_subnormal if numbers.bits == 16 else numbers.tiny)
-    return sum_of_magnitudes * (relative / divisor) + (ranks - 1 + scalings) * flushed
+    return magnitudes * (relative / divisor) + (ranks - 1 + scalings) * flushed
 
 
 def finite_magnitudes(values: Floats, out: Floats | None = None) -> Floats:

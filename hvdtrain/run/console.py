@@ -1,7 +1,6 @@
 """Output of rank 0: a header, progress, a line per epoch, and a verdict.
 
-On a terminal, progress is a live bar; to a pipe (always under horovodrun, which prefixes every
-line) it is a plain line per interval.
+On a terminal, progress is a live bar; to a pipe (always under horovodrun) a line per interval.
 """
 
 from __future__ import annotations
@@ -87,6 +86,9 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
         shares_text = " + ".join(map(str, shares))
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
+    peak_lr = job.optimizer.defaults["lr"]
+    # A rate that varies is below its peak at the first step (warm-up) or at the last.
+    varies = any(job.schedule(step) != peak_lr for step in (0, job.total_steps - 1))
     return "\n".join(
         [
             f"hvdtrain {__version__}",
@@ -97,7 +99,7 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"{counted(torch.get_num_threads(), 'compute thread')} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
-            f"  update   {optimizer}, learning rate up to {job.optimizer.defaults['lr']:.4g}",
+            f"  update   {optimizer}, learning rate {'up to ' if varies else ''}{peak_lr:.4g}",
             *_notes_on_workers(job.model, size),
         ]
     )

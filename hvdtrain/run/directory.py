@@ -36,8 +36,7 @@ class RunDirectory:
 
         `wait_s`: seconds to wait for another job to release the lock. A folder whose run has died
         without a checkpoint is emptied and used again, with a notice. Raises UsageError, and
-        changes nothing, if a new folder already holds other files, if another job is using it, or
-        if it cannot be written.
+        changes nothing, if a new folder holds other files, is in use, or cannot be written.
         """
         self.path = path
         if not reopen:

@@ -94,8 +94,7 @@ class RunLedger(Ledger):
     ) -> None:
         """Open the records.
 
-        `resumed`: the state to resume from, if any. `config`: all options, as resolved. `pulse`
-        receives the progress of the run.
+        `resumed`: the state to resume from, if any. `config`: all options, as resolved.
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory

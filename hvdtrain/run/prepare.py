@@ -23,7 +23,8 @@ from hvdtrain.tasks import check_sums
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.train.loop import Intervals, Job
-from hvdtrain.train.optimizers import build_optimizer, make_schedule, scaled_lr
+from hvdtrain.train.optimizers import build_optimizer
+from hvdtrain.train.schedules import make_schedule, scaled_lr
 from hvdtrain.train.update import Update
 from hvdtrain.weights import load_pretrained
 
@@ -179,12 +180,15 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and visible == 0):
         return torch.device("cpu")
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    seen = f"{visible} visible (CUDA_VISIBLE_DEVICES={setting})"
+    if visible == 0:
+        cause = seen if torch.backends.cuda.is_built() else "this torch is built without CUDA"
+        raise UsageError(f"--device=cuda: no CUDA device: {cause}. Use --device cpu, or auto")
     if topology.local_rank >= visible:
-        advice = "Start as many workers per host as it has devices, or use --device cpu"
         raise UsageError(
-            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {visible} "
-            f"visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
-            + (advice if visible else "Use --device cpu, or auto")
+            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {seen}. "
+            f"Start at most {visible} per host, or use --device cpu"
         )
     torch.cuda.set_device(topology.local_rank)
     return torch.device("cuda", topology.local_rank)

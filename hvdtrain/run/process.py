@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvdtrain.errors import EXIT_FAILED, HvdtrainError
+from hvdtrain.errors import EXIT_FAILED, HvdtrainError, Stopped
 from hvdtrain.log import complain
 from hvdtrain.topology import Topology
 
@@ -72,7 +72,8 @@ def report_failure(error: Exception, topology: Topology) -> int:
         time.sleep(GRACE_S)
     place = f" on {topology.place}" if topology.size > 1 else ""
     if isinstance(error, HvdtrainError):
-        complain(f"hvdtrain: error{place}: {error}")
+        kind = "" if isinstance(error, Stopped) else ": error"
+        complain(f"hvdtrain{kind}{place}: {error}")
         return error.exit_code
     trace = "".join(traceback.format_exception(error)).rstrip()
     complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")

@@ -139,8 +139,7 @@ def _refuse_other_parts(
 ) -> None:
     """Raise UsageError if parts do not fit together, or no rank of a host takes its samples.
 
-    `all_parts`: classes and numbers of training and validation samples of each rank. `firsts`: the
-    first rank of each host.
+    `all_parts`: classes, training samples and validation samples by rank. `firsts`: rank by host.
     """
     problems = [
         f"--rank-weights={','.join(map(str, weights))}: all workers of host {host} have weight 0, "
@@ -223,11 +222,8 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
     if wanted < dataset.classes:
         raise UsageError(f"--num-classes={wanted}: {dataset.name} has {dataset.classes} classes")
     dataset = replace(dataset, classes=wanted)
-    return Classification(
-        settings,
-        dataset,
-        lambda: build_network(settings.model, dataset.shape, wanted, settings.dtype),
-    )
+    build = partial(build_network, settings.model, dataset.shape, wanted, settings.dtype)
+    return Classification(settings, dataset, build)
 
 
 def build_data(task: Task, config: TrainConfig) -> Splits:

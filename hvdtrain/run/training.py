@@ -99,8 +99,7 @@ class TrainingRun:
 def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun | None]:
     """Collective: prepare a run on all ranks and yield it once every rank has succeeded.
 
-    Yields None if `--resume auto` finds a finished run. Failures within the context are recorded in
-    the ledger.
+    Yields None if `--resume auto` finds a finished run. The ledger records failures within.
     """
     exchange = session.exchange
     session.pulse.beat("prepare")

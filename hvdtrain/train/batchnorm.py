@@ -36,8 +36,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation by the statistics of all ranks' samples.
 
     Every rank must call it at the same time, even without samples. Parameters and buffers are those
-    of the layer that it replaces. As in torch.nn.BatchNorm, the biased variance normalises, and the
-    running variance is unbiased.
+    of the layer that it replaces. As in torch.nn.BatchNorm, only the running variance is unbiased.
     """
 
     exchange: Exchange
@@ -83,8 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         return summed
 
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
+        assert self.running_mean is not None and self.running_var is not None
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -130,8 +128,7 @@ def averaged_statistics(
 ) -> Iterator[nn.Module]:
     """Collective: yield the model with running statistics averaged over ranks.
 
-    `own_weight`: weight of this rank, proportional to its samples. On exit each rank has its own
-    statistics again.
+    `own_weight`: proportional to this rank's samples. On exit each rank has its own ones again.
     """
     buffers = [
         buffer

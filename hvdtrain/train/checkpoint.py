@@ -66,10 +66,9 @@ class Checkpoints:
     def save(
         self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
     ) -> None:
-        """Write a checkpoint in the background, after the previous one.
+        """Write a checkpoint in the background. Raises TrainingError if the previous one failed.
 
-        `takeaway`: plain values for users of the weights. Raises TrainingError if the previous
-        write failed.
+        `takeaway`: plain values for users of the weights.
         """
         self.wait()
         self._writing = threading.Thread(

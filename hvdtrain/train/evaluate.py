@@ -52,8 +52,7 @@ def evaluate(
 
     Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
     added over ranks, in float64, where counts are exact up to 2^53. `waits` is called before
-    waiting for the other ranks. Raises Interrupted on all ranks if `stop_requested` returned True
-    on any of them.
+    waiting for other ranks. Raises Interrupted on all ranks if `stop_requested()` is true on any.
     """
     was_training = model.training
     model.eval()

@@ -29,7 +29,7 @@ from hvdtrain.tasks import Task, check_sums
 from hvdtrain.train.batchnorm import averaged_statistics
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
-from hvdtrain.train.optimizers import Schedule
+from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update, not_finite
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"

@@ -25,6 +25,19 @@ class Edit:
 # (site-packages/horovod/torch/), so that the cached wheel works in any virtual environment.
 RELATIVE_RPATH = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../../.."
 
+_ASK = """\
+def {0}_built(verbose=False):
+    for ext_base_name in EXTENSIONS:
+        built_fn = lambda ext: ext.{0}_built()
+        result = _check_extension_lambda(
+            ext_base_name, built_fn, 'built with {1}', verbose)
+        if result is not None:
+            return result
+    return None
+"""
+_KNOW = "def {}_built(verbose=False):\n    return True\n"
+_BOTH = "{}\n\n@_cache\n{}"
+
 EDITS = (
     Edit(
         "CMakeLists.txt",
@@ -45,6 +58,12 @@ EDITS = (
         "  global_ranks_.reserve(size_);\n",
         "  global_ranks_.resize(size_);\n",
         "reserve leaves the vector empty, so the stall inspector looks at no rank under Gloo",
+    ),
+    Edit(
+        "horovod/common/util.py",
+        _BOTH.format(_ASK.format("mpi", "MPI"), _ASK.format("gloo", "Gloo")),
+        _BOTH.format(_KNOW.format("mpi"), _KNOW.format("gloo")),
+        "horovodrun would import torch, for seconds, to learn that this wheel has MPI and Gloo",
     ),
 )
 

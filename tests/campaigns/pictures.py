@@ -1,6 +1,6 @@
 """The pictures of the pages, in docs/pictures: `python -m tests.campaigns.pictures [NAME...]`.
 
-promise   loss of the same experiment on 1, 2 and 4 workers, beside a batch for each worker
+promise   loss of the same experiment on 1, 2 and 4 workers, beside a batch for each worker; float64
 audit     diagram: a global batch, its shares, and the audit of the exchange
 report    two plots of `hvdtrain report`
 terminal  the end of `hvdtrain launch`

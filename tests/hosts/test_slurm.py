@@ -220,7 +220,7 @@ def test_a_host_that_goes_down_and_scancel(slurm: Slurm, submit: Submit) -> None
 )
 def test_defaults_fit(slurm: Slurm, partition: str, flags: list[str]) -> None:
     """Fails if a job of the recipe waits for ever where Slurm has one host, few cores or a short
-    time limit: nothing then says so.
+    time limit: nothing then reports it.
     """
     slurm.wait_until_idle()  # a host that was down counts only after it has responded
     name = "PartitionName=one"

@@ -1,6 +1,6 @@
 """Run by horovodrun on every rank: each check here is a test of its own (see test_checks.py).
 
-A check raises on any rank when what it guards is broken; the ranks then tell one another, and go
+A check raises on any rank when what it guards is broken; the ranks then inform one another, and go
 on with the next check together. Rank 0 prints one JSON line a check.
 """
 
@@ -346,7 +346,7 @@ def gradients_on_their_way_must_not_be_touched(exchange: Exchange) -> None:
     for touch, name in (
         (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6), "parameter bias's"),
         (lambda: model.weight.grad.mul_(0.5), "parameter weight's"),
-        (lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1), "2 parameters in all"),
+        (lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1), "changed in all: 2"),
         (replace_one, "parameter bias's"),
     ):
         model(torch.ones(2, 5)).sum().backward()
@@ -480,7 +480,7 @@ def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
         assert actual.tables == expected.tables
         assert actual.metrics == expected.metrics
         assert abs(actual.loss - expected.loss) <= 1e-12 * expected.loss
-    try:  # one rank was asked to stop, and all know
+    try:  # one rank was asked to stop, and all receive it
         evaluate_on(model, dataset, exchange, lambda: exchange.rank == exchange.size - 1)
     except Interrupted:
         return

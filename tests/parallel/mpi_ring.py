@@ -38,7 +38,7 @@ def rest_until_all_are_here(world: MPI.Intracomm) -> None:
 
 
 def check_silence(world: MPI.Intracomm) -> None:
-    """Rank 1 keeps silent: rank 0 says so in time, and its memory is left alone afterwards."""
+    """Rank 1 sends nothing: rank 0 reports it in time, and its memory is left alone afterwards."""
     part = world.Split(color=0 if world.rank < 2 else 1, key=world.rank)
     if world.rank < 2:
         transport = MpiTransport(part, timeout_s=0.5)

@@ -29,7 +29,7 @@ def compare(folder: Path, *flags: str) -> tuple[Finished, Rows]:
 
 
 def check_traffic(row: dict) -> None:
-    """What was measured is what the formula says; on sockets a little more."""
+    """What was measured agrees with the formula; on sockets a little more."""
     assert row["traffic"].keys() == row["formula"].keys()
     most = SOCKETS_MORE if row["traffic_source"] == "sockets" else 1.0
     for rank, expected in row["formula"].items():
@@ -94,4 +94,4 @@ def test_a_wrong_system_is_caught(tmp_path: Path) -> None:
     assert rows[WRONG]["status"] == "DISAGREES"
     assert rows[WRONG]["difference"] > 1e-6
     assert rows[FAILING]["status"] == "failed"
-    assert rows[FAILING]["problem"] == "ArithmeticError: as it was told to"
+    assert rows[FAILING]["problem"] == "ArithmeticError: as requested"

@@ -1,4 +1,5 @@
-"""Real disks that fill or turn read-only under a run: told, nothing lost, and it can go on.
+"""Real disks that fill or turn read-only under a run: reported, nothing lost, and the run can be
+resumed.
 
 Each is a small tmpfs of its own, mounted in a mount namespace, which needs no root where user
 namespaces are allowed.

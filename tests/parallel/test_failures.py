@@ -30,20 +30,16 @@ BAD_INPUT = {
         ["--bogus: no such flag", "--lr=-1.0: must be at least 0", "--epochs=0: must be above 0"],
     ),
     "unknown model": (["--model=lenett"], ["--model=lenett: unknown (did you mean lenet?)"]),
-    "unknown data": (["--data=digit"], ["--data=digit: unknown; choose from digits"]),
-    "unknown optimizer": (["--opt=sdg"], ["--opt=sdg: unknown (did you mean sgd?); choose from"]),
     "missing data": (
         ["--data=fashion-mnist", "--data-dir=/nowhere"],
         ["rank 0: --data=fashion-mnist: its files are not in /nowhere, and cannot be downloaded"],
     ),
-    "no such device": (
-        ["--device=cuda"],
-        ["rank 0: --device=cuda: local rank 0 has no CUDA device"],
-    ),
 }
 
 
-@pytest.mark.parametrize(("name", "controller"), list(zip(BAD_INPUT, 3 * CONTROLLERS, strict=True)))
+@pytest.mark.parametrize(
+    ("name", "controller"), list(zip(BAD_INPUT, ("gloo", "mpi", "gloo"), strict=True))
+)
 def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     """Fails on a traceback, a repeated or missing message, a wrong code, or a folder made."""
     flags, expected = BAD_INPUT[name]
@@ -80,29 +76,6 @@ def test_output_that_holds_a_run(controller: str, tmp_path: Path) -> None:
 
 def summary_of(output: Path) -> dict:
     return json.loads((output / "x" / "summary.json").read_text())
-
-
-@pytest.mark.parametrize("controller", ["mpi"])
-def test_a_loss_that_is_not_finite(controller: str, tmp_path: Path) -> None:
-    """Fails if training goes on with NaN, or the message does not name step and ranks."""
-    finished = train(controller, "--lr=1e30", output=tmp_path)
-    check_exit(finished, controller, 1)
-    assert finished.output.count("the loss is not finite at step 2 on rank 0 (loss nan)") == 1
-    assert summary_of(tmp_path)["status"] == "failed"
-    assert not (tmp_path / "x" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("controller", ["gloo"])
-def test_a_gradient_that_is_not_finite(controller: str, tmp_path: Path) -> None:
-    """Fails if the step, the parameter or the rank of a NaN gradient is not named, or the weights
-    are saved with it.
-    """
-    flags = [f"--model={PLUGINS}:has_no_derivative", "--checkpoint-interval=1"]
-    finished = train(controller, *flags, "--max-steps=8", output=tmp_path)
-    check_exit(finished, controller, 1)
-    text = "the gradient of root is not finite at step 4 on rank 1, while the loss is"
-    assert finished.output.count(text) == 1, finished.output
-    assert (tmp_path / "x" / "checkpoints" / "last").read_text() == "step-00000003\n"
 
 
 @pytest.mark.parametrize(
@@ -166,14 +139,6 @@ def test_a_worker_that_is_killed(controller: str, tmp_path: Path) -> None:
     assert finished.seconds < LIMIT_S, finished.output
     assert finished.exit_code != 0
     assert summary_of(tmp_path)["status"] in ("failed", "stopped")
-
-
-@pytest.mark.parametrize("controller", ["mpi"])
-def test_a_layer_unfrozen_during_training(controller: str, tmp_path: Path) -> None:
-    """Fails if gradients that Horovod does not average are used."""
-    finished = train(controller, f"--model={PLUGINS}:grows", output=tmp_path)
-    check_exit(finished, controller, 1)
-    assert finished.output.count("2 added or unfrozen (such as hidden.") == 1, finished.output
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
-from tests.parallel.launching import BIN, CONTROLLERS, hvdtrain, run
+from tests.parallel.launching import BIN, hvdtrain, run
 from tests.unit.folders import make_folder
 
 FLAGS = [
@@ -32,27 +31,6 @@ def alone(pictures: Path, tmp_path_factory: pytest.TempPathFactory):
     finished = train([*flags, "--workers", "0"], folder, 1, "none")
     assert finished.exit_code == 0, finished.output
     return summary_and_weights(folder)
-
-
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_workers_and_readers_make_no_difference(
-    controller: str, pictures: Path, alone, tmp_path: Path
-) -> None:
-    """Fails when what is drawn for an image depends on who reads it, an image is lost, an audit
-    alarms, a phase is not timed, or a reading process is left behind.
-    """
-    flags = [*FLAGS, "--data", f"imagefolder:{pictures}", "--global-batch-size", "10"]
-    finished = train(flags, tmp_path / "run", 3 if controller == "gloo" else 2, controller)
-    assert finished.exit_code == 0, finished.output
-    summary, weights = summary_and_weights(tmp_path / "run")
-    assert largest_difference(weights, alone[1]) < 1e-9
-    assert (summary["samples_seen"], summary["valid_samples"]) == (2 * TRAIN, VALID)
-    assert summary["audit"]["checked"] == 6 and summary["audit"]["failed"] == 0
-    steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    first = next(json.loads(line) for line in steps if '"epoch"' in line)
-    assert first["valid_accuracy"] is not None
-    evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert evaluated["classes"] == ["cat", "dog"]
 
 
 def test_parts_on_two_hosts_are_one_data_set(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`hvdtrain launch` on this machine: what comes out of it, and what is left when it goes wrong."""
+"""`hvdtrain launch` on this machine: its results, and what is left when it goes wrong."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path, controller
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
     """Fails if a terminal that takes nothing (Ctrl-S, `| less`) keeps workers that print much from
-    their end, if a log lacks a line, or if nothing is said of lines that were not shown.
+    their end, if a log lacks a line, or if lines that were not shown are not mentioned.
     """
     mark, lines = uuid.uuid4().hex, 60_000
     process = subprocess.Popen(

@@ -63,7 +63,7 @@ def test_a_loop_in_the_style_of_ddp(tmp_path: Path) -> None:
 
 
 def test_a_fault_in_a_loop_of_ddp(tmp_path: Path) -> None:
-    """Fails if all ranks agree on a wrong value and nobody is told."""
+    """Fails if all ranks agree on a wrong value and it is not reported."""
     finished = torchrun(2, tmp_path, ["--fault"])
     assert finished.exit_code != 0
     assert WRONG in finished.output, finished.output

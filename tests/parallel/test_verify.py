@@ -44,13 +44,10 @@ WRONG_SUM = "all 3 ranks agree on the wrong value: suspect the reduction"
 FAULTS = {
     "bitflip": "rank {} differs from the others: suspect delivery",
     "drop-rank": WRONG_SUM,
-    "stale": WRONG_SUM,
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "controller"), [("bitflip", "mpi"), ("drop-rank", "gloo"), ("stale", "mpi")]
-)
+@pytest.mark.parametrize(("fault", "controller"), [("bitflip", "mpi"), ("drop-rank", "gloo")])
 def test_a_fault_is_noticed(fault: str, controller: str) -> None:
     """Fails if a spoiled result passes, ends with another code, or is explained wrongly.
 
@@ -72,7 +69,7 @@ def test_a_fault_that_changes_nothing() -> None:
 
 
 def test_bad_input() -> None:
-    """Fails if not every problem is told at once, before any work, by rank 0 alone."""
+    """Fails if not every problem is reported at once, before any work, by rank 0 alone."""
     controller = "mpi"
     flags = ["--ops=sum", "--dtypes=bfloat16", "--sizes=4X", "--inject=fire", "--seed=-1", "--ful"]
     finished = verify(2, controller, *flags)
@@ -101,5 +98,5 @@ def test_alone() -> None:
     """Fails if a single process does anything but say how to start several."""
     finished = run(hvdtrain("verify"))
     assert finished.exit_code == 2
-    assert "start two or more, as in `horovodrun -np 2 --gloo hvdtrain verify`" in finished.output
+    assert "start two or more with `hvdtrain launch -np 2 -- verify`" in finished.output
     assert len(finished.output.splitlines()) == 1

@@ -30,4 +30,4 @@ class Failing(GatherBroadcast):
     def step(self, batch: GlobalBatch) -> None:
         super().step(batch)
         if self.place.number == 1:
-            raise ArithmeticError("as it was told to")
+            raise ArithmeticError("as requested")

@@ -61,7 +61,7 @@ class Job:
         return self.start_bare(placed | environment)
 
     def start_bare(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """An agent that is told nothing else."""
+        """An agent that receives nothing else."""
         agent = subprocess.Popen(
             [sys.executable, "-m", "hvdtrain.launcher.agent", JOB],
             env=os.environ | {"XDG_CACHE_HOME": str(self.cache)} | environment,

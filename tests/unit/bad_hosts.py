@@ -1,4 +1,4 @@
-"""Bad hostfiles, hosts and flags of `hvdtrain doctor`, and what must be said of each.
+"""Bad hostfiles, hosts and flags of `hvdtrain doctor`, and what must be reported for each.
 
 Tried by tests/unit/test_launch_bad_input.py.
 """

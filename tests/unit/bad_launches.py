@@ -1,4 +1,4 @@
-"""Bad flags, commands and options of `hvdtrain launch`, and what must be said of each.
+"""Bad flags, commands and options of `hvdtrain launch`, and what must be reported for each.
 
 Tried by tests/unit/test_launch_bad_input.py.
 """
@@ -75,7 +75,13 @@ CASES = [
     script("python-script", "my_script.py --lr 1", "my_script.py: |`-- python my_script.py ...`"),
     script("not-executable", "./run", "./run: is not executable", write("run", "")),
     script("a-folder", "./run", "./run: no such command", folder("run")),
-    script("near-train", "trian --model=mlp", "trian: no such command; give `-- train ...`"),
+    script("near-train", "trian --model=mlp", "trian: no such command; did you mean train?"),
+    script(
+        "near-file",
+        "./train",
+        "./train: is not executable; did you mean train?",
+        write("train", ""),
+    ),
     launch(
         "in-horovodrun",
         "-np 2 -- train",
@@ -121,6 +127,11 @@ CASES = [
         "min-np-slots",
         "-H a,b --min-np 3 --restarts 1 -- train",
         "--min-np=3: is above the 2 workers",
+    ),
+    launch(
+        "min-np-one",
+        "-np 1 --min-np 2 --restarts 1 -- train",
+        "--min-np=2: is above the 1 worker of -np",
     ),
     launch("min-np-0", "-np 2 --min-np 0 --restarts 1 -- train", "--min-np=0: must be at least 1"),
     launch(

@@ -26,7 +26,7 @@ from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
 from hvdtrain.train.loop import Hooks, Intervals, Job, Outcome, State, StepHook, train, train_step
 from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
-from hvdtrain.train.optimizers import make_schedule
+from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.update import Update
 
@@ -171,18 +171,18 @@ def timeless(totals: Totals) -> Totals:
 
 @dataclass
 class Recording:
-    """An Observer: what it was told, without what differs from run to run."""
+    """An Observer: the records it received, without what differs from run to run."""
 
-    told: list[tuple[Any, ...]] = field(default_factory=list)
+    records: list[tuple[Any, ...]] = field(default_factory=list)
 
     def interval_end(self, totals: Totals, lr: float) -> None:
-        self.told.append(("step", self._timeless(totals), lr))
+        self.records.append(("step", self._timeless(totals), lr))
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
-        self.told.append(("epoch", self._timeless(totals), evaluation, lr))
+        self.records.append(("epoch", self._timeless(totals), evaluation, lr))
 
     def up_to(self, step: int) -> list[tuple[Any, ...]]:
-        return [record for record in self.told if record[1].step <= step]
+        return [record for record in self.records if record[1].step <= step]
 
     def _timeless(self, totals: Totals) -> Totals:
         return timeless(totals)

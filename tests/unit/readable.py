@@ -55,7 +55,7 @@ class Squares(torch.utils.data.Dataset[Any]):
             raise OSError(f"sample {index} is lost")
         image = torch.full((2, 4, 4), float(index))
         label = index % 3
-        if index > 0:  # the first tells the shape
+        if index > 0:  # the first gives the shape
             image = self.spoilt.get("image", image)
             label = self.spoilt.get("label", label)
         return image, label

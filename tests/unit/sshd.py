@@ -21,7 +21,7 @@ START_S = 10.0
 
 
 class Sshd:
-    """Runs until `stop`. Its folder holds the keys, known hosts, and an `ssh` that knows them."""
+    """Runs until `stop`. Its folder holds the keys, known hosts, and an `ssh` that uses them."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder

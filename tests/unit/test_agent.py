@@ -19,7 +19,7 @@ from tests.unit.agents import JOB, LIMIT_S, Job, hostname, is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(150)
 
-# Says its own number and those of a child in its group and of one in a session of its own.
+# Prints its own number and those of a child in its group and of one in a session of its own.
 FAMILY = """
 import os, signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "300"])
@@ -59,7 +59,7 @@ def family_of(job: Job) -> tuple[int, int]:
 
 def test_from_hello_to_leave(job: Job) -> None:
     """Fails when an agent does not say who it is, ends before it may, with another code than its
-    worker's, says anything itself, or leaves the file with its orders behind.
+    worker's, prints anything itself, or leaves the file with its orders behind.
     """
     job.run_python("print('hello'); raise SystemExit(7)")
     hello = job.wait_for("hello")
@@ -126,7 +126,7 @@ def test_a_line_is_not_kept_waiting(job: Job) -> None:
     job.wait_for_output(b"waiting ...")
 
 
-def test_the_launcher_is_told_how_the_worker_is(job: Job) -> None:
+def test_the_launcher_receives_the_state_of_the_worker(job: Job) -> None:
     """Fails when phase, step, figures or the state of the process do not come, or a stopped worker
     is not seen as stopped.
     """
@@ -193,20 +193,20 @@ def test_a_worker_saves_when_the_launcher_is_gone(job: Job) -> None:
 
 def test_horovodrun_may_ask_but_the_launcher_decides(job: Job) -> None:
     """Fails when a signal of horovodrun's to the agent ends agent or worker by itself, or is not
-    told.
+    reported.
     """
     job.run_python(SAVES)
     job.wait_for_output(b"ready\n")
     job.agents[0].send_signal(signal.SIGHUP)
     job.agents[0].send_signal(signal.SIGTERM)
-    assert job.wait_for("engine_signal") == signal.SIGTERM
+    assert job.wait_for("horovodrun_signal") == signal.SIGTERM
     assert job.agents[0].poll() is None and not job.hear_all("ended")
 
 
 @pytest.mark.parametrize("speaks", [True, False])
 def test_stacks_on_demand(job: Job, speaks: bool) -> None:
     """Fails when the stacks of a hanging worker cannot be had: one of ours goes on afterwards, and
-    another script's, which knows no such signal, ends with them.
+    another script's, which handles no such signal, ends with them.
     """
     first = "from hvdtrain.pulse import Pulse; Pulse.from_environment()\n" if speaks else ""
     job.run_python(

@@ -33,7 +33,7 @@ def environment_of(job: Job, rank: int = 0) -> dict[str, str]:
     return dict(parse_environment(job.output(rank)))
 
 
-def test_workers_know_their_place(tmp_path: Path) -> None:
+def test_workers_have_their_place(tmp_path: Path) -> None:
     """Fails when a script finds no RANK, WORLD_SIZE, ... or another worker's, or workers have no
     secret in common for their ring, or the one of launcher and agents.
     """
@@ -60,8 +60,8 @@ def test_workers_know_their_place(tmp_path: Path) -> None:
         job.close()
 
 
-def test_open_mpi_tells_the_place_too(job: Job) -> None:
-    """Fails when agents of the mpi controller do not know their rank."""
+def test_open_mpi_reports_the_place_too(job: Job) -> None:
+    """Fails when agents of the mpi controller do not have their rank."""
     job.channel.workers = 4
     job.order([sys.executable, "-c", SHOW])
     names = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
@@ -73,7 +73,7 @@ def test_open_mpi_tells_the_place_too(job: Job) -> None:
 
 def test_whose_variables_win(job: Job) -> None:
     """Fails when the user's variables where `launch` was called do not win over those of the host's
-    login, or when what belongs to the host (its home, its engine) is replaced by the user's.
+    login, or when what belongs to the host (its home, its Horovod) is replaced by the user's.
     """
     of_user = {
         "DATA": "user's",
@@ -128,7 +128,7 @@ def test_a_file_that_others_may_read_is_not_trusted(job: Job) -> None:
     assert "Traceback" not in output
 
 
-def test_a_launcher_that_has_gone_is_told(job: Job) -> None:
+def test_a_lost_launcher_is_reported(job: Job) -> None:
     """Fails when an agent that comes too late waits, starts its worker, keeps its orders, or does
     not say what it has tried.
     """

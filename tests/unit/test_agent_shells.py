@@ -65,7 +65,7 @@ def start(job: Job, shell: str, *arguments: str) -> int:
 
 
 def is_heard(job: Job, speaks: bool) -> bool:
-    """Whether the agent knows by now if the worker speaks."""
+    """Whether the agent has received by now if the worker reports."""
     job.heard = [heard for heard in job.heard if "alive" not in heard[1]]
     return job.wait_for("alive")["speaks"] is speaks
 
@@ -73,7 +73,7 @@ def is_heard(job: Job, speaks: bool) -> bool:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_signal_gets_to_the_process_that_saves(job: Job, shell: str) -> None:
     """Fails when a request to stop ends the shell and then what it has started, when it comes to
-    the process that speaks twice, or when the exit code is another one's.
+    the process that reports twice, or when the exit code is another one's.
     """
     script = start(job, SHELLS[shell], "speaks")
     assert is_heard(job, True)
@@ -83,7 +83,7 @@ def test_a_signal_gets_to_the_process_that_saves(job: Job, shell: str) -> None:
     assert job.leave() == SAVED
 
 
-def test_scripts_that_do_not_speak_save_too(job: Job) -> None:
+def test_scripts_that_report_nothing_save_too(job: Job) -> None:
     """Fails when what a shell has started is killed as soon as the signal has ended the shell."""
     start(job, IN_FRONT)
     job.channel.send({"signal": int(signal.SIGTERM)})
@@ -102,7 +102,7 @@ def test_a_shell_does_not_go_on_after_a_stop(job: Job) -> None:
 
 @BOTH
 def test_what_a_shell_leaves_may_save(job: Job, speaks: bool) -> None:
-    """Fails when a worker that speaks is not waited for once its shell was killed, or another one
+    """Fails when a worker that reports is not waited for once its shell was killed, or another one
     is killed before it could save.
     """
     script = start(job, IN_FRONT, *(["speaks"] if speaks else []))
@@ -164,7 +164,7 @@ def test_all_die_with_the_agent(job: Job, killed: str, shell: str, speaks: bool)
     job.poll_until(lambda: job.lost == [0])
 
 
-def test_the_launcher_is_told_how_the_one_that_speaks_is(job: Job) -> None:
+def test_the_launcher_receives_the_state_of_the_process_that_reports(job: Job) -> None:
     """Fails when a worker that was stopped behind a shell is not seen as stopped, or gives no
     stacks.
     """

@@ -243,7 +243,7 @@ def lost_rank(rank: int, averages: dict[str, torch.Tensor]) -> None:
         ),
     ],
 )
-def test_the_verdict_tells_reduction_from_delivery(fault, expected, parts: int) -> None:
+def test_the_verdict_distinguishes_reduction_from_delivery(fault, expected, parts: int) -> None:
     """Fails if the wrong side is blamed, or a copy that has drifted within the bound passes.
 
     With three parts one of the three audits of a cycle comes to where the fault is.
@@ -258,7 +258,7 @@ def test_the_verdict_tells_reduction_from_delivery(fault, expected, parts: int) 
 
 
 def test_two_ranks_that_differ_within_the_bound() -> None:
-    """Fails if nobody notices, where no majority can tell which of the two is right."""
+    """Fails if nobody notices, where no majority shows which of the two is right."""
     outcomes = audited_steps(2, lowest_bit_on_rank_1)
     assert all("index [3, 1]: reduced" in text for _, text in outcomes)
     assert all(records[-1].worst_parameter == "weight" for records, _ in outcomes)
@@ -331,7 +331,7 @@ def test_evidence_is_left(tmp_path: Path) -> None:
     assert not torch.equal(locals_[0], locals_[1])
 
 
-def test_a_mismatch_is_told_though_the_disk_fails(tmp_path: Path) -> None:
+def test_a_mismatch_is_reported_when_the_disk_fails(tmp_path: Path) -> None:
     """Fails if an error of the disk takes the place of the mismatch."""
     (tmp_path / "audit").write_text("not a folder")
     for _, text in audited_steps(2, sum_for_mean, evidence=tmp_path / "audit"):
@@ -393,8 +393,8 @@ def test_sparse_gradients_of_a_script_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("op", "right"), [("sum", True), ("average", False)])
-def test_a_script_that_sums_says_so(op: str, right: bool) -> None:
-    """Fails if what a script says of its reduction does not reach the check."""
+def test_a_script_that_sums_passes_op_sum(op: str, right: bool) -> None:
+    """Fails if the reduction that a script declares does not reach the check."""
     gathered: list[torch.Tensor] = []
     barrier = threading.Barrier(2, timeout=30)
 
@@ -479,7 +479,7 @@ ALONE = "audit: nothing compared: a single worker exchanges nothing"
         (1, ["train"], ALONE, False),
     ],
 )
-def test_an_audit_that_never_checked_says_so(
+def test_an_audit_that_never_checked_prints_a_warning(
     size: int, does: list[str], summary: str, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if a loop that was never checked ends in silence, or a short one is blamed.
@@ -519,7 +519,9 @@ model(torch.ones(1, 3)).sum().backward()
 
 @pytest.mark.parametrize(("end", "warns"), [("", True), ("raise SystemError", False)])
 def test_the_warning_comes_at_exit(end: str, warns: bool) -> None:
-    """Fails if the end of a process says nothing, or says it below the error that broke it off."""
+    """Fails if nothing is printed at the end of a process, or it is printed below the error that
+    broke it off.
+    """
     ended = run_code(IDLE + end, Path.cwd())
     assert (f"hvdtrain: warning: {NEVER_CALLED}\n" in ended.stderr) == warns, ended.stderr
     assert ended.returncode == (0 if warns else 1)

@@ -45,16 +45,16 @@ def test_all_elements_come_once_in_a_cycle(lengths: list[int], parts: int, whole
 
 def test_parts_are_even() -> None:
     """Fails if one audit costs several times another."""
-    dealt = Parts([150, 6, 2400, 16, 48_000, 120, 10_080, 84, 840, 10], 20, 1, whole=False)
+    dealt = Parts([150, 6, 2400, 16, 48_000, 120, 10_080, 84, 840, 10], 20, 1, uncut=False)
     sizes = [elements(dealt.of_audit(number)).total() for number in range(20)]
     assert max(sizes) < 2 * sum(sizes) / len(sizes)
 
 
 def test_cycles_and_seeds_deal_differently() -> None:
     """Fails if the same elements always meet, so that a fault with a rhythm hides."""
-    first = Parts([1000, 3000], 10, 1, whole=False)
-    again = Parts([1000, 3000], 10, 1, whole=False)
-    other = Parts([1000, 3000], 10, 2, whole=False)
+    first = Parts([1000, 3000], 10, 1, uncut=False)
+    again = Parts([1000, 3000], 10, 1, uncut=False)
+    other = Parts([1000, 3000], 10, 2, uncut=False)
     assert [first.of_audit(n) for n in range(20)] == [again.of_audit(n) for n in range(20)]
     assert first.of_audit(0) != first.of_audit(10)
     assert first.of_audit(0) != other.of_audit(0)

@@ -1,4 +1,4 @@
-"""Bad input to `hvdtrain train`: told in a paragraph that names it, and nothing is left behind."""
+"""Bad input to `hvdtrain train`: reported in one paragraph, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -104,6 +104,8 @@ CASES = [
     # plug-ins that cannot be had
     case("path", "--data=a.b.c:d", "--data=a.b.c:d: |No module named 'a'"),
     case("no-attribute", f"--data={HERE}:nowhere", f"--data={HERE}:nowhere: |has no 'nowhere'"),
+    case("data-unknown", "--data=digit", "--data=digit: |unknown; choose from digits"),
+    case("opt-unknown", f"--opt=sdg {GOOD_MODEL} {GOOD_DATA}", "--opt=sdg: |did you mean sgd?"),
     case("not-callable", f"--model={HERE}:NOT_CALLABLE", "NOT_CALLABLE: |type int"),
     case(
         *(
@@ -134,7 +136,7 @@ CASES = [
     data("other_shape", "[40, 1, 4, 4]|[3, 4, 4]"),
     data("flat_shape", "shape must be (channels, height, width), and is (16,)"),
     data("one_class", "classes must be a whole number of 2 or more, and is 1"),
-    data("few_names", "2 names for 3 classes"),
+    data("few_names", "names must be 3, one for each class, and are 2"),
     data("no_format", "must be an hvdtrain.ImageFormat of 1 or 3 channels, and is RGB"),
     data("other_format", "its images have 3 channels, its shape is (1, 4, 4)"),
     data("empty_train", "its train split has no samples"),
@@ -312,7 +314,7 @@ def quiet_machine(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(("flags", "expected", "codes", "setup"), CASES)
-def test_bad_input_is_told(flags, expected, codes, setup, tmp_path, monkeypatch, capfd) -> None:
+def test_bad_input_is_reported(flags, expected, codes, setup, tmp_path, monkeypatch, capfd) -> None:
     """Fails when bad input is trained on, ends in a traceback or in another exit code, when the
     message does not name the flag or file and what is wrong with it, or when anything is left
     behind of a run that never started.
@@ -322,12 +324,12 @@ def test_bad_input_is_told(flags, expected, codes, setup, tmp_path, monkeypatch,
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "train", *SMALL, *flags])
     code = main()
-    told = re.sub(r"(?m)^skipped: .*\n", "", capfd.readouterr().err)
-    assert code in codes, told
-    assert told.startswith("hvdtrain: error: ") and "Traceback" not in told
-    missing = [text for text in expected if text not in told]
-    assert not missing, told
-    assert len(told) < LONGEST and not re.search(r"\n\s*\n", told.strip())
+    reported = re.sub(r"(?m)^skipped: .*\n", "", capfd.readouterr().err)
+    assert code in codes, reported
+    assert reported.startswith("hvdtrain: error: ") and "Traceback" not in reported
+    missing = [text for text in expected if text not in reported]
+    assert not missing, reported
+    assert len(reported) < LONGEST and not re.search(r"\n\s*\n", reported.strip())
     if code == 2:
         kept = ("data", "__pycache__")  # where files are fetched to, and what Python itself writes
         after = [path for path in sorted(tmp_path.rglob("*")) if not {*kept} & {*path.parts}]

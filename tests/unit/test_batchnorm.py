@@ -107,9 +107,9 @@ def test_a_batch_without_variance_is_refused(shares: tuple[int, ...]) -> None:
         layer = convert_to_sync(make_layer(()), exchange)
         with pytest.raises(ValueError, match="more than one value per channel"):
             layer(torch.ones(shares[exchange.rank], CHANNELS, dtype=torch.float64))
-        return "told"
+        return "raised"
 
-    assert run_ranks(connect(len(shares)), work) == ["told"] * len(shares)
+    assert run_ranks(connect(len(shares)), work) == ["raised"] * len(shares)
 
 
 def test_half_precision_keeps_its_type() -> None:
@@ -148,7 +148,7 @@ def test_conversion_keeps_the_model_as_it_is() -> None:
 
 
 def test_a_layer_that_stands_in_two_places_is_converted_in_both() -> None:
-    """Fails when the second place keeps the layer that knows only its own rank's samples."""
+    """Fails when the second place keeps the layer that sees only its own rank's samples."""
     shared = nn.BatchNorm1d(3)
     model = convert_to_sync(nn.Sequential(shared, nn.Linear(3, 3), shared), SingleProcess())
     assert isinstance(model[0], SyncBatchNorm) and model[2] is model[0]

@@ -50,7 +50,7 @@ def run(setting: Setting, folder: Path) -> ClassicResult:
         ("--json absent/x.json", "no such folder"),
     ],
 )
-def test_bad_flags_are_told(flags: str, expected: str) -> None:
+def test_bad_flags_are_reported(flags: str, expected: str) -> None:
     """Fails if a value that cannot be goes through."""
     with pytest.raises(UsageError) as caught:
         read("classic", *flags.split())

@@ -95,8 +95,8 @@ def test_workers_are_counted_up_or_named() -> None:
         ("--fast", "--fast: no such flag"),
     ],
 )
-def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a value that cannot be goes through, or is told without its flag."""
+def test_bad_flags_are_reported(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a value that cannot be goes through, or is reported without its flag."""
     monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(UsageError) as caught:
         read("scaling", *flags.split())
@@ -104,7 +104,7 @@ def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.Monke
     assert expected in problem
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     """Fails if one bad flag hides another, or workers of a job start jobs of their own."""
     flags = ("--models", "", "--turn-s", "-3", "--rounds", "0", "--np", "2", "--workers", "0")
     with pytest.raises(UsageError) as caught:
@@ -121,7 +121,9 @@ def test_all_problems_are_told_at_once() -> None:
         ({"models": {"mlp": 1}, "modes": ("weak",)}, ("mlp, N = 1", "mlp, N = 2")),
     ],
 )
-def test_what_cannot_be_run_is_told_before(changes: dict, expected: tuple[str, ...]) -> None:
+def test_what_cannot_be_run_is_reported_before_the_start(
+    changes: dict, expected: tuple[str, ...]
+) -> None:
     """Fails if a model that is unknown, an epoch that is too short, or shares too small for batch
     norm are met only by a worker.
     """
@@ -133,7 +135,7 @@ def test_what_cannot_be_run_is_told_before(changes: dict, expected: tuple[str, .
 
 
 def test_weak_and_strong_meet_at_the_most_workers() -> None:
-    """Fails if a batch is not kept as its mode says, or the same case runs twice."""
+    """Fails if a batch is not kept as its mode requires, or the same case runs twice."""
     one = plan(models={"lenet": 8}, workers=(1, 2, 4))
     sizes = {(case.workers, case.global_batch_size) for case in one.cases()}
     assert sizes == {(1, 8), (2, 16), (4, 32), (1, 32), (2, 32)}
@@ -217,10 +219,10 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
         return started[-1]
 
     one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",), rounds=3)
-    told: list[str] = []
-    rates, problems = measure(one, begin, tmp_path, told.append)
+    reported: list[str] = []
+    rates, problems = measure(one, begin, tmp_path, reported.append)
     assert problems == [f"DDP, lenet, N = 2, 16 samples a step: {reason}"]
-    assert problems[0] in told
+    assert problems[0] in reported
     assert all(contestant.closed for contestant in started)
     points = points_of(one, rates)
     assert (points[0].over_ddp, points[0].samples_per_s[DDP]) == (None, None)
@@ -298,7 +300,7 @@ def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
         assert find_strategy(spec.system) is strategy
 
 
-def test_a_worker_is_told_from_those_that_name_it() -> None:
+def test_a_worker_is_distinguished_from_processes_that_name_it() -> None:
     """Fails if horovodrun or mpirun, whose arguments hold the same words, would get the signal."""
     words = ["-m", "hvdtrain.cli", "train"]
     naming = [sys.executable, "-c", "import time; time.sleep(60)", *words]

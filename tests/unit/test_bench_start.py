@@ -49,7 +49,7 @@ def run(name: str, folder: Path) -> Started:
         ("--models lenet", "--models: no such flag"),
     ],
 )
-def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_flags_are_reported(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a value that cannot be goes through."""
     monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(UsageError) as caught:
@@ -59,16 +59,16 @@ def test_bad_flags_are_told(flags: str, expected: str, monkeypatch: pytest.Monke
 
 def test_commands_take_turns(tmp_path: Path) -> None:
     """Fails if a command is left out of a round, or two starts share a folder."""
-    told: list[str] = []
-    starts = measure(CONTESTANTS, PLAN.rounds, run, tmp_path, told.append)
+    reported: list[str] = []
+    starts = measure(CONTESTANTS, PLAN.rounds, run, tmp_path, reported.append)
     assert [start.total_s for start in starts[LAUNCH]] == [6, 7, 8]
-    names = [line.split(": ")[1] for line in told]
+    names = [line.split(": ")[1] for line in reported]
     assert names == [*CONTESTANTS, *reversed(CONTESTANTS), *CONTESTANTS]
-    assert len(list(tmp_path.iterdir())) == len(told)
+    assert len(list(tmp_path.iterdir())) == len(reported)
 
 
 def test_table_ratios_and_plot(tmp_path: Path) -> None:
-    """Fails if a ratio is upside down, or parts are told of what cannot be taken apart."""
+    """Fails if a ratio is upside down, or parts are reported of what cannot be taken apart."""
     starts = measure(CONTESTANTS, PLAN.rounds, run, tmp_path, lambda line: None)
     ratio = ratios_of(starts)[f"{LAUNCH} / {TORCHRUN}"]
     assert (ratio.median, ratio.highest) == (7 / 5, 6 / 4)
@@ -108,5 +108,5 @@ def test_rank_0_alone_is_stamped(rank: str, stamps: int, tmp_path: Path) -> None
     with pulse_lines(pipe) as lines:
         done = subprocess.run([*command, program], env=os.environ | names, timeout=60, check=False)
     assert done.returncode == 0
-    told = [line[0] for _, line in lines]
-    assert told == ["@", "?", "+", "#"] if stamps else ["#"]
+    reported = [line[0] for _, line in lines]
+    assert reported == ["@", "?", "+", "#"] if stamps else ["#"]

@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.lab.bench.turns import Logged, TurnJob, Turns, read_steps, steps_per_s
 from hvdtrain.lab.children import Child, ChildFailure, Commanded
 
-# Tells of a step every hundredth of a second, and ends after so many.
+# Reports a step every hundredth of a second, and ends after so many.
 PROGRAM = """
 import sys, time
 with open(sys.argv[1], "w") as stream:
@@ -66,7 +66,7 @@ def test_it_stands_still_but_for_its_turns(tmp_path: Path) -> None:
     assert found[0][0][-1].step < found[1][0][0].step
 
 
-def test_a_turn_lasts_until_enough_was_told(tmp_path: Path) -> None:
+def test_a_turn_lasts_until_enough_steps_are_reported(tmp_path: Path) -> None:
     """Fails if a turn ends without an interval to measure."""
     with running(tmp_path) as (turns, _):
         turns.take(0.0)
@@ -77,7 +77,9 @@ def test_a_turn_lasts_until_enough_was_told(tmp_path: Path) -> None:
     ("steps", "code", "expected"),
     [(1, 0, "before its turns were over"), (1, 3, "ended with code 3"), (40, 5, "with code 5")],
 )
-def test_one_that_ends_is_told(steps: int, code: int, expected: str, tmp_path: Path) -> None:
+def test_a_contestant_that_ends_is_reported(
+    steps: int, code: int, expected: str, tmp_path: Path
+) -> None:
     """Fails if a job that has ended, well or not, is waited for."""
     with pytest.raises(ChildFailure, match=expected), running(tmp_path, steps, code) as (turns, _):
         for _ in range(20):
@@ -85,7 +87,7 @@ def test_one_that_ends_is_told(steps: int, code: int, expected: str, tmp_path: P
 
 
 def test_a_deadline_ends_it(tmp_path: Path) -> None:
-    """Fails if one that tells nothing is waited for without end."""
+    """Fails if one that reports nothing is waited for without end."""
     (tmp_path / "log").touch()
 
     def start(children: list[Child]) -> None:

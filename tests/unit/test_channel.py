@@ -1,4 +1,5 @@
-"""The launcher's channel over real sockets: who is let in, what is heard, and who counts as lost.
+"""The launcher's channel over real sockets: who is let in, what is received, and who counts as
+lost.
 
 Every wait has an end (LIMIT_S), after which the test fails.
 """
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Launcher:
-    """A channel for 3 workers, and what has been heard of them."""
+    """A channel for 3 workers, and what has been received from them."""
 
     def __init__(self) -> None:
         self.channel = Channel(LOCALHOST, TOKEN)
@@ -106,7 +107,7 @@ def introduce(challenge: str, rank: object, token: str = TOKEN) -> bytes:
 
 def test_both_sides_speak(launcher: Launcher) -> None:
     """Fails when an agent is not let in, is taken for another rank, when a message of either side
-    is lost, changed, or comes out of order, or when one rank hears what is meant for another.
+    is lost, changed, or arrives out of order, or when one rank receives what is meant for another.
     """
     agents = [launcher.let_in(rank, host=f"h{rank}") for rank in (2, 0)]
     assert [(r, m["hello"]["host"]) for r, m in launcher.heard] == [(2, "h2"), (0, "h0")]
@@ -190,7 +191,9 @@ def test_ranks_that_cannot_be_are_refused(launcher: Launcher, rank: object) -> N
 
 
 def test_the_wrong_token_is_refused(launcher: Launcher) -> None:
-    """Fails when another job's agent gets in: by its token, or by an answer heard before."""
+    """Fails when another job's agent gets in: by its token, or by an answer that was recorded
+    before.
+    """
     with call(launcher) as other, call(launcher) as replaying:
         other.sendall(introduce(read_challenge(launcher, other), 0, token="another job's"))
         assert launcher.is_refused(other)
@@ -200,7 +203,7 @@ def test_the_wrong_token_is_refused(launcher: Launcher) -> None:
     assert not launcher.heard
 
 
-def test_a_stranger_who_says_nothing_is_dropped(launcher: Launcher, monkeypatch) -> None:
+def test_a_silent_stranger_is_disconnected(launcher: Launcher, monkeypatch) -> None:
     """Fails when connections that never answer are kept, or keep agents from being let in."""
     monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
     with call(launcher) as stranger:
@@ -225,7 +228,7 @@ def test_a_rank_comes_once(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("last", [b"", b"no message\n", b"[]\n", b"x" * ((1 << 22) + 9)])
 def test_an_agent_is_lost_once(launcher: Launcher, last: bytes) -> None:
-    """Fails when an agent that hangs up, or says what is no message, is not reported lost, or is
+    """Fails when an agent that hangs up, or sends what is no message, is not reported lost, or is
     reported twice.
     """
     with call(launcher) as agent:
@@ -260,7 +263,7 @@ def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:
     speaking.close()
 
 
-def test_agents_hear_that_the_launcher_lives(launcher: Launcher, monkeypatch) -> None:
+def test_agents_receive_signs_of_life_from_the_launcher(launcher: Launcher, monkeypatch) -> None:
     """Fails when the launcher is silent while it has nothing to say: agents would take it for dead
     and stop their workers.
     """

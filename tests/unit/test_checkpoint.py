@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: complete or absent, the newest and the best, failures told."""
+"""Checkpoints on the disk: complete or absent, the newest and the best, failures reported."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def failing_sync(fails_at: str, error: Exception):
 def test_a_save_that_fails_leaves_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    """Fails when a checkpoint stands there unsynced, `last` names none, or nobody is told."""
+    """Fails when a checkpoint stands there unsynced, `last` names none, or no error is raised."""
     save(tmp_path, small(1))
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(checkpoint, "_sync", failing_sync(fails_at, full))
@@ -197,7 +197,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(
     checkpoints.save(small(2), is_best=True)
     with pytest.raises(TrainingError, match=r"No space left on device\. The checkpoints before"):
         checkpoints.wait()
-    checkpoints.wait()  # told once
+    checkpoints.wait()  # raised once
     assert (tmp_path / "last").read_text() == "step-00000001\n"
     assert (tmp_path / "step-00000002").exists() == (fails_at == ".last.partial")
     assert load_checkpoint(tmp_path / "step-00000001")[1]["step"] == 1
@@ -207,7 +207,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(
     assert (tmp_path / "last").read_text() == "step-00000003\n"
 
 
-def test_a_failed_save_is_told_at_the_next(tmp_path: Path, monkeypatch) -> None:
+def test_a_failed_save_is_raised_by_the_next(tmp_path: Path, monkeypatch) -> None:
     """Fails when training goes on for hours without a checkpoint."""
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
@@ -217,8 +217,8 @@ def test_a_failed_save_is_told_at_the_next(tmp_path: Path, monkeypatch) -> None:
         checkpoints.save(small(2), is_best=False)
 
 
-def test_a_failed_save_is_told_before_the_next(tmp_path: Path) -> None:
-    """Fails when asking waits for a write that is under way, or knows nothing of one that failed;
+def test_a_failed_save_is_raised_before_the_next(tmp_path: Path) -> None:
+    """Fails when asking waits for a write that is under way, or ignores one that failed;
     here the folder is a file.
     """
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", 3)
@@ -229,7 +229,7 @@ def test_a_failed_save_is_told_before_the_next(tmp_path: Path) -> None:
         while True:
             checkpoints.check()
             time.sleep(0.01)
-    checkpoints.check()  # told once
+    checkpoints.check()  # raised once
 
 
 def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None:
@@ -248,7 +248,7 @@ def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None
 
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MemoryError("x")], ids=repr)
 def test_no_failure_of_the_writer_is_lost(tmp_path: Path, monkeypatch, error: Exception) -> None:
-    """Fails when the writing thread dies of something unforeseen and wait() knows nothing."""
+    """Fails when the writing thread dies of something unforeseen and wait() raises nothing."""
     monkeypatch.setattr(checkpoint, "_sync", failing_sync("training_state.pt", error))
     with pytest.raises(TrainingError, match="cannot be written"):
         save(tmp_path, small(1))
@@ -341,7 +341,7 @@ def test_a_step_saved_again_is_never_lost(tmp_path: Path, action) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_put_back_is_named(tmp_path: Path, monkeypatch) -> None:
-    """Fails if both renames fail and the error says that all is as it was."""
+    """Fails if both renames fail and the error claims that nothing has changed."""
     save(tmp_path, small(1))
     honest = Path.rename
 

@@ -118,7 +118,9 @@ def test_printed_configs_read_back(tmp_path: Path) -> None:
         (["train", "--config", "missing.yaml"], "missing.yaml"),
     ],
 )
-def test_bad_usage_is_told_in_a_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_bad_usage_is_reported_in_a_line(
+    tmp_path: Path, arguments: list[str], expected: str
+) -> None:
     """Fails when the exit code is not 2, a traceback shows, or anything is written."""
     done = run(tmp_path, *arguments)
     assert done.returncode == 2
@@ -128,7 +130,7 @@ def test_bad_usage_is_told_in_a_line(tmp_path: Path, arguments: list[str], expec
 
 
 def test_a_name_that_cannot_be_used_starts_nothing(tmp_path: Path) -> None:
-    """Fails when a name that only the lower layers know leaves a run directory or a traceback."""
+    """Fails when a name that only the lower layers check leaves a run directory or a traceback."""
     done = run(tmp_path, "train", "--opt=lbfgs")
     assert done.returncode == 2
     assert done.stderr.startswith("hvdtrain: error: --opt=lbfgs: ")
@@ -232,7 +234,7 @@ def test_sigterm_ends_a_run_in_good_order(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 143
-    assert stderr == "hvdtrain: error: stopped by SIGTERM\n"
+    assert stderr == "hvdtrain: stopped by SIGTERM\n"
     (saved,) = re.findall(r"saved at step ([\d,]+): the same command with --resume auto", stdout)
     last = (metrics.parent / "checkpoints" / "last").read_text()
     assert int(last.removeprefix("step-")) == int(saved.replace(",", ""))
@@ -242,7 +244,7 @@ def test_sigterm_ends_a_run_in_good_order(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    """Fails when NaN trains on, is saved, or is told with a traceback."""
+    """Fails when NaN trains on, is saved, or is reported with a traceback."""
     done = run(tmp_path, "train", *TINY, "--lr", "1e30", "--output", "out")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1

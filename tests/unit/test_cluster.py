@@ -28,14 +28,14 @@ def run_cluster(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 # The command line
 
 
-def test_all_mistakes_of_up_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_all_mistakes_of_up_are_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Fails when one is left out, or something is started before."""
     monkeypatch.setenv("PATH", "")  # an engine would be missed first
     flags = ["--hosts", "0", "--slots", "300", "--data", "/no/such"]
     assert run_cluster(monkeypatch, "up", *flags) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     for problem in ("--hosts=0: must be from 1 to 64", "--slots=300", "--data=/no/such: there is"):
-        assert problem in told
+        assert problem in reported
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_name_that_compose_refuses_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_missing_docker_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Fails when the fix is not told, or the exit code is not that of a preflight check."""
+    """Fails when the fix is not printed, or the exit code is not that of a preflight check."""
     assert run_cluster(monkeypatch, "up") == 3
     assert "install docker.io" in capsys.readouterr().err
 
@@ -72,18 +72,20 @@ def test_an_engine_that_does_not_answer_is_named(
     """Fails when docker's own reason or the fix is lost."""
     put(path, "docker", "echo 'permission denied at the socket' >&2; exit 1")
     assert run_cluster(monkeypatch, "run", "--", "train") == 3
-    told = capsys.readouterr().err
-    assert "permission denied at the socket" in told and "docker/start-engine" in told
+    reported = capsys.readouterr().err
+    assert "permission denied at the socket" in reported and "docker/start-engine" in reported
 
 
-def test_run_without_a_cluster_is_told(path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_run_without_a_cluster_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """Fails when a container is started though no host is there."""
     put(path, "docker", "exit 0")
     assert run_cluster(monkeypatch, "run", "--", "train") == 3
     assert "start it with ./launch/cluster up" in capsys.readouterr().err
 
 
-def test_either_compose_is_taken_or_told(path: Path) -> None:
+def test_either_compose_is_used_or_its_absence_reported(path: Path) -> None:
     """Fails when only one of the two kinds is found, or when neither is a silent success."""
     put(path, "docker", "exit 1")
     with pytest.raises(PreflightError, match="docker-compose-plugin"):
@@ -101,7 +103,7 @@ def test_hosts_are_in_the_order_of_their_numbers(path: Path) -> None:
     assert engine.workers() == ["c-worker-1", "c-worker-2", "c-worker-10"]
 
 
-def test_logs_show_what_sshd_says(path: Path) -> None:
+def test_logs_show_the_output_of_sshd(path: Path) -> None:
     """Fails when standard error, where sshd writes, is left out."""
     put(path, "docker", "echo out; echo 'Server listening' >&2")
     engine = cluster_engine.Engine("c", Path("compose.yaml"))
@@ -229,7 +231,7 @@ def test_keys_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_an_engine_that_cannot_be_started_is_told(tmp_path: Path, user: int) -> None:
+def test_an_engine_that_cannot_be_started_is_reported(tmp_path: Path, user: int) -> None:
     """Fails when another user than root gets apt's errors, a dead dockerd is waited for, or dockerd
     keeps a lock of who called.
     """
@@ -249,12 +251,12 @@ def test_an_engine_that_cannot_be_started_is_told(tmp_path: Path, user: int) -> 
         check=False,
         timeout=20,
     )
-    told = "no rights" if user == 0 else "run it as root"
-    assert done.returncode == 3 and told in done.stderr
+    reported = "no rights" if user == 0 else "run it as root"
+    assert done.returncode == 3 and reported in done.stderr
     assert "mylock" not in done.stderr
 
 
-def test_a_script_without_a_new_python_says_so(tmp_path: Path) -> None:
+def test_a_script_reports_an_old_python(tmp_path: Path) -> None:
     """Fails when launch/cluster ends in a traceback on an old Python."""
     put(tmp_path, "old", "exit 1")
     done = subprocess.run(

@@ -60,7 +60,7 @@ def test_all_systems_run_unless_some_are_named() -> None:
     assert flags("-np", "2", "--systems", "ring,my.own:Class") == ("ring", "my.own:Class")
 
 
-def test_all_problems_of_the_flags_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_the_flags_are_reported_at_once(tmp_path: Path) -> None:
     """Fails if a bad value goes through, or hides another."""
     taken = tmp_path / "file"
     taken.write_text("")
@@ -70,11 +70,11 @@ def test_all_problems_of_the_flags_are_told_at_once(tmp_path: Path) -> None:
             *("--systems", "ring,nccl", "--fast", "--output", str(taken)),
             *("--json", str(tmp_path / "absent" / "rows.json")),
         )
-    told = " | ".join(caught.value.problems)
+    reported = " | ".join(caught.value.problems)
     for word in ("-np=1", "--steps=0", "--lr=nan", "--momentum=1", "--servers=0", "nccl"):
-        assert word in told
+        assert word in reported
     for word in ("--fast", "is not a folder", "no such folder"):
-        assert word in told
+        assert word in reported
     assert len(caught.value.problems) == 9
 
 
@@ -90,7 +90,7 @@ def make_plan(**changes: object) -> ComparisonPlan:
     [({}, ""), ({"dtype": "float32"}, "float32"), ({"model": "resnet18-small"}, "batch norm")],
 )
 def test_what_cannot_agree_is_not_judged(work: dict[str, str], why: str) -> None:
-    """Fails if rounding or statistics by share are told as a mistake, or nothing is judged."""
+    """Fails if rounding or statistics by share are reported as a mistake, or nothing is judged."""
     setting = examine(make_plan(work=work))
     assert bool(setting.why_not) == bool(why)
     assert why in setting.why_not
@@ -190,7 +190,7 @@ def test_what_cannot_be_measured_is_marked_as_formula(tmp_path: Path) -> None:
 
 
 def test_the_busiest_rank() -> None:
-    """Fails if the bottleneck is not shown, or ranks that are alike are told as one's load."""
+    """Fails if the bottleneck is not shown, or ranks that are alike are reported as one's load."""
     star = {"worker 0": Traffic(2, 2), "worker 1": Traffic(1, 1)}
     assert make("star", traffic=star).busiest == ("worker 0", Traffic(2, 2))
     even = dict.fromkeys(("worker 0", "worker 1"), Traffic(1, 1))
@@ -198,8 +198,10 @@ def test_the_busiest_rank() -> None:
     assert make("none", traffic={"process": Traffic()}).busiest == ("", Traffic())
 
 
-def test_the_first_failure_is_told(tmp_path: Path) -> None:
-    """Fails if a victim's broken connection stands for the cause, or a dumb death tells nothing."""
+def test_the_first_failure_is_reported(tmp_path: Path) -> None:
+    """Fails if a victim's broken connection stands for the cause, or a death without output is
+    reported without a cause.
+    """
     for number, (text, at) in enumerate([("connection closed", 2.0), ("out of paper", 1.0)]):
         content = {"error": text, "failed_at": at}
         (tmp_path / f"process-{number}.json").write_text(json.dumps(content))
@@ -225,7 +227,7 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
     assert child.exit_code() == -9
 
 
-def test_a_command_that_is_not_installed_is_told(tmp_path: Path) -> None:
+def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     """Fails if a missing horovodrun ends the whole comparison with a traceback."""
     with pytest.raises(ChildFailure, match=r"is not installed\. Run launch/setup"):
         Commanded([str(tmp_path / "horovodrun")], tmp_path / "log")
@@ -252,7 +254,7 @@ def setting() -> Comparison:
     return Comparison(make_plan(), (1, 28, 28), 1000, 8000, "")
 
 
-def test_the_table_tells_each_row() -> None:
+def test_the_table_shows_each_row() -> None:
     """Fails if columns do not line up with their headings, or a figure is in another's place."""
     names = [row.system for row in ROWS]
     titles = heading(names).splitlines()[-1]

@@ -1,15 +1,18 @@
-"""What rank 0 prints: the last lines of a run, and where there may be a live bar."""
+"""What rank 0 prints: first and last lines of a run, and where there may be a live bar."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.console import is_live, verdict, way_on
+from hvdtrain.run.console import header, is_live, verdict, way_on
+from hvdtrain.train.schedules import make_schedule
+from tests.unit.jobs import made_up_data, make_job
 from tests.unit.threads import connect
 
 SUMMARY: dict[str, Any] = {
@@ -28,8 +31,8 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_the_last_lines_of_a_run() -> None:
-    """Fails when one is told as many, the best checkpoint is not told apart from the last, or what
-    was left out several times is told as so many samples.
+    """Fails when one is printed as many, the best checkpoint is not distinguished from the last, or
+    what was left out several times is printed as so many samples.
     """
     assert verdict(SUMMARY, "runs/one").splitlines() == [
         "finished: 1 epoch, 1 step, 2,000 samples, 1,500 samples/s; validation accuracy 0.7500 on "
@@ -47,19 +50,38 @@ def test_the_last_lines_of_a_run() -> None:
 @pytest.mark.parametrize("speed", [None, float("nan")])
 def test_a_run_without_a_step_of_its_own(speed: float | None) -> None:
     """Fails when a resumed run that had only to be evaluated, or one of an older version, whose
-    summary names no best step, cannot be told.
+    summary names no best step, cannot be printed.
     """
     older = {name: value for name, value in SUMMARY.items() if name not in ("best", "bad_samples")}
     first, second = verdict(older | {"samples_per_s": speed}, "x").splitlines()[:2]
     assert "2,000 samples; validation" in first and second.startswith("audit: ")
 
 
-def test_after_a_stop_it_is_said_how_to_go_on() -> None:
+def test_after_a_stop_the_way_to_resume_is_printed() -> None:
     """Fails when the step is not that of the newest checkpoint, or one is promised that is not."""
     newest_first = [Path("step-00001200"), Path("step-00000040")]
-    told = "saved at step 1,200: the same command with --resume auto continues from there"
-    assert way_on(newest_first) == told
+    reported = "saved at step 1,200: the same command with --resume auto continues from there"
+    assert way_on(newest_first) == reported
     assert way_on([]) == "stopped before a checkpoint was saved"
+
+
+@pytest.mark.parametrize(
+    ("shape", "warmup_steps", "text"),
+    [
+        ("constant", 0, "learning rate 0.05"),
+        ("constant", 2, "learning rate up to 0.05"),
+        ("cosine", 0, "learning rate up to 0.05"),
+        ("step", 0, "learning rate up to 0.05"),
+    ],
+)
+def test_the_header_shows_the_learning_rate(shape: str, warmup_steps: int, text: str) -> None:
+    """Fails when a constant rate is shown as a limit, or one that varies as constant."""
+    job = make_job(made_up_data(12), 4, SingleProcess(), lr=0.05, total_steps=10)
+    job = replace(job, schedule=make_schedule(shape, 0.05, 10, warmup_steps))
+    (update,) = [
+        line for line in header(job, SingleProcess(), "mlp", "sgd").splitlines() if "update" in line
+    ]
+    assert update == f"  update   sgd, {text}"
 
 
 class Terminal(io.StringIO):

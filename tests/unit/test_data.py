@@ -121,7 +121,7 @@ def fashion(tmp_path: Path) -> Path:
 
 
 def test_fashion_mnist_is_read(fashion: Path) -> None:
-    """Fails when images, their order, their labels or the pixel range come out different."""
+    """Fails when images, their order, their labels or the pixel range are different."""
     data = load("fashion-mnist", fashion.parents[1], dtype=torch.float64)
     assert (len(data.train), len(data.valid), data.shape, data.classes) == (12, 5, (1, 28, 28), 10)
     inputs, labels = data.train.batch(np.array([11, 2]))
@@ -166,7 +166,7 @@ def test_missing_fashion_mnist_files_are_named(fashion: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digits", "synthetic:2x9x30,samples=50"])
 def test_images_are_resized_for_lenet(name: str) -> None:
-    """Fails when LeNet gets another size, a label moves, or nothing is said of it."""
+    """Fails when LeNet gets another size, a label moves, or it is not mentioned."""
     data = load(name)
     fitted = fit_dataset(data, "lenet")
     numbers = np.array([5, 1, 40])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +16,15 @@ from hvdtrain.launcher.doctor import (
     Facts,
     Finding,
     checks,
+    examination,
     failed,
     format_findings,
     format_verdict,
     machine_checks,
 )
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, last_words
+from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.ssh import SshOptions, SshSetup
 
 GIB = 1 << 30
 HOSTS = ("alpha", "beta", "gamma")
@@ -27,7 +33,7 @@ LAUNCHER = [("lo", "127.0.0.1"), ("eth0", "10.0.0.9")]
 
 
 def good(host: str) -> dict[str, Any]:
-    """What a probe tells of a host on which everything is well."""
+    """What a probe reports of a host on which everything is well."""
     return {
         "python": "3.11.7",
         "executable": "/env/bin/python",
@@ -44,6 +50,7 @@ def good(host: str) -> dict[str, Any]:
             "problem": None, "torch": "2.13.0", "cuda": None,
             "gloo": True, "mpi": True, "nccl": False,
         },
+        "torchvision_problem": None,
         "cores": {"all": 8, "usable": 8},
         "memory": {"total": 32 * GIB, "available": 30 * GIB},
         "cgroup": {
@@ -117,13 +124,18 @@ def test_good_facts_pass(name: str) -> None:
     assert name == "built_for" or findings
 
 
-# check, change of beta's facts, status, what the text says, what the fix says
+# check, change of beta's facts, status, part of the text, part of the fix
 BAD = [
     ("python", put("python", "3.11.2"), "warn", "Python 3.11.2, but 3.11.7 on this", "/env/bin"),
     ("python", put("python", "3.12.7"), "fail", "Python 3.12.7, but 3.11.7", "same environment"),
     ("packages", put("packages", "torch", "2.12.0"), "fail", "2.12.0, but 2.13.0", "torch 2.13.0"),
     ("packages", put("packages", "torchvision", None), "fail", "not installed, but", "0.28.0"),
     ("packages", put("packages", "horovod", "0.27.0"), "fail", "0.27.0, but 0.28.1", "0.28.1"),
+    (
+        "packages",
+        put("torchvision_problem", "RuntimeError: operator torchvision::nms does not exist"),
+        *("warn", "beside torch 2.13.0: RuntimeError: operator", "the same package index"),
+    ),
     ("built_for", put("horovod_built_for", "2.12.0"), "warn", "torch 2.12.0, but", "launch/setup"),
     ("hvdtrain", put("hvdtrain", "version", "0.2.0"), "fail", "0.2.0, but 0.1.0", "same code"),
     ("hvdtrain", put("hvdtrain", "sha256", "cd"), "fail", "not the same code", "same code"),
@@ -258,8 +270,8 @@ def test_a_user_that_the_hostfile_names_is_meant() -> None:
     assert [item.status for item in checks.check_user(facts, HERE, {"beta"})] == ["ok"]
 
 
-def test_facts_that_could_not_be_had_are_told() -> None:
-    """Fails when a check passes because its fact is missing, and nobody says so."""
+def test_missing_facts_are_reported() -> None:
+    """Fails when a check passes because its fact is missing, and no finding reports it."""
     facts = {"alpha": Facts({}, {"memory": "KeyError: 'MemTotal'", "ticket": "no"})}
     (found,) = checks.check_gathered(facts)
     assert (found.status, found.host) == ("warn", "alpha")
@@ -267,7 +279,7 @@ def test_facts_that_could_not_be_had_are_told() -> None:
 
 
 def test_a_ticket_that_could_not_be_written() -> None:
-    """Fails when agents would find no ticket, and nobody says so."""
+    """Fails when agents would find no ticket, and no finding reports it."""
     channel = good("alpha")["channel"]
     facts = {"alpha": Facts({"channel": channel}, {"ticket": "OSError: /x: Read-only"})}
     (found,) = checks.check_channel(facts, HOSTS)
@@ -394,6 +406,52 @@ def test_no_port_to_listen_on() -> None:
     assert (found.status, found.host) == ("fail", "alpha")
 
 
+class GoodSession:
+    """Stands for the probe of a host on which everything is well."""
+
+    local, noise = False, ()
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._answers = {"reach": tries()[host.name], "leave": True, "look": True}
+
+    def ask(self, request: dict[str, Any], deadline: float) -> Facts:
+        now = {"began": time.time(), "ended": time.time(), "listener": {}}
+        return Facts(good(self.host.name) | now | self._answers)
+
+    def ask_again(self, request: dict[str, Any]) -> Facts:
+        return self.ask(request, 0.0)
+
+
+def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a check of the two modules is never called, or one complains of good hosts."""
+
+    @contextmanager
+    def sessions_of(hosts: list[Host], ssh: SshSetup) -> Iterator[dict[str, GoodSession]]:
+        yield {host.address: GoodSession(host) for host in hosts}
+
+    defined, called = set[str](), set[str]()
+    for module in (checks, machine_checks):
+        for name in [name for name in vars(module) if name.startswith("check_")]:
+
+            def noting(*given: Any, name: str, check: Any, **named: Any) -> Any:
+                called.add(name)
+                return check(*given, **named)
+
+            defined.add(name)
+            check = partial(noting, name=name, check=getattr(module, name))
+            monkeypatch.setattr(module, name, check)
+    monkeypatch.setattr(examination, "open_sessions", sessions_of)
+    monkeypatch.setattr(examination, "gather", lambda sources: {"values": good("alpha")})
+    monkeypatch.setattr(examination, "interfaces", lambda: LAUNCHER)
+    hosts = [Host(name, 2) for name in HOSTS]
+    with SshSetup(hosts, SshOptions()) as ssh:
+        quick = examination.preflight(hosts, ssh, 1, None, 1.0)
+        found = examination.examine(hosts, ssh, examination.Wishes("runs", ring=False))
+    assert called == defined
+    assert [item for item in (*quick.findings, *found.findings) if item.status != "ok"] == []
+
+
 CASES = [
     {"bytes": 4, "submission": "together", "seconds": 9.0, "bus_bandwidth_bytes_per_s": 1.0},
     {"bytes": 4, "submission": "alone", "seconds": 0.002, "bus_bandwidth_bytes_per_s": 3e3},
@@ -416,7 +474,7 @@ CASES = [
     ],
 )
 def test_the_ring(code: Any, output: str, measured: Any, status: str, text: str) -> None:
-    """Fails when a ring that went wrong passes, or wrong sums are told as anything else."""
+    """Fails when a ring that went wrong passes, or wrong sums are reported as anything else."""
     (found,) = check_ring(RingTrial(3, "gloo", code, output, measured))
     assert found.status == status
     assert text in found.text
@@ -429,8 +487,8 @@ def test_last_words_name_the_cause() -> None:
     assert last_words(output) == "hvdtrain: error: no"
 
 
-def test_telling() -> None:
-    """Fails when hosts with the same finding are told apart, or a fix is lost."""
+def test_reporting() -> None:
+    """Fails when hosts with the same finding are listed separately, or a fix is lost."""
     same = [Finding("shm", "warn", host, "small", "enlarge") for host in ("alpha", "beta")]
     findings = [Finding("python", "ok", ALL_HOSTS, "Python 3.11.7"), *same]
     assert format_findings(findings).splitlines() == [

@@ -93,7 +93,7 @@ def test_a_launcher_that_listens_on_one_network_only() -> None:
 
 
 def test_a_launcher_that_hosts_cannot_reach(sshd: Sshd) -> None:
-    """Fails when nobody can connect back, and the launch would wait for agents in vain."""
+    """Fails when nobody can connect back, and the launch would wait without end."""
     finding = the_one(check([THERE], sshd.options(), free_port()))
     assert (finding.check, finding.status, finding.host) == ("way back", "fail", ADDRESS)
     assert "Connection refused" in finding.text
@@ -118,35 +118,35 @@ def test_a_changed_host_key(sshd: Sshd) -> None:
 
 
 def test_a_key_that_the_host_refuses(sshd: Sshd) -> None:
-    """Fails when a refused key is told as anything else."""
+    """Fails when a refused key is reported as anything else."""
     finding = the_one(check([THERE], sshd.options("other_key")))
     assert "accepts none of the keys" in finding.text
     assert f"ssh-copy-id -p {sshd.port} -i {sshd.folder}/other_key {ADDRESS}" in finding.fix
 
 
 def test_a_key_that_others_can_read(sshd: Sshd) -> None:
-    """Fails when the file's permissions, which ssh minds, are told as a refusal by the host."""
+    """Fails when the file's permissions, which ssh checks, are reported as the host's refusal."""
     (sshd.folder / "key").chmod(0o644)
     finding = the_one(check([THERE], sshd.options()))
     assert finding.fix == f"`chmod 600 {sshd.folder}/key`"
 
 
 def test_a_port_where_nothing_listens(sshd: Sshd) -> None:
-    """Fails when a wrong port is told as anything else."""
+    """Fails when a wrong port is reported as anything else."""
     port = free_port()
     finding = the_one(check([THERE], replace(sshd.options(), port=port)))
     assert f"port {port}: connection refused" in finding.text
     assert "--ssh-port" in finding.fix
 
 
-def test_a_name_that_nobody_knows(sshd: Sshd) -> None:
-    """Fails when a name that does not resolve is told as anything else, or as this machine."""
+def test_an_unknown_name(sshd: Sshd) -> None:
+    """Fails when a name that does not resolve is reported as anything else, or as this machine."""
     finding = the_one(check([Host("no-such-host.invalid")], sshd.options()))
     assert finding.host == "no-such-host.invalid"
     assert "does not resolve" in finding.text
 
 
-def test_a_server_that_says_nothing(sshd: Sshd) -> None:
+def test_a_silent_server(sshd: Sshd) -> None:
     """Fails when a host that takes the connection and is silent holds the launch up for ever."""
     with socket.create_server((ADDRESS, 0)) as silent:
         port = silent.getsockname()[1]
@@ -158,7 +158,7 @@ def test_a_server_that_says_nothing(sshd: Sshd) -> None:
 
 
 def test_a_server_that_hangs_up(sshd: Sshd) -> None:
-    """Fails when a host that turns everybody away is told as anything else."""
+    """Fails when a host that turns everybody away is reported as anything else."""
     with socket.create_server((ADDRESS, 0)) as server:
         server.settimeout(LIMIT_S)
         hosts, options = [THERE], replace(sshd.options(), port=server.getsockname()[1])
@@ -213,7 +213,7 @@ def test_noise_does_no_harm(sshd: Sshd, listening: int, end: str) -> None:
 def test_hosts_without_the_environment(
     sshd: Sshd, command: str, check_name: str, text: str
 ) -> None:
-    """Fails when a host that lacks Python or hvdtrain is told as a fault of SSH, or of nothing."""
+    """Fails when a host that lacks Python or hvdtrain is reported as a fault of SSH, or as none."""
     with sshd.again(f"ForceCommand {command}") as options:
         finding = the_one(check([THERE], options))
     assert (finding.check, finding.status, finding.host) == (check_name, "fail", ADDRESS)
@@ -234,7 +234,7 @@ def test_hosts_without_the_environment(
         ("client_loop: send disconnect: Broken pipe", "ssh failed: client_loop"),
     ],
 )
-def test_what_else_ssh_says(stderr: str, text: str) -> None:
+def test_other_messages_of_ssh(stderr: str, text: str) -> None:
     """Fails when the cause is lost."""
     finding = explain(Host("beta", user="carol"), "ssh carol@beta", NoAnswer(255, stderr))
     assert (finding.status, finding.host) == ("fail", "carol@beta")
@@ -243,7 +243,7 @@ def test_what_else_ssh_says(stderr: str, text: str) -> None:
 
 
 def test_without_ssh(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when a machine that has no ssh command is told as a fault of the host."""
+    """Fails when a machine that has no ssh command is reported as a fault of the host."""
     monkeypatch.setenv("PATH", "/nowhere")
     finding = the_one(check([THERE], sshd.options()))
     assert "no ssh command on this machine" in finding.text

@@ -139,7 +139,7 @@ def test_output_folders(tmp_path: Path) -> None:
     assert read_only["problem"]
 
 
-def test_every_fact_of_this_machine_can_be_had(tmp_path: Path) -> None:
+def test_every_fact_of_this_machine_is_available(tmp_path: Path) -> None:
     """Fails when a fact breaks here, on an ordinary machine."""
     found = facts.gather(facts.quick_sources(str(tmp_path)) | facts.slow_sources(str(tmp_path)))
     assert found["errors"] == {}
@@ -160,7 +160,7 @@ def test_one_broken_fact_leaves_the_others() -> None:
 
 
 def test_changed_code_shows(tmp_path: Path) -> None:
-    """Fails when two checkouts of one version cannot be told apart."""
+    """Fails when two checkouts of one version cannot be distinguished."""
     root = write(tmp_path, {"a.py": "x = 1\n", "b/c.py": "", "notes.txt": "1"})
     before = facts.source_hash(root)
     write(root, {"notes.txt": "2"})
@@ -180,7 +180,7 @@ def test_interfaces_are_those_of_psutil() -> None:
     assert set(addresses.interfaces()) == expected
 
 
-def test_programs_that_tell_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_report_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when the answers of mpirun or nvidia-smi are misread (no GPU here: they are fake)."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(facts.shutil, "which", which_in(tmp_path))
@@ -207,6 +207,15 @@ def test_a_horovod_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     found = facts.horovod_loads()
     assert "No module named 'nothing_here'" in found["problem"]
+
+
+def test_a_torchvision_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when one that raises on import passes, the reason is lost, or a good one is refused."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    write(tmp_path, {"torchvision/__init__.py": "raise RuntimeError('operator x does not exist')"})
+    assert facts.torchvision_problem() == "RuntimeError: operator x does not exist"
+    write(tmp_path, {"torchvision/__init__.py": ""})
+    assert facts.torchvision_problem() is None
 
 
 def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:

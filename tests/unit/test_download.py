@@ -1,4 +1,4 @@
-"""Data sets that are fetched: when, and what is said where they cannot be."""
+"""Data sets that are fetched: when, and the message where they cannot be."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def offline(monkeypatch) -> NoNetwork:
 
 @pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
 def test_offline_the_files_are_named(name: str, offline: NoNetwork, tmp_path: Path) -> None:
-    """Fails when one cannot tell which files to put where, or a time limit stays behind."""
+    """Fails when the message does not name files and folder, or a time limit stays behind."""
     folder = tmp_path / "data"
     with pytest.raises(UsageError, match=f"--data={name}: ") as caught:
         builtin.fetch(name, folder)
@@ -95,7 +95,7 @@ def test_jobs_fetch_one_after_another(offline: NoNetwork, tmp_path: Path, monkey
     assert offline.asked == [f"FashionMNIST {tmp_path}", f"CIFAR10 {tmp_path}"]
 
 
-def test_a_folder_that_cannot_be_made_is_told(offline: NoNetwork, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(offline: NoNetwork, tmp_path: Path) -> None:
     """Fails when a file in place of the folder ends in a traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="--data=cifar10: "):

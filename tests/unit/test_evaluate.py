@@ -64,7 +64,7 @@ def test_a_hand_count() -> None:
 
 
 def test_fewer_than_six_classes() -> None:
-    """Fails when top-5 of three classes is an error, or told though it is always 1."""
+    """Fails when top-5 of three classes is an error, or reported though it is always 1."""
     found = evaluate_on(AsScores(), by_scores([[1, 2, 3], [3, 2, 1]], [0, 0]), SingleProcess())
     assert found is not None
     assert found.metrics == {"accuracy": 0.5}

@@ -6,12 +6,14 @@ import difflib
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import hvdtrain
 from examples.language_model import CONTEXT, BatchFirst, BatchSecond
 from examples.regression import Diabetes
 from hvdtrain import Settings, Task, exchange
@@ -20,6 +22,7 @@ from hvdtrain.tasks import check_sums
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
+GUIDE = EXAMPLES.parent / "docs" / "guide.md"
 TWINS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
 TOLERANCE = 1e-12  # float64, a single backward pass
 
@@ -124,7 +127,7 @@ def test_the_readme_shows_the_difference_as_it_is() -> None:
             assert f"\n{line}\n" in readme, line
 
 
-def test_the_task_of_the_readme_is_whole() -> None:
+def test_the_task_of_the_readme_is_complete() -> None:
     """Fails if what a user copies from there lacks an import, or is no task."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "class Squares" in block)
@@ -134,6 +137,45 @@ def test_the_task_of_the_readme_is_whole() -> None:
     batch = task.build_data().train.batch(np.array([3, 500]))
     sums = task.loss(task.build_model().double(), batch)
     assert check_sums(sums, task, 2, training=True).loss > 0
+
+
+def test_the_recipe_with_a_dataloader() -> None:
+    """Fails when the guide's loop over a DataLoader, on 3 ranks, does not take each rank's share,
+    fails on an empty one, or gives another gradient than that of the mean over the global batch.
+    """
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "DataLoader" in block)
+    inputs = torch.randn((10, 5), generator=torch.Generator().manual_seed(3)).double()
+    dataset = torch.utils.data.TensorDataset(inputs, torch.arange(10) % 3)
+    model = torch.nn.Linear(5, 3).double()
+
+    def gradient() -> torch.Tensor | None:
+        return None if model.weight.grad is None else model.weight.grad.clone()
+
+    by_rank: list[list[torch.Tensor | None]] = [[], [], []]
+    for rank, steps in enumerate(by_rank):
+        names = {
+            "workers": SimpleNamespace(rank=rank, size=3),
+            "optimizer": SimpleNamespace(
+                zero_grad=model.zero_grad, step=lambda steps=steps: steps.append(gradient())
+            ),
+            "model": model,
+            "dataset": dataset,
+            "cross_entropy": torch.nn.functional.cross_entropy,
+            "hvdtrain": hvdtrain,
+            "BATCH_SIZE": 4,
+            "EPOCHS": 2,
+        }
+        exec(code, names)
+    for number, found in enumerate(zip(*by_rank, strict=True)):
+        assert sum(share is None for share in found) == (number % 3 == 2)  # a batch of 2 samples
+        order = hvdtrain.GlobalBatchSampler(10, 4, seed=0).global_batches(number // 3 * 10)
+        batch = torch.from_numpy(list(order)[number % 3])
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[batch]), batch % 3).backward()
+        mean = sum(share for share in found if share is not None) / 3
+        torch.testing.assert_close(mean, model.weight.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(by_rank[0]) == 6
 
 
 def test_the_readme_lists_the_types_of_images() -> None:
@@ -150,8 +192,9 @@ def test_alone_the_twin_is_the_ordinary_script(
     """Fails if one process needs a launcher or Horovod, or computes anything else."""
     monkeypatch.setattr(exchange, "_joined", None)
     ordinary, distributed = (runpy.run_path(str(path), run_name="__main__") for path in TWINS)
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, audit = capsys.readouterr().out.splitlines()
     assert first == second
+    assert audit == "audit: nothing compared: a single worker exchanges nothing"
     assert first.startswith("final loss 0.")
     expected, found = (made["model"].state_dict() for made in (ordinary, distributed))
     for name, weight in expected.items():

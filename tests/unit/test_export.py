@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_run_without_horovod_and_mpi(tmp_path: Path) -> None:
-    """Fails when exporting needs either library, or tells other figures than it wrote."""
+    """Fails when exporting needs either library, or prints other figures than it wrote."""
     weights = nn.Linear(1000, 3).state_dict() | {"count": torch.tensor(7)}
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     checkpoints.save(Snapshot(12, "", weights, {}), is_best=True)
@@ -63,7 +63,9 @@ def test_a_run_without_horovod_and_mpi(tmp_path: Path) -> None:
         (["missing", "out.safetensors", "--froce"], "not understood: --froce"),
     ],
 )
-def test_bad_usage_is_told_in_a_line(arguments: list[str], expected: str, tmp_path: Path) -> None:
+def test_bad_usage_is_reported_in_a_line(
+    arguments: list[str], expected: str, tmp_path: Path
+) -> None:
     """Fails when the exit code is not 2, a traceback shows, or a file is left."""
     done = run(tmp_path, *arguments)
     assert done.returncode == 2 and expected in done.stderr
@@ -73,7 +75,7 @@ def test_bad_usage_is_told_in_a_line(arguments: list[str], expected: str, tmp_pa
 def test_wrappers_leave_no_trace(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails when a script that knows nothing of the training cannot load the file."""
+    """Fails when a script without the training's code cannot load the file."""
     assert export(source, tmp_path / "out.safetensors") == 0
     nn.Linear(3, 2).load_state_dict(load_file(tmp_path / "out.safetensors"))
     assert "  removed from names: module. (2 times)\n" in capsys.readouterr().out
@@ -123,7 +125,7 @@ def test_the_same_weights_give_the_same_file(source: Path, tmp_path: Path) -> No
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_others_may_read_the_file_as_the_umask_says(source: Path, tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_read_the_file(source: Path, tmp_path: Path) -> None:
     """Fails when what was written to be passed on is for its owner's eyes only, or for all."""
     for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(umask)
@@ -167,7 +169,7 @@ def test_force_replaces(source: Path, tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails when half a file stays, the old one is lost, or the reason is not told."""
+    """Fails when half a file stays, the old one is lost, or the reason is not given."""
 
     def full_disk(weights: object, path: Path, metadata: object) -> None:
         path.write_text("half of it")

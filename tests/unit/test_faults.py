@@ -1,4 +1,4 @@
-"""Each fault does to a result what its name says, on the ranks it says, and nothing elsewhere."""
+"""Each fault does to a result what its name states, on its ranks, and nothing elsewhere."""
 
 from __future__ import annotations
 

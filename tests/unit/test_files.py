@@ -132,7 +132,7 @@ def dead_run(folder: Path, **files: str | None) -> Path:
 def test_a_run_that_died_without_a_checkpoint_gives_its_folder_free(
     tmp_path: Path, capsys, summary: str | None
 ) -> None:
-    """Fails if it blocks its folder, loses the logs, leaves old records, or nothing is said."""
+    """Fails if it blocks its folder, loses the logs, leaves old records, or nothing is printed."""
     folder = dead_run(tmp_path / "one", **({"summary.json": summary} if summary else {}))
     directory = RunDirectory(folder)
     assert {path.name for path in folder.iterdir()} == {".lock", "logs"}

@@ -1,4 +1,4 @@
-"""What identifies the data of a run: a change of names, labels or number is noticed and told."""
+"""What identifies the data of a run: a change of names, labels or number is reported."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def named(samples: int, changed: int | None = None) -> Named:
         (named(7), named(9), "7 samples then and 9 now; the first that differs is number 7, now "
          "s7"),
         (named(9), named(7), "9 samples then and 7 now; the first 7 are the same"),
-        (named(900), named(1100, 777), "900 samples then and 1100 now; the first that differs is "
+        (named(900), named(1100, 777), "900 samples then and 1,100 now; the first that differs is "
          "one of the numbers 776 to 779, now s776 to s779"),
-        (named(1100), named(900, 777), "1100 samples then and 900 now; the first that differs is "
+        (named(1100), named(900, 777), "1,100 samples then and 900 now; the first that differs is "
          "one of the numbers 776 to 779, now s776 to s779"),
         (Named("one", 5), Named("one", 5), None),
         (Named("one", 5), Named("two", 5), "5 samples as before, but with other names or labels"),
@@ -64,7 +64,7 @@ def named(samples: int, changed: int | None = None) -> Named:
         *("same digest", "other digest", "counts alone", "other count"),
     ],
 )  # fmt: skip
-def test_what_has_changed_is_told(old: Named, new: Named, expected: str | None) -> None:
+def test_changed_data_are_described(old: Named, new: Named, expected: str | None) -> None:
     """Fails if a change is missed, invented, or placed elsewhere; or if a sample is read."""
     assert difference(fingerprint(old), fingerprint(new), new) == expected
 
@@ -95,8 +95,8 @@ def test_an_image_folder_is_known_by_names_and_classes(tmp_path: Path) -> None:
     first = min(path for path in (moved / "train").rglob("*.*"))
     first.rename(first.with_name(f"zzz{first.suffix}"))
     split = load(moved).train
-    told = difference(known, fingerprint(split), split)
-    assert told is not None and "the first that differs is number 0, now " in told
+    reported = difference(known, fingerprint(split), split)
+    assert reported is not None and "the first that differs is number 0, now " in reported
 
 
 class Scene:

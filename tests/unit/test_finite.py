@@ -78,9 +78,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step() -> None:
     """Fails if it reaches the parameters or momentum, or parameter, step or rank are not named."""
     data = made_up_data(24)
     data.train.inputs[5, 0, 0, 0] = MARK
-    told = refused_step(make_job(data, 12, SINGLE, build=Rooted), SINGLE, 12)
-    assert told.startswith("the gradient of head.root is not finite at step 2 on rank 0, while the")
-    assert "(1 of 5 parameters; the last is head.root)" in told
+    reported = refused_step(make_job(data, 12, SINGLE, build=Rooted), SINGLE, 12)
+    assert reported.startswith("the gradient of head.root is not finite at step 2 on rank 0, while")
+    assert "(1 of 5 parameters; the last is head.root)" in reported
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -90,8 +90,8 @@ def test_the_rank_is_named_on_all_ranks(rank: int) -> None:
     data.train.inputs[2 * rank + 1, 0, 0, 0] = MARK  # in the first of two micro-batches
     exchanges = connect(3)
     jobs = [make_job(data, 12, ex, build=Rooted, accum=2) for ex in exchanges]
-    told = set(run_ranks(exchanges, lambda ex: refused_step(jobs[ex.rank], ex, 12)))
-    assert len(told) == 1 and f"is not finite at step 2 on rank {rank}, while" in told.pop()
+    reported = set(run_ranks(exchanges, lambda ex: refused_step(jobs[ex.rank], ex, 12)))
+    assert len(reported) == 1 and f"is not finite at step 2 on rank {rank}, while" in reported.pop()
 
 
 def test_a_loss_that_is_not_finite_is_the_cause() -> None:

@@ -84,7 +84,7 @@ def attacked(program: str, descriptors: int, *more: object) -> Iterator[subproce
 
 
 def read(process: subprocess.Popen[str], kind: str) -> float:
-    """The number that it tells under this name, next."""
+    """The next number that it prints under this name."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(f"{kind} "):

@@ -33,7 +33,7 @@ def read(folder: Path, content: str | bytes) -> list[tuple[str | None, str, int]
 
 
 def problems_of(folder: Path, content: str | bytes) -> list[str]:
-    """What is said about a bad file, without the folder's name."""
+    """The messages on a bad file, without the folder's name."""
     with pytest.raises(UsageError) as caught:
         read(folder, content)
     assert caught.value.exit_code == 2
@@ -173,7 +173,7 @@ def test_a_bad_line(tmp_path: Path, content: str | bytes, expected: str) -> None
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
-    """Fails when the user must mend one line to hear of the next, or hears the wrong line."""
+    """Fails when the user must correct one line to see the next problem, or sees the wrong line."""
     problems = problems_of(tmp_path, "ok:2\n\nb!d slots=0\n# c\r\nworse :2 x\r-z\n")
     assert [problem.split(":")[:2] for problem in problems] == [
         ["hosts", "3"],
@@ -184,7 +184,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_problems_without_end_are_cut(tmp_path: Path) -> None:
-    """Fails when a wrong file (a log, say) fills the screen, or when the cut is not told."""
+    """Fails when a wrong file (a log, say) fills the screen, or when the cut is not mentioned."""
     problems = problems_of(tmp_path, "b!d\n" * 1000)
     assert len(problems) == MOST_PROBLEMS + 1
     assert problems[-1] == "(these are the first 20; more may follow)"
@@ -209,7 +209,7 @@ def test_a_host_twice(tmp_path: Path, first: str, second: str, other: str) -> No
 
 
 def test_sources_name_the_line(tmp_path: Path) -> None:
-    """Fails when a host does not know where it was read, which later messages tell."""
+    """Fails when a host does not record where it was read, which later messages print."""
     path = tmp_path / "hosts"
     path.write_text("# one\nalpha\nann@beta:2\n")
     assert read_hostfile(path) == (

@@ -1,4 +1,4 @@
-"""Which files of a folder are images, and what is said of the others."""
+"""Which files of a folder are images, and what is reported of the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_files_of_other_types_are_counted_and_one_is_named(tmp_path: Path) -> No
     assert " 1 reader a worker" in load(folder, readers=1).note
 
 
-def test_a_class_without_images_tells_what_is_there_instead(tmp_path: Path) -> None:
+def test_a_class_without_images_is_reported_with_what_its_folder_holds(tmp_path: Path) -> None:
     """Fails when a folder of unknown types looks like an empty one."""
     folder = make_folder(tmp_path, 2, 1)
     for part in ("train", "valid"):
@@ -70,12 +70,12 @@ def test_a_class_without_images_tells_what_is_there_instead(tmp_path: Path) -> N
     (folder / "train" / "emu" / "raw.cr2").write_text("")
     with pytest.raises(UsageError) as caught:
         load(folder)
-    told = str(caught.value)
-    assert f"left out (such as {folder}/train/emu/raw.cr2)" in told and ".gif" in told
+    reported = str(caught.value)
+    assert f"left out (such as {folder}/train/emu/raw.cr2)" in reported and ".gif" in reported
 
 
-def test_what_the_system_says_is_told_without_its_number(tmp_path: Path) -> None:
-    """Fails when a missing file is told as '[Errno 2]', or its name is told twice."""
+def test_messages_of_the_system_are_shown_without_their_number(tmp_path: Path) -> None:
+    """Fails when a missing file is reported as '[Errno 2]', or its name is printed twice."""
     with pytest.raises(BadSample) as caught:
         read_image(tmp_path / "away.png", 3)
     expected = f"{tmp_path / 'away.png'} cannot be read as an image: No such file or directory"
@@ -129,7 +129,7 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("height", [9_000, 13_000, 40_000])
 def test_images_that_unpack_to_gigabytes_are_refused(height: int, tmp_path: Path) -> None:
-    """Fails when a small file may take any amount of memory, or it is not told which file it is,
+    """Fails when a small file may take any amount of memory, or the file is not named,
     how large, and by what flag it is let in.
     """
     path = tmp_path / "large.png"

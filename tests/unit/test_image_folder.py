@@ -160,7 +160,7 @@ def test_the_generator_of_torch_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_validation_knows_no_chance(tmp_path: Path) -> None:
+def test_validation_is_not_random(tmp_path: Path) -> None:
     """Fails when validation images are cropped or mirrored at random, or not in the centre."""
     folder = make_folder(tmp_path)
     first = load(folder).valid.batch(np.arange(6), 0)
@@ -268,8 +268,8 @@ def layout(folder: Path, kind: str) -> float | None:
         ("other classes", ["same classes", "first: ['dog']", "second: ['dogs']"]),
     ],
 )
-def test_wrong_layouts_are_told(kind: str, expected: list[str], tmp_path: Path) -> None:
-    """Fails when a layout is read as another, or only the first of several faults is told."""
+def test_wrong_layouts_are_reported(kind: str, expected: list[str], tmp_path: Path) -> None:
+    """Fails when a layout is read as another, or only the first of several faults is reported."""
     folder = tmp_path / "images"
     folder.mkdir()
     valid_split = layout(folder, kind)

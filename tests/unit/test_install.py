@@ -1,4 +1,6 @@
-"""launch/setup: the edits of Horovod's source, the wheel's cache, and what a failed build says."""
+"""launch/setup: the edits of Horovod's source, the wheel's cache, and the message of a failed
+build.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_apply_edits_makes_every_edit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.path)
 def test_apply_edits_refuses_another_source(tmp_path: Path, edit, damage: str) -> None:
-    """Fails when unexpected text passes, or when another file is changed all the same."""
+    """Fails when unexpected text passes, or when another file is changed anyway."""
     path = write_source(tmp_path)[edit.path]
     if damage == "missing":
         path.unlink()

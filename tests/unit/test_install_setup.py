@@ -28,7 +28,7 @@ def read_tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
-def test_missing_requirements_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_missing_requirements_are_reported_at_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Fails when one is left out, what is there is listed, or the fix takes several lines."""
     parts = [("make", "make"), ("ssh client", "openssh-client"), ("C++ compiler", "g++")]
     requirements = tuple(Requirement(n, "why", p, lambda: None) for n, p in parts)

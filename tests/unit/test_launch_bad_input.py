@@ -1,5 +1,5 @@
-"""Bad input to `hvdtrain launch`, to hostfiles and to `hvdtrain doctor`: told in a paragraph that
-names it and says what to do, and nothing is left behind.
+"""Bad input to `hvdtrain launch`, to hostfiles and to `hvdtrain doctor`: reported in a paragraph
+that names it and what to do, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def quiet_place(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize(("argv", "expected", "code", "setup"), CASES)
-def test_bad_input_is_told(argv, expected, code, setup, tmp_path, monkeypatch, capfd) -> None:
+def test_bad_input_is_reported(argv, expected, code, setup, tmp_path, monkeypatch, capfd) -> None:
     """Fails when bad input is launched, ends in a traceback or in another exit code, when the
     message does not name the value, where it stands and what to do, or when anything is left
     behind of a job that never started.
@@ -40,22 +40,22 @@ def test_bad_input_is_told(argv, expected, code, setup, tmp_path, monkeypatch, c
         setup(tmp_path, monkeypatch)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["hvdtrain", *argv])
-    assert_told(main(), code, expected, capfd, by_doctor=argv[0] == "doctor")
+    assert_reported(main(), code, expected, capfd, by_doctor=argv[0] == "doctor")
     if code == 2:
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def assert_told(actual: int, code: int, expected: list[str], capfd, by_doctor: bool) -> None:
-    output, told = capfd.readouterr()
-    assert actual == code, told
+def assert_reported(actual: int, code: int, expected: list[str], capfd, by_doctor: bool) -> None:
+    output, reported = capfd.readouterr()
+    assert actual == code, reported
     if by_doctor and code == 3:
-        told = output  # its findings are its output
+        reported = output  # its findings are its output
     else:
-        assert told.startswith("hvdtrain: error"), told
-        assert len(told) < LONGEST and not re.search(r"\n\s*\n", told.strip()), told
-    assert "Traceback" not in told
-    missing = [text for text in expected if text not in told]
-    assert not missing, told
+        assert reported.startswith("hvdtrain: error"), reported
+        assert len(reported) < LONGEST and not re.search(r"\n\s*\n", reported.strip()), reported
+    assert "Traceback" not in reported
+    missing = [text for text in expected if text not in reported]
+    assert not missing, reported
 
 
 def test_there_are_enough_kinds() -> None:

@@ -1,4 +1,4 @@
-"""What `hvdtrain launch` tells horovodrun, in words and in the environment."""
+"""What `hvdtrain launch` passes to horovodrun, in arguments and in the environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
-    EngineOptions,
+    HorovodrunOptions,
     agent_argv,
-    engine_environment,
     find_mpirun,
     horovodrun_argv,
+    horovodrun_environment,
     mpi_prefix,
     settings_for,
 )
@@ -28,49 +28,55 @@ END = [sys.executable, "-m", "hvdtrain.launcher.agent", "4711-abc"]
 
 
 @pytest.mark.parametrize(
-    ("engine", "expected"),
+    ("options", "expected"),
     [
         (
-            EngineOptions(4, "gloo", [("localhost", 4)], None, 600),
+            HorovodrunOptions(4, "gloo", [("localhost", 4)], None, 600),
             "4 --gloo -H localhost:4 --disable-cache --start-timeout 600",
         ),
         (
-            EngineOptions(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], None, 30),
+            HorovodrunOptions(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], None, 30),
             "4 --mpi -H alpha:1,10.0.0.2:2,c:1 --disable-cache --start-timeout 30",
         ),
         (
-            EngineOptions(2, "gloo", [("a", 1), ("hvdtrain-host-2", 1)], "eth1", 600, verbose=True),
+            HorovodrunOptions(
+                2, "gloo", [("a", 1), ("hvdtrain-host-2", 1)], "eth1", 600, verbose=True
+            ),
             "2 --gloo -H a:1,hvdtrain-host-2:1 --disable-cache --start-timeout 600 "
             "--network-interface eth1 --verbose",
         ),
         (
-            EngineOptions(1, "mpi", [("a", 1)], "ib0", 600, mpi_prefix="/opt/env"),
+            HorovodrunOptions(1, "mpi", [("a", 1)], "ib0", 600, mpi_prefix="/opt/env"),
             "1 --mpi -H a:1 --disable-cache --start-timeout 600 --network-interface ib0 "
             "'--mpi-args=--prefix /opt/env'",
         ),
         (
-            EngineOptions(1, "mpi", [("a", 1)], None, 600, mpi_prefix="/my env/x"),
+            HorovodrunOptions(1, "mpi", [("a", 1)], None, 600, mpi_prefix="/my env/x"),
             "1 --mpi -H a:1 --disable-cache --start-timeout 600 "
             "\"--mpi-args=--prefix '/my env/x'\"",
         ),
         (
-            EngineOptions(1, "gloo", [("a", 1)], None, 600, mpi_prefix="/opt/env"),
+            HorovodrunOptions(1, "gloo", [("a", 1)], None, 600, mpi_prefix="/opt/env"),
             "1 --gloo -H a:1 --disable-cache --start-timeout 600",
         ),
     ],
     ids=["local", "hosts", "interface", "prefix", "quoted", "no-prefix"],
 )
-def test_horovodruns_command(engine: EngineOptions, expected: str) -> None:
+def test_horovodruns_command(options: HorovodrunOptions, expected: str) -> None:
     """Fails when a word of the command changes: hosts out of order, a cache that goes stale, an
     interface that is not passed on, an Open MPI that other hosts do not find.
     """
-    assert horovodrun_argv(engine, agent_argv("4711-abc")) == [*START, *shlex.split(expected), *END]
+    assert horovodrun_argv(options, agent_argv("4711-abc")) == [
+        *START,
+        *shlex.split(expected),
+        *END,
+    ]
 
 
 def test_horovodrun_is_the_environments_own(monkeypatch) -> None:
     """Fails when another horovodrun, or another Python, that comes first on PATH is started."""
     monkeypatch.setenv("PATH", "/somewhere/else")
-    argv = horovodrun_argv(EngineOptions(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
+    argv = horovodrun_argv(HorovodrunOptions(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
     assert argv[0] == f"{BIN}/horovodrun" and argv[-4] == sys.executable
 
 
@@ -103,7 +109,7 @@ def test_no_secret_reaches_horovodrun() -> None:
     """Fails when horovodrun gets a variable of the user's that it does not need: it would stand on
     each worker's command line, for all users of a host to read.
     """
-    found = engine_environment(USER | SECRETS | {"ANYTHING": "else"}, {}, None)
+    found = horovodrun_environment(USER | SECRETS | {"ANYTHING": "else"}, {}, None)
     assert not set(found.values()) & set(SECRETS.values())
     assert set(found) == {*USER, "PYTHONUNBUFFERED"}
 
@@ -113,7 +119,7 @@ def test_the_users_settings_win() -> None:
     where the user has set nothing.
     """
     settings = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "0"}
-    found = engine_environment(USER, settings, None)
+    found = horovodrun_environment(USER, settings, None)
     assert found["HOROVOD_CYCLE_TIME"] == "3" and found["HOROVOD_FUSION_THRESHOLD"] == "0"
     assert {name: found[name] for name in USER if name != "PATH"} == {
         name: value for name, value in USER.items() if name != "PATH"
@@ -124,15 +130,15 @@ def test_the_order_of_path() -> None:
     """Fails when horovodrun finds another ssh than the one that keeps host keys checked, or another
     mpirun than the environment's own.
     """
-    found = engine_environment(USER, {}, Path("/tmp/ssh-of-this-launch"))
+    found = horovodrun_environment(USER, {}, Path("/tmp/ssh-of-this-launch"))
     assert found["PATH"] == f"/tmp/ssh-of-this-launch:{BIN}:/usr/local/bin:/usr/bin"
-    assert engine_environment(USER, {}, None)["PATH"] == f"{BIN}:/usr/local/bin:/usr/bin"
-    assert engine_environment({}, {}, None)["PATH"] == f"{BIN}:{os.defpath}"
+    assert horovodrun_environment(USER, {}, None)["PATH"] == f"{BIN}:/usr/local/bin:/usr/bin"
+    assert horovodrun_environment({}, {}, None)["PATH"] == f"{BIN}:{os.defpath}"
 
 
 def test_where_other_hosts_find_open_mpi(tmp_path: Path, monkeypatch) -> None:
-    """Fails when a system's Open MPI is said to lie in the environment, or the environment's own is
-    not named: a shell that ssh starts does not have it on PATH.
+    """Fails when a system's Open MPI is reported to lie in the environment, or the environment's
+    own is not named: a shell that ssh starts does not have it on PATH.
     """
     mpirun = tmp_path / "bin" / "mpirun"
     mpirun.parent.mkdir()
@@ -191,13 +197,13 @@ def test_a_short_watchdog_is_still_one() -> None:
 
 
 def dry_run(monkeypatch, capsys, *flags: str) -> tuple[list[str], str]:
-    """The words on standard output, and what was said besides."""
+    """The words on standard output, and the text on standard error."""
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", "--dry-run", *flags])
     code = main()
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    assert told.out.count("\n") == 1
-    return shlex.split(told.out), told.err
+    reported = capsys.readouterr()
+    assert code == 0, reported.err
+    assert reported.out.count("\n") == 1
+    return shlex.split(reported.out), reported.err
 
 
 def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -206,13 +212,13 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> No
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
-    argv, told = dry_run(
+    argv, reported = dry_run(
         *(monkeypatch, capsys, "-np", "2", "--controller", "gloo", "--", "train", "--model=mlp")
     )
-    expected = EngineOptions(2, "gloo", [("localhost", 2)], None, 600)
+    expected = HorovodrunOptions(2, "gloo", [("localhost", 2)], None, 600)
     assert argv == horovodrun_argv(expected, agent_argv("JOB"))
-    assert "HOROVOD_FUSION_THRESHOLD=0: tensors are not fused" in told
-    assert f"each worker runs: {sys.executable} -m hvdtrain.cli train --model=mlp\n" in told
+    assert "HOROVOD_FUSION_THRESHOLD=0: tensors are not fused" in reported
+    assert f"each worker runs: {sys.executable} -m hvdtrain.cli train --model=mlp\n" in reported
     assert list(tmp_path.iterdir()) == []
 
 

@@ -212,7 +212,7 @@ def test_hvdtrain_train_is_train() -> None:
 @pytest.mark.parametrize("separator", [["--"], []])
 def test_other_commands_are_left_alone(command: list[str], separator: list[str]) -> None:
     """Fails when a word of a command that is not ours is read, changed or left out, or when it is
-    restarted with flags that it may not know.
+    restarted with flags that it may not have.
     """
     launch = read("-np", "2", "--restarts", "1", *separator, *command)
     assert launch.plan.command == launch.plan.restarted == command
@@ -244,7 +244,7 @@ def test_the_controller_that_is_there(
 
 
 def test_the_users_settings_stay(monkeypatch) -> None:
-    """Fails when a setting that the user has made is said to be set by us."""
+    """Fails when a setting that the user has made is reported as set by us."""
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
     launch = read("-np", "1", "--", "train")
     assert "HOROVOD_FUSION_THRESHOLD" not in launch.plan.settings

@@ -99,17 +99,17 @@ def test_notes_go_into_every_file(logs: Logs) -> None:
     logs.note("SIGTERM: workers asked to stop")
     assert logs.path(0).read_text() == "a\n--- SIGTERM: workers asked to stop\n"
     assert logs.path(1).read_text() == "no end\n--- SIGTERM: workers asked to stop\n"
-    engine = (logs.folder / "horovodrun.log").read_text()
-    assert engine == "--- before anybody has spoken\n--- SIGTERM: workers asked to stop\n"
+    text = (logs.folder / "horovodrun.log").read_text()
+    assert text == "--- before anybody has spoken\n--- SIGTERM: workers asked to stop\n"
 
 
-def test_what_horovodrun_said_last(logs: Logs) -> None:
+def test_the_last_lines_of_horovodrun(logs: Logs) -> None:
     """Fails when an earlier start's messages are shown for the last one's, or ours for its."""
     for number in (1, 2):
         logs.note(f"{START.removeprefix('--- ')}{number}: 4 workers")
-        os.write(logs.engine.fileno(), f"said in start {number}\n".encode() + b"\xff bytes\n")
+        os.write(logs.horovodrun.fileno(), f"said in start {number}\n".encode() + b"\xff bytes\n")
         logs.note("a note")
-    assert logs.engine_lines() == ["said in start 2", "\ufffd bytes"]
+    assert logs.horovodrun_lines() == ["said in start 2", "\ufffd bytes"]
 
 
 def test_a_second_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_second_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_end_the_job(tmp_path: Path, shown: Shown) -> None:
-    """Fails when the launcher ends in an exception because a log cannot be written, tells it more
+    """Fails when the launcher ends in an exception because a log cannot be written, reports it more
     than once, or shows fewer lines.
     """
     (tmp_path / "rank.2.log").mkdir()
@@ -136,8 +136,8 @@ def test_a_full_disk_does_not_end_the_job(tmp_path: Path, shown: Shown) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [lines[1] for lines in written] == ["and"] * 3
-    told = [line for _, line in shown if "logs are lost" in line]
-    assert told == [f"hvdtrain launch: {tmp_path}: logs are lost: File too large"]
+    reported = [line for _, line in shown if "logs are lost" in line]
+    assert reported == [f"hvdtrain launch: {tmp_path}: logs are lost: File too large"]
     assert [(rank, line) for rank, line in shown if line == "and"] == [
         (0, "and"),
         (1, "and"),
@@ -157,18 +157,18 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["horovodrun.log", "rank.1.log"])
 def test_a_planted_link_is_not_followed(name: str, tmp_path: Path, shown: Shown) -> None:
     """Fails when whoever may write the folder has us write into another file of the user's, or
-    when it is not told why there is no log.
+    when the reason for a missing log is not printed.
     """
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / name).symlink_to(tmp_path / "precious")
-    told = f"{name} is a symbolic link"
+    reported = f"{name} is a symbolic link"
     if name == "horovodrun.log":
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             Logs(tmp_path / "logs", lambda rank, line: None)
     else:
         logs = Logs(tmp_path / "logs", lambda rank, line: shown.append((rank, line)))
         logs.write(1, "a line\n")
         logs.close()
-        assert told in shown[0][1] and shown[1] == (1, "a line")
+        assert reported in shown[0][1] and shown[1] == (1, "a line")
     assert (tmp_path / "precious").read_text() == "precious"

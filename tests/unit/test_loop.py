@@ -67,7 +67,7 @@ def undisturbed() -> Ran:
 
 
 def timeless(snapshot: Snapshot | None) -> dict[str, Any]:
-    """All of the state that must come out the same."""
+    """All of the state that must be the same."""
     assert snapshot is not None
     meter = {
         name: value | {"seconds": 0.0, "samples_per_s": 0.0, "phases_s": None}
@@ -99,8 +99,8 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(undisturbed: Ran, stoppe
 def test_a_run_stopped_anywhere_reports_the_same(undisturbed: Ran, stopped) -> None:
     """Fails when a record or an evaluation of a resumed run is another, missing or there twice."""
     first, state, second = stopped
-    told = first.recording.up_to(state["step"]) + second.recording.told
-    assert told == undisturbed.recording.told
+    reported = first.recording.up_to(state["step"]) + second.recording.records
+    assert reported == undisturbed.recording.records
 
 
 def test_a_run_stopped_anywhere_has_the_same_outcome(undisturbed: Ran, stopped) -> None:
@@ -115,7 +115,7 @@ def test_a_run_stopped_anywhere_has_the_same_outcome(undisturbed: Ran, stopped) 
 def test_a_run_killed_after_its_last_checkpoint_has_the_same_outcome(undisturbed: Ran) -> None:
     """Fails when a run with nothing left to train loses its loss, or reports an epoch again."""
     second = run_job(new_job(), SINGLE, state=stored(undisturbed.snapshot))
-    assert second.recording.told == []
+    assert second.recording.records == []
     assert second.outcome is not None and undisturbed.outcome is not None
     assert second.outcome.evaluation == undisturbed.outcome.evaluation
     ends = [without_times(ran.outcome.totals) for ran in (second, undisturbed)]
@@ -224,7 +224,7 @@ def test_random_numbers_go_on_at_another_number_of_ranks(
     size: int, rank: int, kept: int | None, expected: str | None
 ) -> None:
     """Fails if a rank that was there before starts its random numbers again, gets those of another
-    rank, or what is lost is not told.
+    rank, or what is lost is not reported.
     """
     data = made_up_data(20)
     exchanges = connect(2)
@@ -237,8 +237,8 @@ def test_random_numbers_go_on_at_another_number_of_ranks(
     job = make_job(data, 8, exchange, total_steps=2)
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    told = restore(state, job, State(Meter(exchange, 20)), exchange)
-    assert told == expected
+    reported = restore(state, job, State(Meter(exchange, 20)), exchange)
+    assert reported == expected
     now = before if kept is None else state["ranks"][kept]["rng"]["torch"]
     assert torch.equal(torch.get_rng_state(), now)
 

@@ -1,4 +1,4 @@
-"""Flags and YAML keys: the same fields, flags win, and all problems are told at once."""
+"""Flags and YAML keys: the same fields, flags win, and all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_booleans(name: str, yaml_file) -> None:
     assert f"--{name.replace('_', '-')}" in problems(f"--{name}=true")
 
 
-def test_what_is_learned_is_told_from_the_rest() -> None:
+def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
     """Fails when a flag that changes what is learned may change on resume, or N may not."""
     free = {
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
@@ -136,11 +136,11 @@ def test_what_is_learned_is_told_from_the_rest() -> None:
     ],
 )
 def test_yaml_problems_name_file_and_line(yaml_file, text: str, line: int, expected: str) -> None:
-    """Fails when a bad file is accepted, or its place is not told."""
+    """Fails when a bad file is accepted, or its place is not given."""
     file = yaml_file(text)
-    told = problems("--config", file)
-    assert told.startswith(f"{file}:{line}: ")
-    assert expected in told
+    reported = problems("--config", file)
+    assert reported.startswith(f"{file}:{line}: ")
+    assert expected in reported
 
 
 def test_unreadable_yaml_names_the_file(yaml_file, tmp_path: Path) -> None:
@@ -163,24 +163,25 @@ def test_an_empty_yaml_file_changes_nothing(yaml_file) -> None:
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "0.001", ".001"])
 def test_numbers_read_in_a_file_as_in_a_flag(yaml_file, text: str) -> None:
-    """Fails when a number that the flag takes is refused in the file (YAML 1.1 wants 1.0e-3)."""
+    """Fails when a number that the flag takes is refused in the file (YAML 1.1 requires 1.0e-3)."""
     assert parse("--lr", text).optimizer.lr == 0.001
     assert parse("--config", yaml_file(f"lr: {text}\n")).optimizer.lr == 0.001
 
 
-def test_all_flag_problems_are_told_at_once() -> None:
+def test_all_flag_problems_are_reported_at_once() -> None:
     """Fails when the user mends one flag only to meet the next."""
-    told = problems("--lr=-1", "--epochs=0", "--seed=-1", "--experiment=a/b", "--sede=1", "--x")
+    reported = problems("--lr=-1", "--epochs=0", "--seed=-1", "--experiment=a/b", "--sede=1", "--x")
     for expected in ("--lr=-1.0:", "--epochs=0:", "--seed=-1:", "'a/b'", "--sede:", "--x:"):
-        assert expected in told
-    assert len(told.splitlines()) == 6
+        assert expected in reported
+    assert len(reported.splitlines()) == 6
 
 
-def test_file_and_flag_problems_are_told_at_once(yaml_file) -> None:
+def test_file_and_flag_problems_are_reported_at_once(yaml_file) -> None:
     """Fails when a problem of the file hides those of the flags, or of its own other lines."""
-    told = problems("--config", yaml_file("bad: 1\nepochs: x\nmomentum: -1\n"), "--lr=-1", "--sede")
+    file = yaml_file("bad: 1\nepochs: x\nmomentum: -1\n")
+    reported = problems("--config", file, "--lr=-1", "--sede")
     for expected in (":1: unknown", ":2: epochs", "momentum=-1", "--lr=-1", "--sede"):
-        assert expected in told
+        assert expected in reported
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_averages_are_products_with_a_rounded_reciprocal(dtype: str) -> None:
             assert result == expected, (size, total)
     lost = np.array([49])
     scale_as_horovod(lost, 49)
-    assert lost[0] == 0  # as the documentation says
+    assert lost[0] == 0  # as documented
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_known_orders(
 def test_unknown_orders_are_refused(
     controller: str, environment: dict, library: str, text: str
 ) -> None:
-    """Fails if an order is claimed that nobody knows, or the remedy is not named."""
+    """Fails if an order is claimed that is unknown, or the remedy is not named."""
     with pytest.raises(UnknownOrder, match=text):
         known_order(controller, 3, environment, library)
 

@@ -1,4 +1,4 @@
-"""What `hvdtrain plan` is told: flags, profiles, networks."""
+"""What `hvdtrain plan` reads: flags, profiles, networks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_it_is_run_once() -> None:
     """Fails when every worker of a job begins to plan, and to start workers."""
     parsed, unknown = make_parser().parse_known_args(["plan"])
     launched = Topology(rank=0, size=2, launched=True)
-    with pytest.raises(UsageError, match="not under horovodrun"):
+    with pytest.raises(UsageError, match="without a launcher"):
         check_flags(vars(parsed), unknown, launched)
 
 
@@ -175,7 +175,7 @@ def test_a_fit_finds_what_is_there(
     assert found.worst_residual < 1e-4
 
 
-def test_a_fit_bears_noise_and_tells_it() -> None:
+def test_a_fit_tolerates_noise_and_reports_it() -> None:
     """Fails when a fit goes far from noisy times, leans to one side, or hides how far they are."""
     dice = np.random.default_rng(0)
     link = Link(5e-5, 1e9)

@@ -1,4 +1,4 @@
-"""What `hvdtrain plan` measures, counts and tells: profiles, table, JSON, plot."""
+"""What `hvdtrain plan` measures, counts and prints: profiles, table, JSON, plot."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def test_golden_output(
     inside = ("--intra-latency-us=5", "--intra-bandwidth-gbit-s=64", "--max-workers=6")
     places = (f"--profile={profile}", f"--json={file}", f"--output={tmp_path}")
     assert run_plan(monkeypatch, *GIVEN, *inside, *places) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(GOLDEN)
-    rows = [line.split() for line in told.splitlines() if line.lstrip()[:1].isdigit()]
+    reported = capsys.readouterr().out
+    assert reported.startswith(GOLDEN)
+    rows = [line.split() for line in reported.splitlines() if line.lstrip()[:1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4", "6"]
     content = json.loads(file.read_text())
     for place, prediction in enumerate(content["predictions"]):
@@ -133,7 +133,7 @@ def test_golden_output(
     assert rows[1][1:3] == ["32.38", "0.957"]
     assert content["network"] is None and content["profile"]["name"] == PROFILE.name
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert f"written to {tmp_path / 'scaling.png'}" in told
+    assert f"written to {tmp_path / 'scaling.png'}" in reported
 
 
 def test_bad_files_end_with_2_before_anything_is_measured(

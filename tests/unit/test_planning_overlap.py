@@ -153,7 +153,7 @@ def test_one_worker_is_the_profile(method: str) -> None:
     per_host=st.integers(1, 8),
 )
 def test_efficiency_is_a_share(method: str, rows, workers: int, per_host: int) -> None:
-    """Fails when more comes out than N times one, or hiding an exchange makes a step longer."""
+    """Fails when the result is more than N times one, or hiding an exchange makes a step longer."""
     ordered = sorted(rows, key=lambda row: row[1])
     found = setting(profile(*ordered), cluster=Cluster(LINK, Link(1e-6, 1e10), per_host))
     predicted = predict(found, method, workers)

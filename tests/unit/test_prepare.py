@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hvdtrain.config.options import build_config
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
-from hvdtrain.run.prepare import prepare
+from hvdtrain.run.prepare import choose_device, prepare
 from hvdtrain.run.tasks import Source, build_data, build_task
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
@@ -164,12 +165,12 @@ def test_a_batch_of_more_samples_than_there_are_is_refused() -> None:
     """Fails when a global batch that can never be filled starts, or it is not said where the
     number comes from and how large it may be.
     """
-    told = {
+    reported = {
         "--global-batch-size=101: ": {"global_batch_size": 101},
         "--global-batch-size=101 (the default): ": {},
         "--batch-size=101: on 1 worker that is 101: ": {"batch_size": 101},
     }
-    for expected, flags in told.items():
+    for expected, flags in reported.items():
         with pytest.raises(UsageError) as caught:
             prepared(100, 101, model=PLAIN, **flags)
         assert str(caught.value).startswith(expected)
@@ -200,7 +201,9 @@ def algorithms():
     torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_demands_what_it_says(algorithms, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_requires_deterministic_algorithms(
+    algorithms, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails when --deterministic does not reach torch, or lets sums depend on timing."""
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "67108864")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -246,8 +249,29 @@ def test_pretrained_weights_are_where_training_starts(
 
 
 def test_pretrained_notes_come_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails when every worker says the same."""
+    """Fails when every worker prints the same."""
     torch.save(prepared(100, 10).model.state_dict(), tmp_path / "x.pth")
     capsys.readouterr()
     prepared(100, 10, workers=2, rank=1, pretrained=str(tmp_path / "x.pth"))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "built", "expected"),
+    [
+        (0, False, "no CUDA device: this torch is built without CUDA. Use --device cpu, or auto"),
+        (0, True, "no CUDA device: 0 visible (CUDA_VISIBLE_DEVICES=7). Use --device cpu, or auto"),
+        (2, True, "local rank 2 has no CUDA device, 2 visible (CUDA_VISIBLE_DEVICES=7). Start at"),
+    ],
+)
+def test_a_missing_gpu(visible: int, built: bool, expected: str, monkeypatch) -> None:
+    """Fails when the message on a machine without a GPU has no cause, no fix, or gives advice on
+    the number of workers.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    with pytest.raises(UsageError, match=re.escape(f"--device=cuda: {expected}")) as caught:
+        choose_device("cuda", Topology(2, 3, 2))
+    assert ("per host" in str(caught.value)) == (visible > 0)

@@ -22,7 +22,7 @@ def save(weights: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder / "saved.pth"
 
 
-def test_a_head_of_other_classes_starts_afresh(tmp_path: Path) -> None:
+def test_a_head_of_other_classes_is_reinitialised(tmp_path: Path) -> None:
     """Fails when the rest is not loaded, the new head is touched, or this is not said."""
     source, model = net(classes=10), net(classes=3, seed=1)
     head = copy.deepcopy(model.fc.state_dict())
@@ -95,8 +95,8 @@ def test_other_weights_are_refused(change, expected: str, tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"--pretrained={path}: ") and expected in str(caught.value)
 
 
-def test_another_architecture_is_told_in_one_message(tmp_path: Path) -> None:
-    """Fails when only the first kind of difference is told, or all the hundreds of names."""
+def test_another_architecture_is_reported_in_one_message(tmp_path: Path) -> None:
+    """Fails when only the first kind of difference is reported, or all the hundreds of names."""
     models = import_torchvision().models
     with pytest.raises(UsageError) as caught:
         load_pretrained(models.resnet18(), save(models.resnet34().state_dict(), tmp_path))
@@ -123,7 +123,7 @@ def test_overflow_in_conversion_is_refused(tmp_path: Path) -> None:
 
 
 def test_tied_weights_may_be_there_once(tmp_path: Path) -> None:
-    """Fails when a file that holds shared values under one name is said to lack the other."""
+    """Fails when a file that holds shared values under one name is reported to lack the other."""
     model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), two=nn.Linear(3, 3), fc=nn.Linear(3, 2)))
     model.two.weight = model.one.weight
     state = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}

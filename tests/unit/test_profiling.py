@@ -17,7 +17,7 @@ from hvdtrain.run.training import StepProfiler
 def run_steps(profiler: StepProfiler, steps: int) -> None:
     for step in range(1, steps + 1):
         profiler.begin(step)
-        torch.ones(step, step) @ torch.ones(step, step)  # a product that tells the step
+        torch.ones(step, step) @ torch.ones(step, step)  # a product that identifies the step
         profiler.end(step)
     profiler.close()
 
@@ -40,7 +40,7 @@ def test_nothing_is_written_where_nothing_is_profiled(chosen, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     """Fails when a file in the way is a surprise."""
     (tmp_path / "p").write_text("")
     with pytest.raises(TrainingError, match="--profile: "):

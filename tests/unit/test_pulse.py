@@ -1,4 +1,4 @@
-"""What a worker tells its agent through a pipe, and what the agent makes of it."""
+"""What a worker reports to its agent through a pipe, and the agent's record of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pipe:
         os.write(self.writing, text.encode())
 
     def hear(self) -> dict:
-        """What the agent knows by now."""
+        """What the agent has received by now."""
         assert self.agent.read()
         return self.agent.report()
 
@@ -49,7 +49,7 @@ def start(pipe: Pipe) -> Pulse:
     return Pulse.from_environment({PULSE_FD: str(pipe.writing)})
 
 
-def test_the_agent_knows_phase_and_step(pipe: Pipe) -> None:
+def test_the_agent_reports_phase_and_step(pipe: Pipe) -> None:
     """Fails when phase, step, figures or the last error do not get from worker to agent."""
     assert pipe.agent.report()["speaks"] is False
     pulse = start(pipe)
@@ -114,7 +114,7 @@ def test_a_worker_outlives_its_agent() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "x", "-1", "987"])
-def test_without_a_pipe_nothing_is_told(value: str | None) -> None:
+def test_without_a_pipe_nothing_is_reported(value: str | None) -> None:
     """Fails when a worker without an agent, or with a variable that means nothing here, fails."""
     pulse = Pulse.from_environment({} if value is None else {PULSE_FD: value})
     pulse.beat("step")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli import main
 from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.launcher import job as recovery
 from hvdtrain.launcher import processes as stopping
@@ -19,8 +20,9 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.job import FRUITLESS, JobPlan, LaunchJob, channel_address
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests, spared_by_slurm
-from hvdtrain.launcher.ranks import JobOutcome, Limits
+from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshOptions
+from hvdtrain.launcher.verdict import JobOutcome
 
 FINE, AWAY = JobOutcome(0), PreflightError("away")
 
@@ -30,7 +32,7 @@ def failed(steps: int) -> JobOutcome:
 
 
 class Scripted(LaunchJob):
-    """Its starts end as they are told to; nothing is run."""
+    """Its starts end as given; nothing is run."""
 
     def __init__(self, restarts: int, ends: list[JobOutcome | Exception], folder: Path) -> None:
         plan = JobPlan(
@@ -112,7 +114,7 @@ def test_hosts_that_stay_away_leave_the_first_failure(tmp_path: Path, pauses: li
     outcome = job.run()
     assert outcome.exit_code == 9
     assert "failed at 3" in outcome.text and "not restarted: beta: ssh: no route" in outcome.text
-    assert sum("waiting for hosts" in line for line in job.lines) == 1, "told once"
+    assert sum("waiting for hosts" in line for line in job.lines) == 1, "reported once"
 
 
 def test_a_start_that_cannot_be_is_no_restart(tmp_path: Path) -> None:
@@ -173,6 +175,16 @@ def test_without_workers_a_signal_ends_the_command() -> None:
     with pytest.raises(Stopped) as stopped:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.exit_code == 143
+
+
+def test_a_stop_is_no_error(tmp_path: Path, monkeypatch, capfd) -> None:
+    """Fails when `launch` reports a stop before the start as an error, or its code changes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", "-np", "1", "--", "python", "x.py"])
+    monkeypatch.setattr(LaunchJob, "run", lambda job: os.kill(os.getpid(), signal.SIGTERM))
+    assert main() == 128 + signal.SIGTERM
+    output, errors = capfd.readouterr()
+    assert "hvdtrain launch: stopped by SIGTERM\n" in output and "error" not in output + errors
 
 
 def test_nohup_is_respected() -> None:

@@ -127,7 +127,7 @@ def test_two_runs_with_different_metrics(tmp_path: Path, monkeypatch, capsys) ->
 
 def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     """Fails when a cut last line is an error, hides the others or goes unsaid, or the table does
-    not tell what was logged."""
+    not show what was logged."""
     run = make_run(tmp_path / "one")
     (run / "summary.json").unlink()
     with (run / "metrics.jsonl").open("a") as stream:
@@ -143,8 +143,8 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     assert cut == "metrics.jsonl:13: the last line was cut short, and was left out"
 
 
-def test_a_run_shorter_than_its_log_interval_says_so(tmp_path: Path, monkeypatch) -> None:
-    """Fails when plots are missing without a reason, or the reason is told of other runs too."""
+def test_a_run_shorter_than_its_log_interval_has_a_note(tmp_path: Path, monkeypatch) -> None:
+    """Fails when plots are missing without a reason, or the reason is given for other runs too."""
     run = make_run(tmp_path / "one", log_interval=50)
     assert not [note for note in notes_of(read_runs([run])[0]) if "--log-interval" in note]
     write_lines(run / "metrics.jsonl", [epoch_record(10), epoch_record(20)])
@@ -164,7 +164,7 @@ def test_the_summary_of_an_earlier_end_is_not_taken_for_the_runs(tmp_path: Path)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
-    """Fails when one file's absence or damage hides the others, or is not told."""
+    """Fails when one file's absence or damage hides the others, or is not mentioned."""
     for name in ("config.yaml", "summary.json", "metrics.jsonl", "audit.jsonl", "evaluation.json"):
         for text in (None, "", '{"cut": [', "[1, 2]", "a: *b", "\xff\x00", "[" * 10_000):
             run = make_run(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
@@ -176,7 +176,7 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
                 assert [note for note in notes_of(read) if note.startswith(name)], (name, text)
 
 
-def test_without_audits_the_page_says_so(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_without_audits_the_page_has_a_note(tmp_path: Path, monkeypatch, capsys) -> None:
     """Fails when an empty plot is drawn, or the page does not say what is not there."""
     run = make_run(tmp_path / "one")
     (run / "audit.jsonl").unlink()
@@ -217,14 +217,14 @@ def test_the_page_needs_and_runs_nothing_from_outside(tmp_path: Path, monkeypatc
         assert "&amp;amp;" in source if other in runs else True
 
 
-def test_equal_names_are_told_apart(tmp_path: Path) -> None:
-    """Fails when two runs of the same name cannot be told apart, or a name grows needlessly."""
+def test_equal_names_are_distinguished(tmp_path: Path) -> None:
+    """Fails when two runs of the same name cannot be distinguished, or a name grows needlessly."""
     places = ("x/a/run", "y/a/run", "y/b/run", "other")
     runs = read_runs([make_run(tmp_path / place) for place in places])
     assert [run.name for run in runs] == ["x/a/run", "y/a/run", "b/run", "other"]
 
 
-def test_every_bad_folder_is_told_before_anything_is_written(
+def test_every_bad_folder_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
     """Fails when the exit code is not 2, a problem waits for the next try, or a byte is written."""
@@ -238,9 +238,9 @@ def test_every_bad_folder_is_told_before_anything_is_written(
     paths = [good, *(tmp_path / name for name in ("none", "empty", "file", "damaged", "good"))]
     assert report(monkeypatch, *paths, "--output", tmp_path / "file") == 2
     lines = capsys.readouterr().err.splitlines()
-    told = ("does not exist", "not a run", "not a folder", "cannot be read: Is a dir", "twice")
+    reported = ("does not exist", "not a run", "not a folder", "cannot be read: Is a dir", "twice")
     assert len(lines) == 6
-    for line, path, problem in zip(lines, paths[1:], told, strict=False):
+    for line, path, problem in zip(lines, paths[1:], reported, strict=False):
         assert f"RUN={path}: " in line and problem in line and "; " in line
     assert lines[5].startswith(f"--output={tmp_path / 'file'}: is not a folder")
     assert sorted(tmp_path.rglob("*")) == before

@@ -115,7 +115,8 @@ def test_the_confusion_matrix_counts_and_names(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "$c"]
     assert axes.images[0].get_array()[0].tolist() == pytest.approx([5 / 6, 1 / 6, 0])
     assert plot.caption == (
-        "At step 20: 21 of 24 samples right; most often b was taken for $c, 2 times."
+        "At step 20: 21 of 24 classified correctly; "
+        "the most frequent error (2): b was taken for $c."
     )
 
 

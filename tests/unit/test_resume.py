@@ -85,15 +85,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         time.sleep(0.005)
     cut.send_signal(signal.SIGTERM)
     code, _, err = finish(cut)
-    assert (code, err) == (143, "hvdtrain: error: stopped by SIGTERM\n")
+    assert (code, err) == (143, "hvdtrain: stopped by SIGTERM\n")
     code, _, err = finish(whole)
     assert (code, err) == (0, "")
     shutil.copytree(folder / "whole", folder / "kept")  # for tests that change their copy
     return folder
 
 
-def test_nothing_to_resume_starts_afresh(folder: Path) -> None:
-    """Fails when `--resume auto` needs a run to be there, or says it has resumed."""
+def test_nothing_to_resume_starts_from_the_beginning(folder: Path) -> None:
+    """Fails when `--resume auto` needs a run to be there, or prints that it has resumed."""
     summary = read_summary(folder / "whole" / NAME)
     assert (summary["status"], summary["steps"]) == ("finished", 60)
     assert summary["resumed_from"] is None
@@ -119,7 +119,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(folder: Path) -> None:
     assert kept[0] == kept[1]
 
 
-def test_a_checkpoint_knows_of_the_best_one(folder: Path) -> None:
+def test_a_checkpoint_records_the_best_one(folder: Path) -> None:
     """Fails when a run that goes on from its best checkpoint has forgotten how good that was, or
     the summary names another one as the best.
     """
@@ -200,7 +200,7 @@ def test_the_newest_checkpoint_is_found(unfinished: Path, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt", "manifest.json"])
 def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, name: str, capsys) -> None:
-    """Fails when the one before is not used, nothing is said, or later records stay."""
+    """Fails when the one before is not used, nothing is printed, or later records stay."""
     place = unfinished / "checkpoints" / "step-00000060" / name
     place.write_bytes(place.read_bytes()[:-20])
     found = find(unfinished)
@@ -235,8 +235,8 @@ def test_a_state_that_is_not_finite_is_passed_over(unfinished: Path, place: str,
     keys, reason = PLACES[place]
     newest, before = (unfinished / "checkpoints" / f"step-000000{step}" for step in (60, 50))
     poison(newest, keys)
-    told = refused(unfinished, resume=str(newest))
-    assert told.startswith(f"--resume={newest}: {newest}: ") and reason in told
+    reported = refused(unfinished, resume=str(newest))
+    assert reported.startswith(f"--resume={newest}: {newest}: ") and reason in reported
     found = find(unfinished)
     assert found.resumed.state is not None and found.resumed.state["step"] == 50
     out = capsys.readouterr().out
@@ -272,23 +272,23 @@ def test_other_data_are_refused(unfinished: Path) -> None:
     for split, expected in (
         (
             TensorSplit(train.inputs, labels),
-            "1433 samples as before, but with other names or label",
+            "1,433 samples as before, but with other names or label",
         ),
-        (more, "1433 samples then and 1434 now"),
+        (more, "1,433 samples then and 1,434 now"),
     ):
         changed = replace(
             source, fingerprints=[source.fingerprints[0] | {"train": fingerprint(split)}]
         )
         with pytest.raises(UsageError) as caught:
             refuse_changed_data(config, found, changed)
-        told = str(caught.value)
-        assert told.startswith("--data=digits: the data have changed since the checkpoint: train s")
-        assert expected in told and "one of the numbers 1000 to 1003, now label" in told
-        assert "start another --experiment" in told
+        reported = str(caught.value)
+        assert reported.startswith("--data=digits: the data have changed since the checkpoint: ")
+        assert expected in reported and "one of the numbers 1000 to 1003, now label" in reported
+        assert "start another --experiment" in reported
     assert read_tree(unfinished) == before
 
 
-def test_without_a_good_checkpoint_it_starts_afresh(unfinished: Path, capsys) -> None:
+def test_without_a_good_checkpoint_it_starts_from_the_beginning(unfinished: Path, capsys) -> None:
     """Fails when damage everywhere ends in an error for ever, or old records stay."""
     for place in unfinished.glob("checkpoints/step-*/manifest.json"):
         place.write_text("{}")
@@ -313,20 +313,20 @@ def test_a_path_names_the_checkpoint(unfinished: Path) -> None:
     places = [unfinished / "checkpoints" / f"step-000000{step}" for step in (50, 60)]
     assert find(unfinished, resume=str(places[0])).resumed.state["step"] == 50
     (places[1] / "manifest.json").write_text("{}")
-    told = refused(unfinished, resume=str(places[1]))
-    assert told.startswith(f"--resume={places[1]}: ")
-    told = refused(unfinished, resume="auto", experiment=None, seed=4, opt="adam")
-    assert "--seed=4: " in told and "--opt=adam: " in told
+    reported = refused(unfinished, resume=str(places[1]))
+    assert reported.startswith(f"--resume={places[1]}: ")
+    reported = refused(unfinished, resume="auto", experiment=None, seed=4, opt="adam")
+    assert "--seed=4: " in reported and "--opt=adam: " in reported
 
 
 def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: Path) -> None:
     """Fails when the path of a run is taken for a damaged checkpoint, when it is not said how to go
-    on with that run, or when the place that is told is not the one that was looked at.
+    on with that run, or when the place that is named is not the one that was looked at.
     """
     newest = unfinished / "checkpoints" / "step-00000060"
-    told = refused(unfinished, resume=str(unfinished))
-    assert told.startswith(f"--resume={unfinished}: is not a checkpoint. Give auto")
-    assert told.endswith(f"such as {newest}")
+    reported = refused(unfinished, resume=str(unfinished))
+    assert reported.startswith(f"--resume={unfinished}: is not a checkpoint. Give auto")
+    assert reported.endswith(f"such as {newest}")
     for path in (unfinished, newest):
         with pytest.raises(UsageError) as caught:
             find(unfinished, resume=str(path), experiment="none")
@@ -337,22 +337,22 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: P
         find(unfinished, resume="somewhere", experiment="none")
 
 
-def test_the_way_back_to_an_experiment_is_told_as_flags(unfinished: Path) -> None:
+def test_the_way_back_to_an_experiment_is_given_as_flags(unfinished: Path) -> None:
     """Fails when a flag is advised that does not exist, or None is given as a value."""
-    told = refused(unfinished, model_ema=False, clip_grad=1.0, seed=4, sync_bn=True)
-    advice = [line.rpartition(": ")[2] for line in told.splitlines()[:-1]]
+    reported = refused(unfinished, model_ema=False, clip_grad=1.0, seed=4, sync_bn=True)
+    advice = [line.rpartition(": ")[2] for line in reported.splitlines()[:-1]]
     assert advice == ["leave --clip-grad out", "give --model-ema", "give --no-sync-bn"]
-    assert "give --seed 3; or give all its options: --config" in told.splitlines()[-1]
+    assert "give --seed 3; or give all its options: --config" in reported.splitlines()[-1]
 
 
 @pytest.mark.parametrize("content", [b"", b"lr: [", b"lenet", b"\xff\xfe", b"- 1"])
-def test_a_damaged_configuration_is_told(unfinished: Path, content: bytes) -> None:
+def test_a_damaged_configuration_is_reported(unfinished: Path, content: bytes) -> None:
     """Fails when a config.yaml that was cut short ends in a traceback, or holds the lock."""
     (unfinished / "config.yaml").write_bytes(content)
     assert "config.yaml" in refused(unfinished)
 
 
-def test_a_run_killed_before_its_configuration_starts_afresh(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_configuration_starts_from_the_beginning(tmp_path: Path) -> None:
     """Fails when a SIGKILL at the very start makes every later start exit with 2."""
     directory = RunDirectory(tmp_path, NAME)
     (directory.path / ".config.yaml.partial").write_text("lr: ")

@@ -121,7 +121,7 @@ def _ratios(rows: np.ndarray, average: np.ndarray) -> np.ndarray:
 @given(rows=terms(FLOATS))
 @settings(max_examples=40, deadline=None)
 def test_min_and_max_are_exact_and_hand_on_nan(rows: np.ndarray) -> None:
-    """Fails if a rounded value comes out, or if a NaN of any one rank gets lost."""
+    """Fails if a rounded value results, or if a NaN of any one rank gets lost."""
     for op, expected in (("min", rows.min(axis=0)), ("max", rows.max(axis=0))):
         results = simulate_all_reduce(rows, op)
         np.testing.assert_array_equal(results[0], expected)  # NaN equals NaN here

@@ -52,11 +52,11 @@ def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
     """
     monkeypatch.setattr(signals, "NOTE_AFTER_S", 0.02)
     monkeypatch.setattr(signals, "STUCK_AFTER_S", 0.4)
-    told: list[str] = []
+    reported: list[str] = []
     with StopSignals() as stop:
         stop.training_starts(
-            note=lambda error: told.append(f"note {error.exit_code}"),
-            give_up=lambda error: told.append(f"give up {error.exit_code}"),
+            note=lambda error: reported.append(f"note {error.exit_code}"),
+            give_up=lambda error: reported.append(f"give up {error.exit_code}"),
         )
         os.kill(os.getpid(), signal.SIGUSR1)
         code = 128 + signal.SIGUSR1
@@ -64,11 +64,11 @@ def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
             stop.alive()
             time.sleep(0.02)
         assert stop.requested == signal.SIGUSR1
-        assert told == [f"note {code}"]
+        assert reported == [f"note {code}"]
         deadline = time.monotonic() + 20
-        while len(told) < 2 and time.monotonic() < deadline:
+        while len(reported) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert told[1:] == [f"give up {code}"]
+        assert reported[1:] == [f"give up {code}"]
 
 
 TWICE = """

@@ -104,7 +104,7 @@ def test_sbatch_does_not_requeue_a_failure(tmp_path: Path, code: int) -> None:
 
 @pytest.mark.parametrize("signals", [1, 3])
 def test_sbatch_requeues_when_stopped(tmp_path: Path, signals: int) -> None:
-    """Fails when the launcher hears no signal, or more than one (it would not save then), or
+    """Fails when the launcher receives no signal, or more than one (it would not save then), or
     when the job does not go back into the queue after it has saved.
     """
     code, output = finish(start_job(tmp_path), tmp_path, signals)
@@ -141,7 +141,7 @@ def test_sbatch_requeues_only_when_right(
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7"] * asked
 
 
-def test_sbatch_says_when_slurm_refuses(tmp_path: Path) -> None:
+def test_sbatch_reports_a_refusal_of_slurm(tmp_path: Path) -> None:
     """Fails when a job that Slurm will not requeue leaves without a word on how to go on."""
     code, output = finish(start_job(tmp_path, REQUEUE="1"), tmp_path, 1)
     assert code == 143
@@ -201,7 +201,7 @@ def container_of(job: dict[str, Any], role: str) -> dict[str, Any]:
 
 
 def test_mpijob_has_the_operators_fields(mpijob: dict[str, Any]) -> None:
-    """Fails for a field that the operator does not know, lacks, or that has a wrong value."""
+    """Fails for a field that the operator does not have, lacks, or that has a wrong value."""
     spec = mpijob["spec"]
     assert (mpijob["apiVersion"], mpijob["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     assert set(mpijob) == FIELDS["job"]
@@ -265,7 +265,7 @@ def test_mpijob_pods(mpijob: dict[str, Any], role: str) -> None:
 
 def test_mpijob_launcher_and_worker_fit(mpijob: dict[str, Any], tmp_path: Path) -> None:
     """Fails when the launcher's shell script does not run, does not trust the job's own key, or
-    speaks to another port than the workers' sshd listens on.
+    connects to another port than the workers' sshd listens on.
     """
     launcher, worker = (container_of(mpijob, role) for role in ROLES)
     keys = tmp_path / "keys"

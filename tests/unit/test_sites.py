@@ -79,7 +79,7 @@ def test_slots_of_slurm(variables: dict[str, str], expected: list[int]) -> None:
         ("[1-2]", {}, "'1': a number is not a host's name"),
         ("$(id)", {}, "not allowed in a host's name"),
         ("-l", {}, "does not begin with '-'"),
-        ("a[1-3]", {"TASKS_PER_NODE": "2"}, "covers 1 hosts, but SLURM_JOB_NODELIST has 3"),
+        ("a[1-3]", {"TASKS_PER_NODE": "2"}, "covers 1 host, but SLURM_JOB_NODELIST has 3"),
         ("a[1-3]", {"TASKS_PER_NODE": "2(x4)"}, "covers more hosts"),
         ("a", {"TASKS_PER_NODE": "2(x1000000000)"}, "not a list of counts"),
         ("a", {"TASKS_PER_NODE": "2(x999999999)"}, "covers more hosts"),

@@ -27,7 +27,7 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
 
 
 def settings_of(name: str, setup: SshSetup, *flags: str) -> dict[str, str]:
-    """What the wrapper's ssh makes of a name, as ssh itself tells it."""
+    """What the wrapper's ssh makes of a name, as ssh itself prints it."""
     command = [str(setup.path / "ssh"), *flags, "-G", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
@@ -76,7 +76,7 @@ def test_local_hosts(name: str, local: bool) -> None:
     """Fails when the judgement differs from horovodrun's: by IPv4 address of an interface."""
     assert is_local(Host(name)) is local
     assert not is_local(Host("no-such-host.invalid"))
-    assert not is_local(Host("::1"))  # of which horovodrun knows nothing
+    assert not is_local(Host("::1"))  # which horovodrun does not support
 
 
 def test_hosts_with_fewer_slots_keep_their_names() -> None:
@@ -108,8 +108,8 @@ def test_options_reach_ssh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", [0, 65536])
-def test_wrong_options_are_all_told(port: int) -> None:
-    """Fails when a wrong port or key is taken, or only the first problem is told."""
+def test_all_wrong_options_are_reported(port: int) -> None:
+    """Fails when a wrong port or key is taken, or only the first problem is reported."""
     with pytest.raises(UsageError) as caught:
         SshOptions(port, Path("no/such/key"))
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
@@ -142,7 +142,7 @@ def test_commands_arrive_as_they_are(sshd: Sshd) -> None:
 
 
 def test_without_an_ssh_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when the wrapper calls itself for ever, or says nothing."""
+    """Fails when the wrapper calls itself for ever, or prints nothing."""
     monkeypatch.setenv("PATH", "/nowhere")
     host = Host("alpha")
     with SshSetup([host], PLAIN) as setup:

@@ -1,4 +1,4 @@
-"""The systems that are compared, as far as one process can tell."""
+"""The systems that are compared, as far as one process can show."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_flat_tensors_are_the_models_own() -> None:
     assert gradients.abs().sum() > 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it says what happens without a GPU")
-def test_data_parallel_without_a_gpu_says_what_it_is() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it shows what happens without a GPU")
+def test_data_parallel_without_a_gpu_has_a_note() -> None:
     """Fails if one replica passes for several, or its result is another."""
     strategy = run_alone(TorchDataParallel, make_spec("data_parallel", 2))
     assert strategy.notes() == [NO_GPU]
@@ -115,14 +115,14 @@ class ScriptedMessages:
         self.answered.append((to, float(tensor[0])))
 
 
-def test_staleness_counts_updates_since_the_worker_was_told() -> None:
+def test_staleness_counts_updates_since_the_worker_received_parameters() -> None:
     """Fails if staleness counts a worker's own update, or is not that of the push."""
     messages = ScriptedMessages([0, 1, 1, 1, 0, 0])
     work = Work(work_spec(momentum=0.0))
     server = AsynchronousServer(work, torch.zeros(3), 2, messages)  # type: ignore[arg-type]
     for _ in range(3):
         server.step()
-    # Seen by worker 0: told at the beginning, then after update 1, then after update 5.
+    # Seen by worker 0: received at the beginning, then after update 1, then after update 5.
     assert server.figures() == {"staleness_mean": (0 + 1 + 0 + 0 + 3 + 0) / 6, "staleness_max": 3}
     assert [worker for worker, _ in messages.answered] == [0, 1, 1, 1, 0, 0]
     assert messages.answered[-1][1] == pytest.approx(-6 * 0.05)  # each push is an update
@@ -183,7 +183,7 @@ def test_cuts_share_out_layers_and_take_the_latest_place() -> None:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    """Fails if a network that branches on values, or ties parameters, is cut all the same."""
+    """Fails if a network that branches on values, or ties parameters, is cut anyway."""
 
     class Branching(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

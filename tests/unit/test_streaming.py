@@ -28,7 +28,7 @@ ROOT = Path(hvdtrain.__file__).parents[1]
 GONE_S = 10.0  # readers have so long to end once the training process is gone
 BATCHES = [np.array(numbers, dtype=np.int64) for numbers in ([5, 3, 9], [], [0], [39, 38, 1, 2])]
 
-# A training process with two readers, who tells their numbers and waits to be killed.
+# A training process with two readers, which prints their numbers and waits to be killed.
 TRAINER = """
 import sys, time
 import numpy as np
@@ -132,7 +132,7 @@ def load(name: str, **options):
 
 
 def test_a_torch_data_set_is_read_by_other_processes() -> None:
-    """Fails when samples, classes, shape or type of a user's torch data set come out different."""
+    """Fails when samples, classes, shape or type of a user's torch data set are different."""
     data = load("tests.unit.readable:squares", readers=1)
     assert (data.shape, data.classes, data.class_names) == ((2, 4, 4), 3, ("a", "b", "c"))
     assert (len(data.train), len(data.valid)) == (30, 6)

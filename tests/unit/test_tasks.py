@@ -154,7 +154,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("expected", WRONG)
-def test_what_is_not_as_promised_is_told(expected: str) -> None:
+def test_broken_promises_of_a_task_are_reported(expected: str) -> None:
     """Fails when a loss that would train something else is taken."""
     with pytest.raises(TrainingError) as caught:
         check_sums(WRONG[expected], Counting(SETTINGS), 3, training=True)

@@ -22,7 +22,7 @@ from tests.rings import TOKEN, rank_data
 def connect(
     size: int, tokens: list[bytes], timeout_s: float, meanwhile: Callable, victim: int = 0
 ) -> list:
-    """Connect a ring whose ranks know `tokens`, while `meanwhile` does mischief to `victim`."""
+    """Connect a ring whose ranks have `tokens`, while `meanwhile` does mischief to `victim`."""
     listeners = [listen("127.0.0.1") for _ in range(size)]
     addresses = [listener.getsockname() for listener in listeners]
     meanwhile(addresses[victim])
@@ -80,7 +80,7 @@ def test_a_stranger_is_shut_out_and_the_ring_goes_on(payload: bytes) -> None:
 
 
 def impostor(token: bytes) -> Callable[[tuple[str, int]], None]:
-    """Someone who speaks the protocol as rank 2 would, up to the end, with a token of theirs."""
+    """Someone who follows the protocol as rank 2 would, up to the end, with a token of theirs."""
 
     def act(address: tuple[str, int]) -> None:
         def speak() -> None:
@@ -149,7 +149,7 @@ def replay(said: list[bytes]) -> Callable[[tuple[str, int]], None]:
 
 
 def relay(door: tuple[str, int], said: list[bytes]) -> tuple[str, int]:
-    """An eavesdropper in front of `door`: passes all on, and records what the connector says."""
+    """An eavesdropper in front of `door`: passes all on, and records what the connector sends."""
     listener = listen("127.0.0.1")
 
     def pass_on() -> None:
@@ -166,7 +166,7 @@ def relay(door: tuple[str, int], said: list[bytes]) -> tuple[str, int]:
 
 
 def is_let_in(said: tuple[bytes, bytes], rank: int) -> bool:
-    """Whether who says this to a new door of `rank` is taken for its left neighbour."""
+    """Whether the sender of this to a new door of `rank` is taken for its left neighbour."""
     door, silent = listen("127.0.0.1"), listen("127.0.0.1")
     addresses = [silent.getsockname()] * 3
     addresses[rank] = address = door.getsockname()
@@ -231,7 +231,7 @@ def test_the_acceptors_proof_is_not_the_connectors() -> None:
 
 
 def test_a_rank_that_is_no_neighbour_is_shut_out() -> None:
-    """Fails if a rank that knows the token, but is another than the left one, takes its place."""
+    """Fails if a rank that has the token, but is another than the left one, takes its place."""
     door = listen("127.0.0.1")
     hello = HELLO.pack(MAGIC, 2, 1, bytes(32))
     thread = threading.Thread(target=lambda: connect_alone(1, door))

@@ -90,7 +90,7 @@ def test_half_a_place_is_refused(variables: dict[str, str]) -> None:
 
 
 def test_train_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if `train` under a foreign launcher makes a run, has another exit code than 2, or says
+    """Fails if `train` under a foreign launcher makes a run, has another exit code than 2, or gives
     another reason, such as that the folder is taken by the next of its copies.
     """
     for name, value in TORCHRUN.items():

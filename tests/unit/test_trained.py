@@ -49,18 +49,18 @@ def best_figures(run: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", ["cats", "digits"])
-def test_evaluate_tells_what_training_found(name: str, folder: Path) -> None:
+def test_evaluate_reports_what_training_found(name: str, folder: Path) -> None:
     """Fails when the best checkpoint is not the one that is read, or its figures are others."""
     run = folder / "runs" / name
     known = NETWORK if name == "cats" else ()
-    told = hvdtrain("evaluate", run, *known, "--json", folder / "figures.json")
-    assert (told.returncode, told.stderr) == (0, "")
+    done = hvdtrain("evaluate", run, *known, "--json", folder / "figures.json")
+    assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads((folder / "figures.json").read_text())
     expected = best_figures(run)
     assert figures["loss"] == pytest.approx(expected["valid_loss"], rel=1e-6)
     assert figures["metrics"]["accuracy"] == expected["valid_accuracy"]
     assert figures["samples"] == expected["valid_samples"]
-    assert f"accuracy {expected['valid_accuracy']:.4f}" in told.stdout
+    assert f"accuracy {expected['valid_accuracy']:.4f}" in done.stdout
     last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
     assert hvdtrain("evaluate", last, *known).returncode == 0
 
@@ -68,12 +68,12 @@ def test_evaluate_tells_what_training_found(name: str, folder: Path) -> None:
 def test_predict_agrees_with_evaluate(folder: Path) -> None:
     """Fails when images are read otherwise than in training, or classes are mixed up."""
     run, valid = folder / "runs" / "cats", folder / "pictures" / "valid"
-    told = hvdtrain(
+    done = hvdtrain(
         "predict", run, valid / "cat", valid / "dog", *NETWORK, "--json", folder / "p.json"
     )
-    assert (told.returncode, told.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
     predictions = json.loads((folder / "p.json").read_text())
-    assert len(predictions) == len(told.stdout.splitlines()) == 10
+    assert len(predictions) == len(done.stdout.splitlines()) == 10
     right = sum(
         max(one["scores"], key=one["scores"].get) == Path(one["image"]).parent.name
         for one in predictions
@@ -85,9 +85,9 @@ def test_predict_agrees_with_evaluate(folder: Path) -> None:
 def test_predict_scales_to_what_the_data_was(folder: Path) -> None:
     """Fails when a photo of any size or colour cannot be given to a model of grey 8x8 digits."""
     Image.fromarray(pixels(3)).save(folder / "photo.jpg")
-    told = hvdtrain("predict", folder / "runs" / "digits", folder / "photo.jpg", "--top", 2)
-    assert (told.returncode, told.stderr) == (0, "")
-    name, _, scores = told.stdout.strip().partition(": ")
+    done = hvdtrain("predict", folder / "runs" / "digits", folder / "photo.jpg", "--top", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    name, _, scores = done.stdout.strip().partition(": ")
     assert name == str(folder / "photo.jpg") and len(scores.split(", ")) == 2
 
 
@@ -101,17 +101,17 @@ def partly_broken(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_a_bad_image_does_not_hide_the_others(folder: Path, partly_broken: Path) -> None:
-    """Fails when predict does not descend into folders of classes, tells nothing of the good
-    images, does not name the bad one, or takes it for a success without being told to.
+    """Fails when predict does not descend into folders of classes, prints nothing of the good
+    images, does not name the bad one, or takes it for a success without the flag.
     """
     run, valid, out = folder / "runs" / "cats", partly_broken / "valid", partly_broken / "p.json"
     strict = hvdtrain("predict", run, valid, *NETWORK, "--json", out)
     assert strict.returncode == 1
     assert len(strict.stdout.splitlines()) == len(json.loads(out.read_text())) == 9
-    left, skipped, told = strict.stderr.splitlines()
+    left, skipped, done = strict.stderr.splitlines()
     assert "1 file of other types left out (such as" in left and "notes.txt" in left
     assert skipped.startswith(f"skipped: {valid}/cat/100.png cannot be read as an image: it is")
-    assert told.startswith("hvdtrain: error: 1 of 10 images could not be read. With --skip-bad")
+    assert done.startswith("hvdtrain: error: 1 of 10 images could not be read. With --skip-bad")
     out.unlink()
     lenient = hvdtrain("predict", run, valid, *NETWORK, "--json", out, "--skip-bad-samples")
     assert (lenient.returncode, lenient.stdout) == (0, strict.stdout)
@@ -157,7 +157,7 @@ def make():
 
 
 def test_predict_on_data_of_ones_own(tmp_path: Path, monkeypatch) -> None:
-    """Fails when data that tells how images are read is not listened to."""
+    """Fails when data that declares how images are read is ignored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Image.new("L", (30, 20), 255).save("light.png")
@@ -165,9 +165,9 @@ def test_predict_on_data_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     flags = ("--model", "mlp", "--data", "plug_grey:make", "--global-batch-size", 8, "-j", 0)
     trained = hvdtrain("train", *flags, "--experiment", "grey", "--lr", 0.1)
     assert trained.returncode == 0, trained.stderr
-    told = hvdtrain("predict", "runs/grey", "light.png", "--top", 1)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert told.stdout.startswith("light.png: light ")
+    done = hvdtrain("predict", "runs/grey", "light.png", "--top", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("light.png: light ")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_true_reason_why_predict_cannot(takeaway: dict, expected: str) -> No
     assert str(caught.value).startswith("runs/one: ") and expected in str(caught.value)
 
 
-def test_what_cannot_be_used_is_told(folder: Path) -> None:
+def test_unusable_sources_are_reported(folder: Path) -> None:
     """Fails on a traceback, another exit code, or when only the first missing file is named."""
     run = folder / "runs" / "cats"
     weights = run / "checkpoints" / "last"
@@ -219,7 +219,7 @@ def test_what_cannot_be_used_is_told(folder: Path) -> None:
         ],
     }
     for arguments, expected in cases.items():
-        told = hvdtrain(*arguments)
-        assert told.returncode == 2, (arguments, told.stderr)
-        assert "Traceback" not in told.stderr
-        assert all(text in told.stderr for text in expected), told.stderr
+        done = hvdtrain(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert all(text in done.stderr for text in expected), done.stderr

@@ -79,7 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def test_what_a_file_names_is_not_run(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     """Fails when looking at a run, or taking its weights, runs code on the word of a file in it,
-    makes the working directory importable for it, or is not told how to allow it.
+    makes the working directory importable for it, or is not shown how to allow it.
     """
     place.train(*CLASSIFIES)
     Image.new("L", (4, 4)).save("one.png")
@@ -95,8 +95,8 @@ def test_what_a_file_names_is_not_run(place: Place, capfd: pytest.CaptureFixture
     for arguments, names in refused.items():
         assert place.call(*arguments) == (2, 0), arguments
         assert str(Path.cwd()) not in sys.path
-        told = capfd.readouterr().err
-        assert f"give {' '.join(names)}, or --trust-code" in told and names[1] in told
+        reported = capfd.readouterr().err
+        assert f"give {' '.join(names)}, or --trust-code" in reported and names[1] in reported
     flags = ("--model", "lenet", "--data", "digits", "--max-steps", "1")
     harmless = {
         ("export", run, "out.safetensors"): 0,

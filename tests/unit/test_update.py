@@ -222,7 +222,7 @@ def test_the_learning_rate_of_every_step_is_the_schedules() -> None:
     job.optimizer.step = stepping  # type: ignore[method-assign]
     ran = run_job(job, SINGLE)
     assert used == [job.schedule(number) for number in range(7)]
-    reported = [(record[1].step, record[-1]) for record in ran.recording.told]
+    reported = [(record[1].step, record[-1]) for record in ran.recording.records]
     assert reported and all(lr == job.schedule(number - 1) for number, lr in reported)
 
 

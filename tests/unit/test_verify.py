@@ -278,7 +278,7 @@ def test_bus_bandwidth_by_hand() -> None:
 
 
 def test_the_row_of_the_table() -> None:
-    """Fails if a row does not tell its sizes, cases, the worst error and the verdict."""
+    """Fails if a row does not show its sizes, cases, the worst error and the verdict."""
     honest = verify(3, ("allreduce-average",), ("float32",))
     fields = table_row(honest).split()
     assert fields[:8] == [

@@ -94,7 +94,7 @@ def test_wrapped_models_get_their_own_names_back(wrapper: str, tmp_path: Path) -
 
 @loading_the_compiler
 def test_removed_prefixes_are_counted() -> None:
-    """Fails when what is told to the user is not what was removed."""
+    """Fails when the prefixes that are reported are not those that were removed."""
     _, removed = clean_names(AveragedModel(torch.compile(nn.Linear(2, 2))).state_dict())
     assert removed == {"module.": 2, "_orig_mod.": 2, "n_averaged": 1}
 
@@ -233,7 +233,7 @@ def truncated(path: Path) -> None:
     ],
 )
 def test_files_that_hold_no_weights(name: str, write, expected: str, tmp_path: Path) -> None:
-    """Fails when such a file is taken, or its fault is a traceback, or told without its name."""
+    """Fails when such a file is taken, or ends in a traceback, or is not named."""
     path = tmp_path / name
     write(path)
     with pytest.raises(UsageError) as caught:

@@ -314,5 +314,5 @@ def _draw_ratios(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]
     charts.dress_rows(axes, "hvdtrain's speed", labels, x_label)
     handles = [Line2D([], [], color=COLOURS[name], linewidth=2.4) for name in (DDP, LIMIT)]
     charts.legend_below(figure, handles, [f"of {DDP}'s", f"of the {LIMIT}"])
-    caption = f"Ratios of {plan.rounds} rounds, and their medians."
+    caption = f"Ratios of {counted(plan.rounds, 'round')}, and their medians."
     return Plot("ratios", "Ratios", caption, figure)

@@ -28,9 +28,9 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended, guarded
 from hvdtrain.launcher.command import (
-    EngineOptions,
-    engine_environment,
+    HorovodrunOptions,
     horovodrun_argv,
+    horovodrun_environment,
     settings_for,
 )
 from hvdtrain.launcher.processes import StopRequests
@@ -178,8 +178,8 @@ def on_workers(
     # The watchdog has no effect on `train`.
     settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
     hosts = (("localhost", workers),)
-    engine = EngineOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
-    return horovodrun_argv(engine, argv), engine_environment(os.environ, settings, None)
+    options = HorovodrunOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
+    return horovodrun_argv(options, argv), horovodrun_environment(os.environ, settings, None)
 
 
 def logged_steps(folder: Path) -> list[Logged]:

@@ -34,7 +34,7 @@ from hvdtrain.exchange.connect import connect, interface_address
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench.turns import Ratio, columns, plan_of, ratio, ratio_lines, run_rounds
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.log import say
+from hvdtrain.log import counted, say
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports.mpi import MpiTransport
@@ -87,7 +87,7 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     exchange = connect(topology)
     measured = BENCHES[arguments["bench"]](options, exchange)
     if exchange.rank == 0:
-        workers = f"{exchange.size} workers ({exchange.controller})"
+        workers = f"{counted(exchange.size, 'worker')} ({exchange.controller})"
         say(table(arguments["bench"], options, measured, workers))
         write_json(arguments["json"], asdict(measured))
     exchange.close()
@@ -96,12 +96,12 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
 
 def table(bench: str, options: Options, measured: Measured, workers: str) -> str:
     """Return the table of medians and ratios."""
-    what = f"{options.model}, {options.batch_size} samples a worker"
+    what = f"{options.model}, {counted(options.batch_size, 'sample')} a worker"
     if megabytes := measured.megabytes:
         what = f"sum of {megabytes:g} MB of float32"
     head = (
-        f"{bench}: {what}, {workers}, one thread each; {options.rounds} rounds of {options.steps} "
-        "steps in turns"
+        f"{bench}: {what}, {workers}, one thread each; {counted(options.rounds, 'round')} of "
+        f"{counted(options.steps, 'step')} in turns"
     )
     rows = []
     for name, times in measured.seconds_per_step.items():
@@ -209,7 +209,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     model audited at every step. Raises UsageError for a single process, which exchanges nothing.
     """
     if exchange.size < 2:
-        raise UsageError("bench audit: one worker exchanges nothing (horovodrun -np 2 ...)")
+        raise UsageError("bench audit: one worker exchanges nothing: use hvdtrain launch -np 2")
     job = make_job(options, exchange)
     ring = exchange.ring()
     contestants = {WITHOUT: our_step(job, exchange)}
@@ -265,7 +265,7 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     relative to the others'. Raises UsageError for a single process.
     """
     if exchange.size < 2:
-        raise UsageError("bench ring: a ring has 2 ranks or more (horovodrun -np 2 ...)")
+        raise UsageError("bench ring: a ring has 2 ranks or more: use hvdtrain launch -np 2")
     ring = exchange.ring()
     sums: dict[str, Sum] = {OUR_RING: lambda values: all_reduce(values, ring, out=values)}
     over_mpi = MpiTransport() if exchange.controller == "mpi" else None

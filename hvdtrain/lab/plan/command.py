@@ -156,7 +156,7 @@ def _describe_profile(profile: Profile) -> list[str]:
         )
     return [
         f"plan: {profile.name}, {counted(profile.batch_size, 'sample')} a worker, "
-        f"{len(profile.gradients)} gradients of {profile.gradient_bytes / MB:.3f} MB",
+        f"{counted(len(profile.gradients), 'gradient')} of {profile.gradient_bytes / MB:.3f} MB",
         f"  compute  {1000 * profile.step_s:.2f} ms a step ("
         f"forward {1000 * profile.forward_s:.2f}, backward {1000 * profile.backward_s:.2f}, "
         f"update {1000 * profile.update_s:.2f}); {profile.source}",

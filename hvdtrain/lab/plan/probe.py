@@ -49,7 +49,7 @@ from hvdtrain.lab.plan.profiles import (
     wrong_rows,
     wrong_values,
 )
-from hvdtrain.launcher.command import EngineOptions, horovodrun_argv
+from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange
@@ -172,10 +172,10 @@ def measure_network(controller: str) -> Network:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as name:
         folder = Path(name)
         file = folder / "network.json"
-        engine = EngineOptions(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
+        options = HorovodrunOptions(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
         worker = [sys.executable, "-m", "hvdtrain.lab.plan.probe", str(file)]
         try:
-            _run(horovodrun_argv(engine, worker), folder)
+            _run(horovodrun_argv(options, worker), folder)
         except ChildFailure as failure:
             raise TrainingError(
                 f"network: the measurement failed: {failure}\n"

@@ -176,8 +176,8 @@ def measure_profile(spec: WorkSpec) -> Profile:
     samples = len(work.dataset.train)
     if samples < spec.global_batch_size:
         raise UsageError(
-            f"--batch-size={spec.global_batch_size}: {spec.data} has {samples} samples to train "
-            "on; use a smaller batch or other data"
+            f"--batch-size={spec.global_batch_size}: {spec.data} has fewer samples to train on "
+            f"({samples}); use a smaller batch or other data"
         )
     sizes = _sizes(work.model.named_parameters())
     steps = [times for times in _time_steps(work) if set(times.ready) == set(sizes)]

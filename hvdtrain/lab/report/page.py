@@ -98,6 +98,7 @@ def _results_of(run: Run, metrics: Sequence[str]) -> dict[str, str]:
     """Return a cell for each row; `metrics`: the valid_* values of all runs."""
     final, reached, audit = _final(run), _reached(run), _audit(run)
     evaluated = _evaluated(run)
+    speed_form = ".3g" if number(run.summary, "samples_per_s") < 100 else ",.0f"
     return {
         "status": _status_of(run),
         "world size": _show(run.summary, "world_size"),
@@ -109,7 +110,7 @@ def _results_of(run: Run, metrics: Sequence[str]) -> dict[str, str]:
         "train loss": _show(reached, "train_loss", ".4g"),
         **{name.replace("_", " "): _show(evaluated, name, ".4g") for name in metrics},
         "best": _best(final),
-        "samples/s": _rate(run.summary),
+        "samples/s": _show(run.summary, "samples_per_s", speed_form),
         "audits": _show(audit, "checked"),
         "audits failed": _show(audit, "failed"),
         "worst error/bound": _show(audit, "worst_error_over_bound", ".4g"),
@@ -212,11 +213,6 @@ def _show(record: Record, name: str, form: str = ",.0f") -> str:
     """Return a number as text; a dash where it is missing or not finite."""
     value = number(record, name)
     return NOTHING if math.isnan(value) else f"{value:{form}}"
-
-
-def _rate(summary: Record) -> str:
-    small = number(summary, "samples_per_s") < 100
-    return _show(summary, "samples_per_s", ".3g" if small else ",.0f")
 
 
 def _text(record: Record, name: str) -> str:

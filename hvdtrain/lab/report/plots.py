@@ -341,10 +341,10 @@ def _describe_matrix(run: Run, counts: np.ndarray, classes: list[str]) -> str:
     right, total = np.trace(counts), counts.sum()
     step = run.evaluation.get("step")
     when = f"At step {step:,}: " if isinstance(step, int) else ""
-    text = f"{when}{right:,.0f} of {total:,.0f} samples right"
+    text = f"{when}{right:,.0f} of {total:,.0f} classified correctly"
     wrong = counts - np.diag(np.diag(counts))
     if wrong.any():
         true, predicted = divmod(int(wrong.argmax()), len(counts))
-        times = f"{wrong.max():,.0f}"
-        text += f"; most often {classes[true]} was taken for {classes[predicted]}, {times} times"
+        text += f"; the most frequent error ({wrong.max():,.0f}): "
+        text += f"{classes[true]} was taken for {classes[predicted]}"
     return text + "."

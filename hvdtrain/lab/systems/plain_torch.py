@@ -80,7 +80,7 @@ class TorchDataParallel(PlainLoop):
 
     def notes(self) -> list[str]:
         count = len(self._gpus)
-        return [f"on {count} GPUs; copies between them are not counted" if count else NO_GPU]
+        return [f"GPUs: {count}; copies between them are not counted" if count else NO_GPU]
 
 
 class TorchDistributedDataParallel(RingTraffic, PlainLoop):

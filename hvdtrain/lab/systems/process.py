@@ -26,7 +26,7 @@ from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, w
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Place, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.command import EngineOptions, horovodrun_argv
+from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
@@ -69,8 +69,8 @@ def start_system(
     if strategy.under_horovodrun:
         command = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
         hosts = (("localhost", spec.workers),)
-        engine = EngineOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
-        children.append(Commanded(horovodrun_argv(engine, command), folder / "process-0.log"))
+        options = HorovodrunOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
+        children.append(Commanded(horovodrun_argv(options, command), folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):
         log = folder / f"process-{number}.log"

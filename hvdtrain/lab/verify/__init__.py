@@ -15,25 +15,13 @@ from dataclasses import dataclass
 
 # Horovod 0.28.1 offers no other reductions for reducescatter.
 OPERATIONS = (
-    "allreduce-sum",
-    "allreduce-average",
-    "allreduce-min",
-    "allreduce-max",
-    "reducescatter-sum",
-    "reducescatter-average",
-    "allgather",
-    "broadcast",
+    *("allreduce-sum", "allreduce-average", "allreduce-min", "allreduce-max"),
+    *("reducescatter-sum", "reducescatter-average", "allgather", "broadcast"),
 )
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 FAULTS = (  # of `hvdtrain.lab.verify.collectives`
-    "bitflip",
-    "drop-rank",
-    "sum-for-mean",
-    "mean-for-sum",
-    "swap-results",
-    "stale",
-    "nan",
-    "half-precision",
+    *("bitflip", "drop-rank", "sum-for-mean", "mean-for-sum", "swap-results", "stale"),
+    *("nan", "half-precision"),
 )
 
 

@@ -20,7 +20,7 @@ from hvdtrain.lab.verify import VerifyOptions
 from hvdtrain.lab.verify.cases import Case, plan_cases
 from hvdtrain.lab.verify.collectives import FaultyRunner, Runner
 from hvdtrain.lab.verify.running import REPEATS, Result, run_cases
-from hvdtrain.log import say
+from hvdtrain.log import counted, say
 from hvdtrain.ring import Transport
 from hvdtrain.run.process import leave_at_once, report_failure
 from hvdtrain.topology import Topology
@@ -106,7 +106,8 @@ def _results(
 
 def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Result]) -> None:
     """Report success, or raise; the outcome is the same on every rank."""
-    total = f"{len(results)} cases on {exchange.size} workers ({exchange.controller})"
+    cases = counted(len(results), "case")
+    total = f"{cases} on {exchange.size} workers ({exchange.controller})"
     wrong = [result for result in results if not result.ok and not result.spoiled]
     if wrong:  # a fault of the installation itself
         raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))

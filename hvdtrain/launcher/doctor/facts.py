@@ -77,6 +77,7 @@ def slow_sources(output: str) -> Sources:
         "mpi": mpi_version,
         "gpus": gpus,
         "horovod_loads": horovod_loads,
+        "torchvision_problem": torchvision_problem,
         "cores": lambda: {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory": memory,
         "cgroup": cgroup_limits,
@@ -150,12 +151,14 @@ def gpus() -> dict[str, Any]:
 
 
 # Importing torch takes seconds; loading the same libraries takes a fraction of a second.
-_LOAD = """
+_LOAD_TORCH = """
 import ctypes, importlib.util, json, pathlib, sys
 def folder_of(name):
     return pathlib.Path(importlib.util.find_spec(name).origin).parent
 for name in ("c10", "torch_cpu", "torch", "torch_python"):
     ctypes.CDLL(str(folder_of("torch") / "lib" / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+"""
+_LOAD_HOROVOD = """
 (native,) = (folder_of("horovod") / "torch").glob("mpi_lib_v2*.so")
 loaded = ctypes.CDLL(str(native))
 found = {name: bool(getattr(loaded, f"horovod_{name}_built")()) for name in ("gloo", "mpi", "nccl")}
@@ -164,7 +167,7 @@ exec((folder_of("torch") / "version.py").read_text(), version)
 found |= {"torch": version["__version__"], "cuda": version["cuda"]}
 sys.stdout.write("\\n" + json.dumps(found) + "\\n")
 """
-_IMPORT = """
+_IMPORT_HOROVOD = """
 import json, sys, torch, horovod.torch as hvd
 found = {name: bool(getattr(hvd, f"{name}_built")()) for name in ("gloo", "mpi", "nccl")}
 found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
@@ -177,16 +180,28 @@ def horovod_loads() -> dict[str, Any]:
 
     Return what it was built with, and `problem`: why it does not load, or None.
     """
-    problem = ""
-    for program in (_LOAD, _IMPORT):  # a full import decides where direct loading fails
+    output, problem = _try(_LOAD_TORCH + _LOAD_HOROVOD, _IMPORT_HOROVOD)
+    found: dict[str, Any] = {} if problem else json.loads(output)
+    return found | {"problem": problem}
+
+
+def torchvision_problem() -> str | None:
+    """Return why torchvision cannot be imported, such as a build for another torch, or None."""
+    loading = 'ctypes.CDLL(str(folder_of("torchvision") / "_C.so"))'
+    return _try(_LOAD_TORCH + loading, "import torchvision")[1]
+
+
+def _try(loading: str, importing: str) -> tuple[str, str | None]:
+    """Run `loading`, and if that fails `importing`, which decides.
+
+    Return the last line of output, and the last line of the error, or None.
+    """
+    for program in (loading, importing):
         done = _run([sys.executable, "-c", program])
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines:
-            found: dict[str, Any] = json.loads(lines[-1])
-            return found | {"problem": None}
-        lines = done.stderr.strip().splitlines()
-        problem = lines[-1][:500] if lines else f"it ended with code {done.returncode}"
-    return {"problem": problem}
+        if done.returncode == 0:
+            return done.stdout.strip().rpartition("\n")[2], None
+    error = done.stderr.strip().rpartition("\n")[2]
+    return "", error[:500] or f"it ended with code {done.returncode}"
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -211,8 +226,7 @@ def memory(root: Path = ROOT) -> dict[str, int]:
 def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
     """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
 
-    Keys: version, cores, memory (bytes), memory_used (of the cgroup with that limit), processes.
-    None: no limit.
+    Keys: version, cores, memory (bytes), memory_used (of that cgroup), processes. None: no limit.
     """
     lines = (root / "proc/self/cgroup").read_text().splitlines()
     own = dict(line.split(":", 2)[1:] for line in lines)  # controllers ("": version 2) -> group

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.launcher.command import EngineOptions, engine_environment, horovodrun_argv, mpi_prefix
+from hvdtrain.launcher.command import (
+    HorovodrunOptions,
+    horovodrun_argv,
+    horovodrun_environment,
+    mpi_prefix,
+)
 from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK, sweep
 from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
@@ -51,7 +56,7 @@ def try_ring(
 ) -> RingTrial:
     """Run the ring, one worker per host or two on a single host; leave no process behind."""
     each = 2 if len(hosts) == 1 else 1
-    engine = EngineOptions(
+    options = HorovodrunOptions(
         workers=each * len(hosts),
         controller=controller,
         hosts=[(ssh.name_of(host), each) for host in hosts],
@@ -64,7 +69,7 @@ def try_ring(
     verify = [str(Path(sys.executable).parent / "hvdtrain"), "verify", *SET, "--json", file]
     mark = secrets.token_hex(16)
     try:
-        command = horovodrun_argv(engine, verify)
+        command = horovodrun_argv(options, verify)
         code, output = run_ring(command, ring_environment(os.environ, ssh, mark), LIMIT_S)
     finally:
         content = writer.ask_again({"do": "take_file", "file": file}).get("take_file")
@@ -72,14 +77,14 @@ def try_ring(
     measured = None
     with contextlib.suppress(ValueError):  # incomplete
         measured = json.loads(content or "null")
-    return RingTrial(engine.workers, controller, code, output, measured)
+    return RingTrial(options.workers, controller, code, output, measured)
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
     """Return the environment of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     own = {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
-    return engine_environment(environment, settings, ssh.path) | own
+    return horovodrun_environment(environment, settings, ssh.path) | own
 
 
 def run_ring(
@@ -87,8 +92,7 @@ def run_ring(
 ) -> tuple[int | None, str]:
     """Run the ring; return exit code (None: timed out) and output. No local process survives it.
 
-    `environment` holds the MARK by which its processes are found: Open MPI gives each worker its
-    own process group.
+    Its processes are found by MARK in `environment`: under Open MPI each has its own process group.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TransportError
+from hvdtrain.ring.operations import Array
 
 DEFAULT_TIMEOUT_S = 60.0
+
+Work = Callable[[], object] | None  # to do while messages travel
 
 
 class Transport(Protocol):
@@ -30,12 +33,7 @@ class Transport(Protocol):
     def size(self) -> int: ...
 
     def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
+        self, outgoing: Array, incoming: Array, *, backwards: bool = False, meanwhile: Work = None
     ) -> None:
         """Send `outgoing` to the right neighbour while filling `incoming` from the left one.
 
@@ -63,12 +61,7 @@ class InProcessTransport:
         self._mailboxes = mailboxes
 
     def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
+        self, outgoing: Array, incoming: Array, *, backwards: bool = False, meanwhile: Work = None
     ) -> None:
         direction = -1 if backwards else 1
         if outgoing.size:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.errors import TransportError
-from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S, Work
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request, Status
@@ -44,12 +44,7 @@ class MpiTransport:
         self.size = self._communicator.Get_size()
 
     def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
+        self, outgoing: Array, incoming: Array, *, backwards: bool = False, meanwhile: Work = None
     ) -> None:
         ahead = -1 if backwards else 1
         receiver, sender = (self.rank + ahead) % self.size, (self.rank - ahead) % self.size
@@ -95,7 +90,7 @@ class MpiTransport:
                 )
             time.sleep(PAUSE_S)
 
-    def library_sum(self, values: NDArray[Any]) -> NDArray[Any]:
+    def library_sum(self, values: Array) -> Array:
         """Collective: return the sum by MPI's own all-reduce, in place, for comparison."""
         self._communicator.Allreduce(self._mpi.IN_PLACE, values)
         return values

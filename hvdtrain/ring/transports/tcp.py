@@ -15,17 +15,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.errors import TransportError, UsageError
 from hvdtrain.listener import GuardedListener
 from hvdtrain.pulse import RING_TOKEN
-from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S, Work
 
 Address = tuple[str, int]
 
@@ -58,8 +57,7 @@ class TcpTransport:
 
         `listener`: that of this rank, from `listen`; it is closed here. `addresses`: (host, port)
         of the listener of every rank, in rank order. `token`: the run's secret, the same on every
-        rank. Raises TransportError, naming the neighbour, if the ring is incomplete after
-        `timeout_s`.
+        rank. Raises TransportError, naming the neighbour, if it is incomplete after `timeout_s`.
         """
         self.rank = rank
         self.size = len(addresses)
@@ -79,12 +77,7 @@ class TcpTransport:
             link.setblocking(False)
 
     def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
+        self, outgoing: Array, incoming: Array, *, backwards: bool = False, meanwhile: Work = None
     ) -> None:
         ends = [(self._left, self._left_rank), (self._right, self._right_rank)]
         (source, sender), (target, receiver) = reversed(ends) if backwards else ends
@@ -176,9 +169,7 @@ class _Acceptor:
         self, listener: socket.socket, expected: int, rank: int, token: bytes, deadline: float
     ) -> None:
         self._listener = listener
-        self._guard: GuardedListener[socket.socket] = GuardedListener(
-            listener, _hang_up, PATIENCE_S
-        )
+        self._guard = GuardedListener[socket.socket](listener, _hang_up, PATIENCE_S)
         self._expected = expected
         self._rank = rank
         self._token = token

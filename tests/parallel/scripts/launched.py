@@ -1,4 +1,4 @@
-"""A Horovod script as people have them: it knows nothing of hvdtrain. An argument makes it fail."""
+"""A Horovod script as people have them, without hvdtrain. An argument makes it fail."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The findings of an audit: their exchange between ranks, and the diagnosis of a mismatch.
+"""The worst errors of an audit over all ranks, and the diagnosis of a mismatch.
 
 A mismatch is a wrong reduction or a wrong copy on one rank; the diagnosis names which, and where.
 """
@@ -21,7 +21,7 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class LargestError:
+class WorstError:
     """The element of one rank's gradients with the largest error in units of its bound."""
 
     ratio: float  # error / bound
@@ -33,7 +33,7 @@ class LargestError:
     bound: float
 
 
-NOTHING = LargestError(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
+NO_ERROR = WorstError(0.0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,33 @@ def digest(values: torch.Tensor) -> int:
     return zlib.crc32(_bytes_of(values).data)
 
 
-def gather_findings(
-    own: LargestError, further: Sequence[float], transport: Transport
-) -> tuple[list[LargestError], NDArray[np.float64]]:
-    """Collective: return every rank's finding, and its `further` numbers, shape (ranks, numbers).
+def gather_errors(
+    own: WorstError, further: Sequence[float], transport: Transport
+) -> tuple[list[WorstError], NDArray[np.float64]]:
+    """Collective: return the worst error of every rank, and a table (ranks, numbers) of `further`.
 
     They travel over the ring as float64, in which a CRC-32 is exact.
     """
     table = gather(np.array([*astuple(own), *further], np.float64), transport)
     width = len(astuple(own))
-    findings = [
-        LargestError(ratio, int(block), int(parameter), int(index), *values)
+    errors = [
+        WorstError(ratio, int(block), int(parameter), int(index), *values)
         for ratio, block, parameter, index, *values in table[:, :width].tolist()
     ]
-    return findings, table[:, width:]
+    return errors, table[:, width:]
 
 
-def trusted_ranks(digests: Sequence[float], findings: Sequence[LargestError]) -> list[int]:
+def trusted_ranks(digests: Sequence[float], errors: Sequence[WorstError]) -> list[int]:
     """Return the largest set of ranks with equal bits; of equally large ones the more accurate.
 
-    `digests`, `findings`: those of one block, in rank order.
+    `digests`, `errors`: those of one block, in rank order.
     """
     holders: dict[float, list[int]] = {}
     for rank, value in enumerate(digests):
         holders.setdefault(value, []).append(rank)
     return max(
         holders.values(),
-        key=lambda ranks: (len(ranks), -min(findings[r].ratio for r in ranks), -ranks[0]),
+        key=lambda ranks: (len(ranks), -min(errors[r].ratio for r in ranks), -ranks[0]),
     )
 
 
@@ -103,7 +103,7 @@ def first_differences(
 
 def describe_mismatch(
     step: int,
-    findings: Sequence[LargestError],
+    errors: Sequence[WorstError],
     differences: Sequence[Difference | None],
     changed: Sequence[int],
     trusted: list[int],
@@ -111,10 +111,10 @@ def describe_mismatch(
 ) -> list[str]:
     """Return the lines of the message on a mismatch.
 
-    By rank: `findings`, `differences`, and `changed`, the number of the first parameter whose
+    By rank: `errors`, `differences`, and `changed`, the number of the first parameter whose
     gradient was changed by code, or -1.
     """
-    wrong = any(finding.ratio > 1 for finding in findings)
+    wrong = any(error.ratio > 1 for error in errors)
     what = "reduced gradients are wrong" if wrong else "ranks hold different reduced gradients"
     lines = [f"audit: {what} at step {step}"]
     touched = [rank for rank, number in enumerate(changed) if number >= 0]
@@ -126,9 +126,9 @@ def describe_mismatch(
             "or unscaling: optimizer.synchronize(), then "
             "`with optimizer.skip_synchronize(): optimizer.step()`"
         )
-    for rank, (finding, difference) in enumerate(zip(findings, differences, strict=True)):
-        if finding.ratio > 1:
-            lines.append(f"  rank {rank}: {_describe_error(finding, named)}")
+    for rank, (error, difference) in enumerate(zip(errors, differences, strict=True)):
+        if error.ratio > 1:
+            lines.append(f"  rank {rank}: {_describe_error(error, named)}")
         elif difference:
             lines.append(
                 f"  rank {rank}: {_place(difference.parameter, difference.index, named)}: reduced "
@@ -136,29 +136,29 @@ def describe_mismatch(
                 f"{name_ranks(trusted)} (both within the rounding bound)"
             )
     if not touched:
-        lines.append(_conclusion(trusted, findings))
+        lines.append(_conclusion(trusted, errors))
     return lines
 
 
-def _describe_error(finding: LargestError, named: Named) -> str:
-    error = abs(finding.reduced - finding.reference)
-    limit = f"bound {finding.bound:.3g}" if finding.bound else "and not a bit may differ"
+def _describe_error(worst: WorstError, named: Named) -> str:
+    error = abs(worst.reduced - worst.reference)
+    limit = f"bound {worst.bound:.3g}" if worst.bound else "and not a bit may differ"
     return (
-        f"{_place(finding.parameter, finding.index, named)}: reduced {finding.reduced:.9g}, "
-        f"reference {finding.reference:.9g}, error {error:.3g}, {limit}"
+        f"{_place(worst.parameter, worst.index, named)}: reduced {worst.reduced:.9g}, "
+        f"reference {worst.reference:.9g}, error {error:.3g}, {limit}"
     )
 
 
-def _conclusion(trusted: list[int], findings: Sequence[LargestError]) -> str:
+def _conclusion(trusted: list[int], errors: Sequence[WorstError]) -> str:
     """Return the probable cause: the reduction, a copy, or both."""
-    others = [rank for rank in range(len(findings)) if rank not in trusted]
+    others = [rank for rank in range(len(errors)) if rank not in trusted]
     if not others:
         return (
             "All ranks hold the same wrong values: the reduction is at fault (a rank's term lost "
             "or counted twice, wrong scaling, data damaged before it was added), or code that "
             "changes gradients before they are checked"
         )
-    if findings[trusted[0]].ratio > 1:
+    if errors[trusted[0]].ratio > 1:
         return (
             f"{name_ranks(others).capitalize()} and {name_ranks(trusted)} hold different values, "
             "and neither are right: both the reduction and what followed it are at fault"

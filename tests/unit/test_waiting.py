@@ -1,4 +1,4 @@
-"""Scheduling classes of threads."""
+"""Threads of hvdtrain.exchange.waiting: their scheduling class, how often they look, the timer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,190 @@
+"""The verdict on a start of a job: which rank failed first, why, and whether a restart may help."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_PREFLIGHT, EXIT_USAGE, name_ranks
+from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
+
+OTHERS_SHOWN = 8  # further ranks in a message
+LINES_SHOWN = 12
+FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
+STOPPED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+_SSH_LOST = re.compile(r"Process (\d+) exit with status code 255\b")
+_HINTS = {
+    "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
+    "SIGSEGV": " (a fault in native code)",
+    "SIGABRT": " (an abort in native code)",
+    "SIGBUS": " (often a full /dev/shm)",
+}
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """The result of one start of a job."""
+
+    exit_code: int
+    text: str = ""  # the verdict; empty after success
+    may_retry: bool = False
+    steps: int = 0  # highest step of any rank
+
+
+@dataclass
+class Evidence:
+    """Observations of one start, from which the verdict is made."""
+
+    ranks: list[Rank]
+    limits: Limits
+    log_folder: Path
+    # What ended it first: "a rank", "start" (too slow), "silence", or "horovodrun".
+    cause: str = ""
+    silent: list[Rank] = field(default_factory=list)
+    standstill: list[str] = field(default_factory=list)  # the ranks when it was found, in words
+    stacks: dict[int, list[str]] | None = None  # lines by rank; None: not requested
+    requested: list[int] = field(default_factory=list)  # signals to the launcher
+    horovodrun_lines: list[str] = field(default_factory=list)  # output of horovodrun
+
+    def blame(self, cause: str) -> None:
+        """Record the cause of the end, unless one is recorded already."""
+        self.cause = self.cause or cause
+
+    def find_standstill(self, silent: list[Rank]) -> None:
+        """Record a standstill and describe all ranks now, before they are killed."""
+        self.blame("silence")
+        self.silent = silent
+        others = [rank for rank in self.ranks if rank.state == "running" and rank not in silent]
+        left = [rank for rank in self.ranks if rank.state == "ended"]
+        self.standstill = [explain_silence(rank) for rank in silent[:OTHERS_SHOWN]]
+        self.standstill += [f"{explain_silence(rank)} (waits)" for rank in others[:OTHERS_SHOWN]]
+        self.standstill += [f"{rank.place} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
+
+
+def judge(seen: Evidence) -> JobOutcome:
+    """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
+    outcome = partial(JobOutcome, steps=max((rank.step for rank in seen.ranks), default=0))
+    if all(rank.state == "ended" and rank.exit_code == 0 for rank in seen.ranks):
+        return outcome(0)
+    if seen.requested:
+        return outcome(128 + seen.requested[0], _explain_stop(seen))
+    if seen.cause == "silence":
+        return outcome(EXIT_FAILED, _explain_standstill(seen), True)
+    if seen.cause == "start" or all(rank.state == "waiting" for rank in seen.ranks):
+        return outcome(EXIT_PREFLIGHT, _explain_start(seen), True)
+    first = first_to_fail(seen.ranks)
+    if first is None or seen.cause == "horovodrun":
+        return outcome(EXIT_FAILED, _explain_horovodrun(seen), True)
+    code = first.exit_code or EXIT_FAILED
+    code = code if code > 0 else 128 - code
+    if first.speaks and first.exit_code in STOPPED:
+        name = signal.Signals(code - 128).name
+        return outcome(code, f"stopped by {name} to a worker: every worker has ended")
+    return outcome(code, _explain_failure(seen, first), code not in FINAL)
+
+
+def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:
+    """Return the first rank that failed by itself; None if no rank has failed."""
+    failed = [rank for rank in ranks if rank.has_failed]
+    if failed and all(rank.is_victim or rank.put_down for rank in failed):
+        # Victims of one that left early, if any.
+        failed = [r for r in ranks if r.state == "ended" and r.exit_code == 0] or failed
+    return min(failed, key=lambda r: (r.put_down, r.is_victim, r.ended_s), default=None)
+
+
+def explain_end(rank: Rank) -> str:
+    code = rank.exit_code
+    if rank.state == "lost":
+        return "cannot be reached any more: its agent was killed, or its host or network is down"
+    if code is not None and code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
+        return f"was killed by {name}{_HINTS.get(name, '')}"
+    return f"ended with exit code {code}"
+
+
+def explain_silence(rank: Rank) -> str:
+    state = SUSPENDED_STATES.get(rank.process_state, "silent")
+    where = f", in phase {rank.phase}" if rank.speaks else ""
+    where += f" of step {rank.step}" if rank.step else ""
+    return f"{rank.place}: {state}{where}, for {rank.silent_s:.0f} s"
+
+
+def _explain_stop(seen: Evidence) -> str:
+    killed = [r.number for r in seen.ranks if r.state != "ended" or r.exit_code == -signal.SIGKILL]
+    late = f"{name_ranks(killed)} had not ended in time: killed"
+    how = late if killed else "every worker was notified and has ended"
+    return f"stopped by {signal.Signals(seen.requested[0]).name}: {how}"
+
+
+def _explain_failure(seen: Evidence, first: Rank) -> str:
+    why = " while others were still at work: all ranks must make the same number of steps"
+    where = f", in phase {first.phase} of step {first.step}" if first.step else ""
+    how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
+    lines = [f"{first.place} {explain_end(first)}{how}"]
+    own = first.number == 0 and first.speaks  # its error stands above, and in the summary
+    if first.last_lines and not (own and first.last_lines[-1].startswith("hvdtrain: error")):
+        lines += ["its last lines:", *_quoted(first.last_lines)]
+    after = [rank for rank in seen.ranks if rank.has_failed and rank is not first]
+    killed = [rank.number for rank in after if rank.exit_code == -signal.SIGKILL]
+    others = sorted((r for r in after if r.number not in killed), key=lambda rank: rank.ended_s)
+    lines += [f"then {rank.place} {explain_end(rank)}" for rank in others[:OTHERS_SHOWN]]
+    if others[OTHERS_SHOWN:]:
+        lines.append(f"then {name_ranks([rank.number for rank in others[OTHERS_SHOWN:]])}")
+    if killed:
+        by = "the launcher or horovodrun, or by the kernel when memory ran out"
+        lines.append(f"then {name_ranks(killed)}: killed by SIGKILL, by {by}")
+    return "\n".join([*lines, f"log: {seen.log_folder / f'rank.{first.number}.log'}"])
+
+
+def _explain_standstill(seen: Evidence) -> str:
+    slowest = seen.silent[0]
+    flag = "--start-timeout-s" if slowest.is_preparing else "--watchdog-timeout-s"
+    lines = [f"no progress for {seen.limits.of(slowest):g} s ({flag})", *seen.standstill]
+    for rank in seen.ranks:
+        if frames := _main_thread((seen.stacks or {}).get(rank.number, [])):
+            lines += [f"{rank.place}, Python stacks:", *_quoted(frames)]
+        else:
+            lines.append(f"{rank.place} returned no Python stacks")
+    return "\n".join([*lines, f"logs, with all stacks: {seen.log_folder}"])
+
+
+def _explain_start(seen: Evidence) -> str:
+    what = "horovodrun ended before the workers had started"
+    if seen.cause == "start":
+        missing = name_ranks([rank.number for rank in seen.ranks if rank.state == "waiting"])
+        limit_s = seen.limits.start_timeout_s
+        what = f"no contact from {missing} for {limit_s:g} s (--start-timeout-s)"
+    advice = f"log: {seen.log_folder / 'horovodrun.log'}. `hvdtrain doctor` runs more checks"
+    return f"{what}. {_horovodrun_output(seen)}\n{advice}"
+
+
+def _explain_horovodrun(seen: Evidence) -> str:
+    """Explain an end of horovodrun while its workers ran: usually a broken SSH connection."""
+    text = "horovodrun ended while its workers were running"
+    ended = [int(number) for number in _SSH_LOST.findall("\n".join(seen.horovodrun_lines))]
+    if ended and ended[-1] < len(seen.ranks):
+        place = seen.ranks[ended[-1]].place
+        text = f"the ssh connection that started {place} was lost (ssh's exit code 255)"
+    return f"{text}. {_horovodrun_output(seen)}"
+
+
+def _horovodrun_output(seen: Evidence) -> str:
+    last = [line for line in seen.horovodrun_lines if line.strip()][-LINES_SHOWN:]
+    return "\n".join(["Output of horovodrun:", *_quoted(last)])
+
+
+def _quoted(lines: Sequence[str]) -> list[str]:
+    return [f"  | {line}" for line in lines]
+
+
+def _main_thread(lines: list[str]) -> list[str]:
+    """Return the main thread's stack from faulthandler's output, where it is the last one."""
+    starts = [at for at, line in enumerate(lines) if "(most recent call first)" in line]
+    frames = itertools.takewhile(str.strip, lines[starts[-1] :]) if starts else []
+    return list(frames)[:LINES_SHOWN]

@@ -1,0 +1,40 @@
+"""Several experiments in one start of N workers, each assembled and run as `hvdtrain train` does.
+
+    horovodrun -np N python -c 'from tests.parallel.shared import main; main()' FOLDER
+
+FOLDER/experiments.json maps names to flags of `train`. Each rank writes the error of an experiment,
+or nothing, to FOLDER/NAME.rank-R.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hvdtrain.cli.flags import read_train_flags
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.run.process import quick_imports
+from hvdtrain.topology import Topology
+
+
+def main() -> None:
+    folder, topology = Path(sys.argv[1]), Topology.from_environment()
+    experiments = json.loads((folder / "experiments.json").read_text())
+    configs = {}
+    for name, flags in experiments.items():
+        place = ["--output", str(folder), "--experiment", name]
+        configs[name] = read_train_flags("train", [*flags, *place])
+    with quick_imports():
+        from hvdtrain.run.training import join_session, training_run
+        from hvdtrain.train.loop import train
+    with join_session(next(iter(configs.values())), topology) as session:
+        for name, config in configs.items():
+            error = ""
+            try:
+                with training_run(config, session) as ready:
+                    assert ready is not None
+                    ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
+            except HvdtrainError as found:
+                error = f"exit code {found.exit_code}: {found}"
+            (folder / f"{name}.rank-{topology.rank}").write_text(error)

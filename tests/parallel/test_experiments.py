@@ -1,0 +1,264 @@
+"""Experiments on 1 to 4 workers: what is learned does not depend on N, and failures are named.
+
+All experiments on the same number of workers share one start (tests.parallel.shared).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.agreement import CASES, flags_for
+from tests.parallel.experiments import Weights, largest_difference, summary_and_weights
+from tests.parallel.launching import CONTROLLERS, horovodrun, run
+from tests.unit.folders import make_folder
+
+ALONE, GLOO_2, MPI_2 = (1, "none"), (2, "gloo"), (2, "mpi")
+GLOO_3, MPI_3, MPI_4 = (3, "gloo"), (3, "mpi"), (4, "mpi")
+Start = tuple[int, str]  # number of workers, and controller
+SAME = 1e-9  # of each tensor's largest weight, in float64: the promise of the README
+PLUGINS = "tests.parallel.plugins"
+
+# 1,433 samples in batches of 100: an epoch ends with a short batch of 33.
+DIGITS = ["--dtype=float64", "--global-batch-size=100", "--max-steps=30", "--lr=0.1", "--seed=5"]
+DIGITS += ["--weight-decay=1e-3", "--warmup-epochs=1", "--sched=cosine"]
+LOWER = ["--epochs=4", "--global-batch-size=64", "--lr=0.1", "--audit-every=5"]
+# 53 samples a step: uneven on 2. Plain SGD, as Adam would magnify the rounding of gradients that
+# are zero but for it (those of attention's key biases).
+LANGUAGE = ["--dtype=float64", "--global-batch-size=53", "--max-steps=8", "--lr=0.1"]
+REGRESSION = ["--task=examples.regression:Diabetes", "--dtype=float64", "--global-batch-size=33"]
+PICTURES = ["--model=tests.unit.jobs:plain", "--dtype=float64", "--image-size=12", "--epochs=2"]
+PICTURES += ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=10"]
+EXACT = ["--audit-every=1", "--audit=exact"]
+FEATURES = {
+    "lenet batch 100 accumulation 3": MPI_3,
+    "lenet rank weights, one of them 0": GLOO_3,
+    "lenet adamw, clipping, average of weights": MPI_2,
+}  # a few of the campaign's cases: `python -m tests.campaigns.agreement` runs them all
+TRAIN_PICTURES, VALID_PICTURES = 2 * 11, 2 * 4
+
+SHARED = "from tests.parallel.shared import main; main()"
+WITHOUT_HOROVOD = "import sys; sys.modules['horovod'] = sys.modules['mpi4py'] = None; "
+
+# Name: flags of `train`, and the starts that it is part of. Those that fail come last.
+EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
+    "digits": ([*DIGITS, "--audit-every=3"], [ALONE, GLOO_2, MPI_2, GLOO_3, MPI_4]),
+    **{case: (CASES[case][0], [ALONE, start]) for case, start in FEATURES.items()},
+    "fp16 compression": ([*LOWER, "--compression=fp16"], [GLOO_2]),
+    "bf16": ([*LOWER, "--amp=bf16"], [GLOO_2]),
+    "fp16": ([*LOWER, "--amp=fp16", "--clip-grad=1"], [GLOO_2]),
+    **{
+        task: ([f"--task=examples.language_model:{task}", *LANGUAGE, "--audit-every=4"], starts)
+        for task, starts in {"BatchFirst": [ALONE, MPI_2], "BatchSecond": [GLOO_2]}.items()
+    },
+    "regression": ([*REGRESSION, "--epochs=3", "--lr=0.05"], [ALONE, GLOO_2]),
+    "pictures": ([*PICTURES, "--audit-every=1", "--workers=1"], [ALONE, GLOO_3, MPI_2]),
+    "exact": (["--max-steps=20", "--global-batch-size=50", *EXACT], [GLOO_3]),
+    "unknown order": (["--max-steps=2", *EXACT], [MPI_3]),
+    # The last batch of an epoch holds 3 samples: a share of 1 would meet batch norm.
+    "small shares": ([f"--model={PLUGINS}:small_resnet", "--global-batch-size=130"], [MPI_2]),
+    "flipped bit": ([f"--model={PLUGINS}:flips_a_bit", "--max-steps=9", *EXACT], [GLOO_2, MPI_2]),
+    "infinite loss": (["--lr=1e30"], [MPI_2]),
+    "no derivative": (
+        [f"--model={PLUGINS}:has_no_derivative", "--checkpoint-interval=1", "--max-steps=8"],
+        [GLOO_2],
+    ),
+    "unfrozen layer": ([f"--model={PLUGINS}:grows"], [MPI_2]),
+}
+
+
+@functools.cache
+def folder_of(start: Start, root: Path) -> Path:
+    """Run all experiments of a start in one job; return the folder of their runs."""
+    size, controller = start
+    folder, pictures = root / f"{controller}-{size}", root / "pictures"
+    if not pictures.exists():
+        make_folder(pictures, TRAIN_PICTURES // 2, VALID_PICTURES // 2)
+    folder.mkdir()
+    flags = {
+        name: [flag.format(pictures=pictures) for flag in flags_for(flags, size)]
+        for name, (flags, starts) in EXPERIMENTS.items()
+        if start in starts
+    }
+    for case in FEATURES.keys() & flags.keys():
+        flags[case] += ["--max-steps=40"]  # three epochs; the campaign's are longer
+    (folder / "experiments.json").write_text(json.dumps(flags))
+    command = [sys.executable, "-c", SHARED if size > 1 else WITHOUT_HOROVOD + SHARED, str(folder)]
+    # Without hardware for it, float16 is slow, most of all in convolutions.
+    done = run(command) if size == 1 else horovodrun(size, controller, command, timeout_s=280)
+    (folder / "output").write_text(done.output)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Start], Path]:
+    root = tmp_path_factory.mktemp("experiments")
+    return lambda start: folder_of(start, root)
+
+
+Result = Callable[[str, Start], tuple[dict, Weights]]
+
+
+@pytest.fixture(scope="module")
+def result(folder: Callable[[Start], Path]) -> Result:
+    """Return a function of the name and the start of an experiment: its summary and weights."""
+
+    def read(name: str, start: Start) -> tuple[dict, Weights]:
+        errors = [(folder(start) / f"{name}.rank-{rank}").read_text() for rank in range(start[0])]
+        assert errors == [""] * start[0]
+        summary, weights = summary_and_weights(folder(start) / name)
+        assert summary["audit"]["failed"] == 0
+        return summary, weights
+
+    return read
+
+
+@pytest.mark.parametrize("start", [GLOO_2, MPI_2, GLOO_3, MPI_4])
+def test_n_workers_learn_what_one_does(start: Start, result: Result) -> None:
+    """Fails if an audit fails or is left out, a sample is lost, N changes the result, or a single
+    process imports horovod or mpi4py.
+    """
+    (summary, weights), (alone, expected) = result("digits", start), result("digits", ALONE)
+    assert summary["status"] == "finished"
+    assert (summary["world_size"], summary["controller"]) == start
+    assert (summary["steps"], summary["samples_seen"]) == (30, 2 * 1433)
+    assert summary["valid_samples"] == 364
+    assert (summary["audit"]["checked"], alone["audit"]["checked"]) == (10, 0)
+    worst = summary["audit"]["worst_error_over_bound"]
+    assert worst == 0 if start[0] == 2 else 0 < worst <= 1  # two float64 terms: one order only
+    assert summary["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
+    assert summary["valid_accuracy"] == alone["valid_accuracy"]
+    assert largest_difference(weights, expected) <= SAME
+
+
+@pytest.mark.parametrize(("case", "start"), FEATURES.items())
+def test_features_do_not_depend_on_n(case: str, start: Start, result: Result) -> None:
+    """Fails if accumulation, weights, clipping or averages make N matter.
+
+    (Batch norm over ranks is in `checks.py`.)
+    """
+    (summary, weights), (alone, expected) = result(case, start), result(case, ALONE)
+    assert summary["samples_seen"] == alone["samples_seen"]
+    assert largest_difference(weights, expected) <= CASES[case][1]
+
+
+@pytest.mark.parametrize("precision", ["fp16 compression", "bf16", "fp16"])
+def test_lower_precisions_are_audited(precision: str, result: Result) -> None:
+    """Fails if their own bound raises a false alarm, or nothing is learned any more."""
+    summary, _ = result(precision, GLOO_2)
+    assert summary["audit"]["checked"] == 18
+    assert summary["valid_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(("task", "start"), [("BatchFirst", MPI_2), ("BatchSecond", GLOO_2)])
+def test_the_language_model(task: str, start: Start, result: Result) -> None:
+    """Fails if the number of workers, or the place of the batch among the dimensions, matters."""
+    (summary, weights), (alone, expected) = result(task, start), result("BatchFirst", ALONE)
+    assert largest_difference(weights, expected) < SAME
+    for figure in ("train_loss", "valid_loss", "valid_accuracy"):
+        assert summary[figure] == pytest.approx(alone[figure], rel=1e-9), figure
+    assert summary["audit"]["checked"] == 2
+
+
+def test_the_regression(result: Result, folder: Callable[[Start], Path]) -> None:
+    """Fails if uneven shares change what is learned, the metric, or which checkpoint is best."""
+    (one, expected), (two, weights) = result("regression", ALONE), result("regression", GLOO_2)
+    assert largest_difference(weights, expected) < SAME
+    assert two["valid_abs_error"] == pytest.approx(one["valid_abs_error"], rel=1e-9)
+    assert one["valid_abs_error"] < 60  # of about 66 for the mean
+    best = [folder(start) / "regression/checkpoints/best" for start in (ALONE, GLOO_2)]
+    assert best[0].read_text() == best[1].read_text()
+
+
+@pytest.mark.parametrize("start", [GLOO_3, MPI_2])
+def test_readers_make_no_difference(
+    start: Start, result: Result, folder: Callable[[Start], Path]
+) -> None:
+    """Fails if the transform of an image depends on who reads it, an image is lost, an audit
+    alarms, or a reading process is left behind.
+    """
+    (summary, weights), (_, expected) = result("pictures", start), result("pictures", ALONE)
+    assert largest_difference(weights, expected) < SAME
+    seen = (summary["samples_seen"], summary["valid_samples"])
+    assert seen == (2 * TRAIN_PICTURES, VALID_PICTURES)
+    assert summary["audit"]["checked"] == 6
+    run_folder = folder(start) / "pictures"
+    steps = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    assert next(step for step in steps if "epoch" in step)["valid_accuracy"] is not None
+    assert json.loads((run_folder / "evaluation.json").read_text())["classes"] == ["cat", "dog"]
+
+
+def test_exact_audits_of_training(result: Result) -> None:
+    """Fails if Gloo's order of summation is not reproduced to the bit in live training."""
+    summary, _ = result("exact", GLOO_3)
+    assert summary["audit"] == {"checked": 20, "failed": 0, "worst_error_over_bound": 0.0}
+
+
+def errors_of(name: str, folder: Path, size: int) -> list[str]:
+    return [(folder / f"{name}.rank-{rank}").read_text() for rank in range(size)]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_lowest_bit_is_found_by_an_exact_audit(
+    controller: str, folder: Callable[[Start], Path]
+) -> None:
+    """Fails if one bit of one element, within every bound, passes."""
+    runs = folder((2, controller))
+    for error in errors_of("flipped bit", runs, 2):
+        assert error.startswith("exit code 17: audit: reduced gradients are wrong at step 4"), error
+        assert "parameter conv1.weight, index [3, 0, 1, 2]: reduced" in error
+        assert "and not a bit may differ" in error
+        assert "All ranks hold the same wrong values" in error
+    assert len(list((runs / "flipped bit/audit/step-00000004").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "texts"),
+    [
+        # Open MPI chooses the order of summation, so bits cannot be promised.
+        ("unknown order", MPI_3, ["--audit=exact: Open MPI chooses how it sums: set"]),
+        ("small shares", MPI_2, ["some worker gets 1 at a time", "Add --sync-bn"]),
+    ],
+)
+def test_refused_before_training(
+    name: str, start: Start, texts: list[str], folder: Callable[[Start], Path]
+) -> None:
+    """Fails if what cannot be kept is promised, or a folder is made for a run that never was."""
+    runs = folder(start)
+    for error in errors_of(name, runs, start[0]):
+        assert error.startswith("exit code 2: "), error
+        assert all(error.count(text) == 1 for text in texts), error
+    assert not (runs / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "text", "kept"),
+    [
+        ("infinite loss", MPI_2, "the loss is not finite at step 2 on rank 0 (loss nan)", None),
+        (
+            "no derivative",
+            GLOO_2,
+            "the gradient of root is not finite at step 4 on rank 1, while the loss is",
+            "step-00000003\n",
+        ),
+        ("unfrozen layer", MPI_2, "2 added or unfrozen (such as hidden.", None),
+    ],
+)
+def test_failures_during_training(
+    name: str, start: Start, text: str, kept: str | None, folder: Callable[[Start], Path]
+) -> None:
+    """Fails if training goes on, a rank reports something else, the message does not name step,
+    parameter or rank, or unusable weights are saved.
+    """
+    runs = folder(start)
+    for error in errors_of(name, runs, start[0]):
+        assert error.startswith("exit code 1: ") and error.count(text) == 1, error
+    assert json.loads((runs / name / "summary.json").read_text())["status"] == "failed"
+    last = runs / name / "checkpoints" / "last"
+    assert (last.read_text() if last.exists() else None) == kept
