@@ -110,10 +110,10 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         if shape[0] != COLOURS:
             _change_input_channels(model, shape[0])
         return model
-    close = difflib.get_close_matches(name, [*NAMES, *known], n=3)
+    close = difflib.get_close_matches(name, [*NAMES, *known], n=1)
     raise UsageError(
         f"--model={name}: unknown"
-        + (f" (did you mean {' or '.join(close)}?)" if close else "")
+        + (f" (did you mean {close[0]}?)" if close else "")
         + f"; choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
         "and package.module:callable"
     )

@@ -36,8 +36,8 @@ def build_optimizer(
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
         suitable = ", ".join(sorted(BY_NAME.keys() - UNSUITABLE.keys()))
-        close = difflib.get_close_matches(name.lower(), BY_NAME.keys() - UNSUITABLE.keys(), n=3)
-        unknown = f"unknown (did you mean {' or '.join(close)}?)" if close else "unknown"
+        close = difflib.get_close_matches(name.lower(), BY_NAME.keys() - UNSUITABLE.keys(), n=1)
+        unknown = f"unknown (did you mean {close[0]}?)" if close else "unknown"
         reason = UNSUITABLE.get(name.lower(), unknown)
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters

@@ -47,7 +47,7 @@ SETTINGS = {
     "JobAcctGatherType": "jobacct_gather/none",
     "JobRequeue": "0",  # only jobs that request it are requeued
     "ReturnToService": "1",  # a host that was set DOWN stays DOWN
-    "SlurmdTimeout": "300",
+    "SlurmdTimeout": "60",  # three pings: a host that is back counts after the next
     "KillWait": str(KILL_WAIT_S),
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2",
 }

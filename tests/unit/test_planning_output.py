@@ -96,7 +96,7 @@ def test_a_measured_profile(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     """Fails when steps of fewer samples are taken for those of a whole batch."""
-    with pytest.raises(UsageError, match=r"--batch-size=13: .* has 12 samples"):
+    with pytest.raises(UsageError, match=r"--batch-size=13: .* train on \(12\)"):
         measure_profile(replace(work_spec(dtype="float32", steps=1), global_batch_size=13))
 
 
