@@ -184,7 +184,7 @@ def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
         *path, last = name.split(".")
         removed[f"{COMPILED}."] += path.count(COMPILED)
         cleaned[name] = ".".join([*(part for part in path if part != COMPILED), last])
-    while _all_wrapped(cleaned):
+    while {clean.startswith(WRAPPED) for clean in cleaned.values() if clean != COUNTER} == {True}:
         for name, clean in list(cleaned.items()):
             if clean == COUNTER:
                 del cleaned[name]
@@ -198,11 +198,6 @@ def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
         if other != name:
             raise UsageError(f"the names {other} and {name} would both become {clean}")
     return origins, dict(+removed)  # without counts of 0
-
-
-def _all_wrapped(cleaned: dict[str, str]) -> bool:
-    own = [clean for clean in cleaned.values() if clean != COUNTER]
-    return bool(own) and all(clean.startswith(WRAPPED) for clean in own)
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:

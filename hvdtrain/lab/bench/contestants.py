@@ -25,14 +25,7 @@ from hvdtrain.data import Shares
 from hvdtrain.lab.bench import turns
 from hvdtrain.lab.bench.turns import TurnJob, Turns
 from hvdtrain.lab.children import POLL_S, Child, Commanded
-from hvdtrain.lab.systems.contract import (
-    Parameters,
-    Place,
-    Spec,
-    Strategy,
-    join_group,
-    leave_group,
-)
+from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, join_group, leave_group
 from hvdtrain.lab.systems.process import start_system
 from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec, trained
 from hvdtrain.launcher.processes import command_of
