@@ -71,6 +71,7 @@ class LocalGradients:
         """Copy these pieces, in the order of the parameters, from now on until `end`.
 
         With accumulation over several backward passes the last copy holds the accumulated gradient.
+        Horovod's hook is on the node that accumulates the gradient, and so runs after this one.
         """
         self.end()
         self._copies.clear()

@@ -1,7 +1,7 @@
 """Configuration of a training run, as frozen dataclasses that validate themselves.
 
 The fields are the flags of `hvdtrain train` (`--global-batch-size` is `global_batch_size`) and the
-keys of its YAML file. Only `hvdtrain.cli` handles all of them; lower layers receive values.
+keys of its YAML file. Only `cli` and `run` see all of them; lower floors receive values.
 """
 
 from __future__ import annotations

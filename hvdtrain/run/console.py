@@ -1,4 +1,4 @@
-"""Output of rank 0: a header, progress, a line per epoch, and a verdict.
+"""Output of rank 0: a header, progress, a line per epoch, and the result.
 
 On a terminal, progress is a live bar; to a pipe (always under horovodrun) a line per interval.
 """
@@ -121,7 +121,7 @@ def _notes_on_workers(model: torch.nn.Module, size: int) -> list[str]:
     return notes
 
 
-def verdict(summary: dict[str, Any], folder: str) -> str:
+def final_lines(summary: dict[str, Any], folder: str) -> str:
     """Return the last lines of a finished run."""
     speed = summary["samples_per_s"]  # None where no step was made
     figure = "loss" if summary.get("valid_accuracy") is None else "accuracy"

@@ -23,7 +23,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
 from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
-from hvdtrain.run.console import Console, is_live, verdict, way_on
+from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
@@ -175,7 +175,7 @@ class RunLedger(Ledger):
         self._checkpoints.wait()
 
     def finish(self, outcome: Outcome) -> None:
-        """Wait for the last checkpoint, write the summary and print the verdict."""
+        """Wait for the last checkpoint, write the summary and print the result."""
         self._checkpoints.wait()
         self._note(outcome.totals)
         self._note_evaluation(outcome.evaluation)
@@ -189,7 +189,7 @@ class RunLedger(Ledger):
         self._directory.write_summary(self._summary)
         self._ended = True
         self._console.close()
-        say(verdict(self._summary, str(self._directory.path)))
+        say(final_lines(self._summary, str(self._directory.path)))
 
     def fail(self, error: BaseException) -> None:
         if self._ended:

@@ -26,7 +26,7 @@ from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run.console import header, verdict
+from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
@@ -109,7 +109,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     )
     if resumed and resumed.finished:
         if found:
-            say(verdict(resumed.finished, str(found.directory.path)))
+            say(final_lines(resumed.finished, str(found.directory.path)))
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)

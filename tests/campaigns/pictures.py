@@ -23,6 +23,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from rich.console import Console
 from rich.text import Text
 
+from hvdtrain.data import Shares
 from hvdtrain.lab.charts import GREY, PALETTE, new_figure
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
@@ -30,7 +31,7 @@ HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
 SIZES = (1, 2, 4)
 EPOCHS = 4
 EXPERIMENT = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64"]
-EXPERIMENT += ["--opt", "sgd", "--lr", "0.05", "--epochs", str(EPOCHS), "--log-interval", "1"]
+EXPERIMENT += ["--opt", "sgd", "--lr", "0.05", "--epochs", str(EPOCHS)]
 BATCH = 50  # not divisible by 4: shares are uneven
 MARGIN = 0.02
 
@@ -62,7 +63,7 @@ def draw_promise(folder: Path) -> None:
     for axes, flag, title in kinds:
         for index, size in enumerate(SIZES):
             run = folder / f"{flag.strip('-')}-{size}"
-            launch(size, run, flag, str(BATCH))
+            launch(size, run, flag, str(BATCH), "--log-interval", "1")
             epochs, values = losses(run)
             width = 5 - 2 * index  # equal curves stay visible under one another
             name = f"{size} worker{'s' * (size > 1)}"
@@ -83,7 +84,7 @@ def draw_audit(_folder: Path) -> None:
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 44)
     axes.axis("off")
-    shares, start = (4, 3, 3), 0
+    shares, start = Shares(3).sizes(10), 0
     label(axes, 6, 42, "global batch\nof 10 samples")
     for rank, count in enumerate(shares):
         middle, colour = 32 - 12 * rank, PALETTE[rank]
@@ -137,7 +138,16 @@ def draw_report(folder: Path) -> None:
     """Make the report of two runs, and keep its plot of the losses."""
     runs = [folder / "batch-50", folder / "batch-200"]
     for run in runs:
-        launch(2, run, "--global-batch-size", run.name.split("-")[1], "--audit-every", "5")
+        launch(
+            2,
+            run,
+            "--global-batch-size",
+            run.name.split("-")[1],
+            "--audit-every",
+            "5",
+            "--log-interval",
+            "1",
+        )
     output = folder / "report"
     names = [str(run) for run in runs]
     command = [*HVDTRAIN, "report", *names, "--output", str(output)]

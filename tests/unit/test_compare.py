@@ -36,7 +36,7 @@ from hvdtrain.lab.compare.rows import (
     make_row,
     notes_of,
     over_rounds,
-    verdict,
+    summary_line,
     worst_difference,
 )
 from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
@@ -272,7 +272,7 @@ def test_the_table_shows_each_row() -> None:
     assert "2 worker processes, 1 server process" in notes
     assert "staleness 1.25 updates on average, 4 at most" in notes
     assert "1,000 parameters" in describe(setting())
-    assert verdict(ROWS) == (
+    assert summary_line(ROWS) == (
         f"compare: 1 agree with single within 1e-09; late reported, not judged; {HOSTILE} "
         "DISAGREE; horovod failed"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.console import header, is_live, verdict, way_on
+from hvdtrain.run.console import final_lines, header, is_live, way_on
 from hvdtrain.train.schedules import make_schedule
 from tests.unit.jobs import made_up_data, make_job
 from tests.unit.threads import connect
@@ -34,7 +34,7 @@ def test_the_last_lines_of_a_run() -> None:
     """Fails when one is printed as many, the best checkpoint is not distinguished from the last, or
     what was left out several times is printed as so many samples.
     """
-    assert verdict(SUMMARY, "runs/one").splitlines() == [
+    assert final_lines(SUMMARY, "runs/one").splitlines() == [
         "finished: 1 epoch, 1 step, 2,000 samples, 1,500 samples/s; validation accuracy 0.7500 on "
         "364",
         "best: validation accuracy 0.8750 after step 1,200, epoch 3; evaluate, predict and export "
@@ -53,7 +53,7 @@ def test_a_run_without_a_step_of_its_own(speed: float | None) -> None:
     summary names no best step, cannot be printed.
     """
     older = {name: value for name, value in SUMMARY.items() if name not in ("best", "bad_samples")}
-    first, second = verdict(older | {"samples_per_s": speed}, "x").splitlines()[:2]
+    first, second = final_lines(older | {"samples_per_s": speed}, "x").splitlines()[:2]
     assert "2,000 samples; validation" in first and second.startswith("audit: ")
 
 

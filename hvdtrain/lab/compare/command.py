@@ -28,7 +28,7 @@ from hvdtrain.lab.compare.rows import (
     notes_of,
     over_rounds,
     read_weights,
-    verdict,
+    summary_line,
 )
 from hvdtrain.lab.systems import ORACLE, find_strategy
 from hvdtrain.lab.systems.contract import Spec, SystemOptions
@@ -52,7 +52,7 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
         rows = compare(
             setting, Path(folder), context, lambda row, single: say(line(row, names, single))
         )
-    say("\n".join([*notes_of(rows, setting), verdict(rows)]))
+    say("\n".join([*notes_of(rows, setting), summary_line(rows)]))
     write_json(arguments["json"], as_json(setting, rows))
     say(f"written to {write_page(rows, setting, arguments['output'])}")
     return exit_code(rows)

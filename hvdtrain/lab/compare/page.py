@@ -29,7 +29,7 @@ from hvdtrain.lab.compare.rows import (
     explain,
     in_megabytes,
     speedup,
-    verdict,
+    summary_line,
 )
 from hvdtrain.lab.report.page import NOTHING, Table, save, take_pictures, templates
 from hvdtrain.lab.report.plots import PHASE_COLOURS
@@ -53,7 +53,7 @@ def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
     page = template.render(
         title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
         description=describe(setting),
-        verdict=verdict(rows),
+        verdict=summary_line(rows),
         why_not=setting.why_not,
         systems=table_of_systems(rows),
         ranks=table_of_ranks(rows),

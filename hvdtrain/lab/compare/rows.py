@@ -304,7 +304,7 @@ def explain(row: Row) -> list[str]:
     return [*details, *row.notes]
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def summary_line(rows: Sequence[Row]) -> str:
     """Return one line that summarises all rows."""
     agreeing = sum(row.status == AGREES for row in rows)
     parts = [f"{agreeing} agree with {SINGLE} within {TOLERANCE:g}"] if agreeing else []
