@@ -4,12 +4,9 @@ At an audited step the local gradients of each rank are copied as the backward p
 before the exchange. They are reduced again, over a transport independent of the exchange, and
 compared with the gradients that the optimizer is about to use:
 
-capture     elements of an audit (all, or one of K parts that cover all in K audits), in blocks;
-            copies of their local gradients
-checks      two comparisons: within the proven rounding bound, and equal in every bit (if the order
-            of summation is known)
-mismatch    the worst errors of a comparison over all ranks; diagnosis of a mismatch: the reduction
-            or the copy of one rank, and the location
+capture     copies of the local gradients of an audit: of all, or of one of K parts, in blocks
+checks      comparison within the proven rounding bound, or bit for bit
+mismatch    the worst errors over all ranks, and the diagnosis of a mismatch
 auditor     the audit of a training run, step by step
 script      the audit of any other training loop: `from hvdtrain import GradientAudit`
 
