@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,9 +14,8 @@ import torch.distributed
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.transports import Transport
-from hvdtrain.ring.transports.tcp import TcpTransport, listen, token_of_launcher
+from hvdtrain.ring.transports.tcp import join_ring
 from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
@@ -50,14 +48,14 @@ def connect_workers() -> HorovodExchange:
 def ring_of_torch_distributed() -> Transport:
     """Collective: return a ring of sockets; addresses are exchanged by torch.distributed."""
     group = torch.distributed
-    listener = listen(route_to(os.environ.get("MASTER_ADDR", "localhost")))
-    own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
-    gathered: list[Any] = [None] * group.get_world_size()
-    group.all_gather_object(gathered, own)
-    addresses, given, secret = zip(*gathered, strict=True)
-    return TcpTransport(
-        group.get_rank(), listener, addresses, token_of_launcher(given) or secret[0]
-    )
+
+    def gather(own: Any) -> list[Any]:
+        gathered: list[Any] = [None] * group.get_world_size()
+        group.all_gather_object(gathered, own)
+        return gathered
+
+    address = route_to(os.environ.get("MASTER_ADDR", "localhost"))
+    return join_ring(group.get_rank(), address, gather)
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface

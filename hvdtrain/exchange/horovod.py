@@ -6,11 +6,11 @@ Every collective has a name: Horovod numbers unnamed ones per rank, so they can 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,10 @@ from hvdtrain.exchange.waiting import (
     rest_until,
     waits,
 )
-from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
-from hvdtrain.ring.transports.tcp import TcpTransport, listen, token_of_launcher
+from hvdtrain.ring.transports.tcp import join_ring
 from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
@@ -249,11 +248,8 @@ class HorovodExchange:
         in Open MPI at the same time can both hang for half a minute, and one rank that leaves
         finalizes MPI for all others. Raises PreflightError if the network interface is unknown.
         """
-        listener = listen(own_address())
-        own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
-        gathered = self.all_gather_object(own, "hvdtrain.ring.addresses")
-        addresses, given, secret = zip(*gathered, strict=True)
-        return TcpTransport(self.rank, listener, addresses, token_of_launcher(given) or secret[0])
+        gather = partial(self.all_gather_object, name="hvdtrain.ring.addresses")
+        return join_ring(self.rank, own_address(), gather)
 
 
 def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hmac
 import os
+import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from typing import Any
 
 import numpy as np
 
@@ -238,6 +240,18 @@ def _hang_up(link: socket.socket) -> None:
     """Shut the link down: its thread then reads the end of the stream, and closes it."""
     with suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
+
+
+def join_ring(rank: int, address: str, gather: Callable[[Any], Sequence[Any]]) -> TcpTransport:
+    """Collective: return the place of `rank` in a ring of sockets, which listens on `address`.
+
+    `gather`: a collective that returns every rank's value, in rank order. Without a secret from
+    `hvdtrain launch`, that of rank 0 is used, as `gather` has carried it.
+    """
+    listener = listen(address)
+    own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
+    addresses, given, secret = zip(*gather(own), strict=True)
+    return TcpTransport(rank, listener, addresses, token_of_launcher(given) or secret[0])
 
 
 def token_of_launcher(given: Sequence[bool]) -> bytes | None:
