@@ -15,7 +15,7 @@ HvdtrainError             1   the run failed
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -98,3 +98,10 @@ class AgreedFailure(HvdtrainError):
 def name_ranks(ranks: list[int]) -> str:
     """Return the ranks as text: 'rank 3' or 'ranks 0, 2'."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that a misspelt `name` most probably means, if any is close."""
+    import difflib  # only for a mistake: every process imports this module
+
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

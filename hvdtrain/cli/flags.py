@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import build_config, train_options
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
@@ -42,8 +41,8 @@ class Parser(argparse.ArgumentParser):
         found = re.match(r"argument (\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if found and found[1].isupper():  # a command, not the value of a flag
             known = re.findall(r"[\w-]+", found[3])
-            close = difflib.get_close_matches(found[2], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            near = closest(found[2], known)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
             message = f"{found[2]}: no such command; {hint}"
         raise UsageError(f"{message} (see {self.prog} --help)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import json
 import math
@@ -21,7 +20,7 @@ from typing import Any
 
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, read_train_flags, ssh_options
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError, closest
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
     agent_argv,
@@ -193,17 +192,17 @@ def _check_command(command: list[str]) -> list[str]:
         return [f"{name}: is not a command; launch a Python script with `-- python {name} ...`"]
     reason = "is not executable" if Path(name).is_file() else "no such command"
     hint = "give `-- train ...`, `-- python SCRIPT ...`, or a command that is on PATH"
-    if close := difflib.get_close_matches(name, OWN_COMMANDS, n=1):
-        hint = f"did you mean {close[0]}?"
+    if near := closest(name, OWN_COMMANDS):
+        hint = f"did you mean {near}?"
     return [f"{name or repr(name)}: {reason}; {hint}"]
 
 
 def _explain_unknown(text: str, arguments: dict[str, Any]) -> str:
     flag = text.partition("=")[0]
     known = [f"--{name.replace('_', '-')}" for name in arguments if name not in ("command", "run")]
-    close = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
-    hint = close[0].replace("--np", "-np") if close else "hvdtrain launch --help"
-    return f"{flag}: no such flag; {'did you mean' if close else 'see'} {hint}"
+    near = closest(flag.replace("_", "-"), known)
+    hint = near.replace("--np", "-np") if near else "hvdtrain launch --help"
+    return f"{flag}: no such flag; {'did you mean' if near else 'see'} {hint}"
 
 
 def _without(flags: list[str], names: Sequence[str]) -> list[str]:

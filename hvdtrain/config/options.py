@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import Check
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, closest
 
 MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
 ELSEWHERE = {  # names in other programs
@@ -75,8 +74,8 @@ def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known option closest to `name`, if any is close."""
-    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], n=1)
-    return ELSEWHERE.get(close[0], close[0]) if close else None
+    near = closest(name, [*known, *ELSEWHERE])
+    return ELSEWHERE.get(near, near) if near else None
 
 
 BOOLEANS = {"true": True, "false": False}

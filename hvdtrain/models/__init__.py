@@ -6,7 +6,6 @@ data, with newly initialised parameters.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from hvdtrain.data import Dataset
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.splits import Shape
 from hvdtrain.data.transforms import resized
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, closest
 
 MLP_HIDDEN = 2048
 LENET_SIZE = (28, 28)
@@ -110,10 +109,10 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         if shape[0] != COLOURS:
             _change_input_channels(model, shape[0])
         return model
-    close = difflib.get_close_matches(name, [*NAMES, *known], n=1)
+    near = closest(name, [*NAMES, *known])
     raise UsageError(
         f"--model={name}: unknown"
-        + (f" (did you mean {close[0]}?)" if close else "")
+        + (f" (did you mean {near}?)" if near else "")
         + f"; choose from {', '.join(NAMES)}, torchvision's networks (resnet50, vit_b_16, ...), "
         "and package.module:callable"
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, closest
 
 # Optimizers of torch.optim that cannot be used, with the reason.
 UNSUITABLE = {
@@ -36,8 +35,8 @@ def build_optimizer(
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
         suitable = ", ".join(sorted(BY_NAME.keys() - UNSUITABLE.keys()))
-        close = difflib.get_close_matches(name.lower(), BY_NAME.keys() - UNSUITABLE.keys(), n=1)
-        unknown = f"unknown (did you mean {close[0]}?)" if close else "unknown"
+        near = closest(name.lower(), BY_NAME.keys() - UNSUITABLE.keys())
+        unknown = f"unknown (did you mean {near}?)" if near else "unknown"
         reason = UNSUITABLE.get(name.lower(), unknown)
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
