@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.parallel.experiments import largest_difference, summary_and_weights, train
@@ -61,23 +60,22 @@ CASES |= {
 
 def flags_for(flags: list[str], size: int) -> list[str]:
     """Return the flags of a case, with unequal rank weights where it requires them."""
-    if flags[-1] != "--rank-weights":
-        return flags
-    return [*flags[:-1], *([f"--rank-weights={WEIGHTS[size]}"] if size in WEIGHTS else [])]
+    if size not in WEIGHTS:
+        return [flag for flag in flags if flag != "--rank-weights"]
+    own = f"--rank-weights={WEIGHTS[size]}"
+    return [own if flag == "--rank-weights" else flag for flag in flags]
 
 
-def differences(
-    name: str, size: int, controller: str, folder: Path, more: Sequence[str] = ()
-) -> float:
+def differences(name: str, size: int, controller: str, folder: Path) -> float:
     """Return the largest relative difference between `size` workers and one.
 
-    The run on one worker is made once per folder. `more`: flags that override those of the case.
+    The run on one worker is made once per folder.
     """
     flags, _ = CASES[name]
     alone, together = folder / "alone", folder / f"{size}-{controller}"
     for path, workers in ((alone, 1), (together, size)):
         if not path.exists():
-            finished = train([*flags_for(flags, workers), *more], path, workers, controller)
+            finished = train(flags_for(flags, workers), path, workers, controller)
             assert finished.exit_code == 0, finished.output
     (expected_summary, expected), (summary, weights) = map(summary_and_weights, (alone, together))
     assert summary["samples_seen"] == expected_summary["samples_seen"]
