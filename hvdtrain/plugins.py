@@ -107,9 +107,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return 'FILE:LINE: ' of the user code that raised `error`, or '' if none was reached.
-
-    This is the innermost frame that belongs neither to hvdtrain nor to a library.
+    """Return 'FILE:LINE: ' of the user code that raised `error`, or '' if none was reached. This is
+    the innermost frame that belongs neither to hvdtrain nor to a library.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "

@@ -71,7 +71,6 @@ class BoundCheck:
 
     def _summed(self, values: Floats, all_segments: bool) -> tuple[slice, Floats, Floats]:
         """Collective: return a slice of elements, their sums, and the sums of finite magnitudes.
-
         Values and magnitudes are interleaved by segment, so that one reduction carries both.
         """
         size = self._transport.size

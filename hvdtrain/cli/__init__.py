@@ -1,8 +1,8 @@
 """The command line, `hvdtrain COMMAND ...`: one module per command.
 
-A command's module has HELP, DESCRIPTION, `add_flags(parser)` and `run(arguments, unknown,
-topology)`, which returns the exit code. It imports nothing slow before `run`, as `--help` imports
-every module.
+A command's module has HELP, DESCRIPTION, `add_flags(parser)` and `run(arguments, problems,
+topology)`, which returns the exit code. `run` raises `problems`, those of unrecognised arguments,
+together with its own. It imports nothing slow before `run`, as `--help` imports every module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     try:
         topology = Topology.from_environment()
         arguments, unknown = make_parser().parse_known_args()
-        return int(arguments.run(vars(arguments), unknown, topology))
+        return int(arguments.run(vars(arguments), arguments.explain(unknown), topology))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -57,5 +57,5 @@ def make_parser() -> Parser:
             allow_abbrev=False,
         )
         command.add_flags(own)
-        own.set_defaults(run=command.run)
+        own.set_defaults(run=command.run, explain=own.explain)
     return parser

@@ -128,9 +128,9 @@ def _add_common(bench: argparse.ArgumentParser, output: Path, time_limit_s: floa
     add("--output", type=Path, default=output, metavar="DIR", help=f"write plots to DIR ({output})")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Measure, print medians and ratios, and return the exit code. Raises UsageError."""
-    checked = check_flags(arguments, unknown, topology)
+    checked = check_flags(arguments, problems, topology)
     from hvdtrain.lab.bench import classic, scaling, start, within_job
 
     if checked["bench"] in WITHIN_A_JOB:
@@ -140,13 +140,12 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 
 
 def check_flags(
-    arguments: dict[str, Any], unknown: list[str], topology: Topology
+    arguments: dict[str, Any], problems: list[str], topology: Topology
 ) -> dict[str, Any]:
     """Return the flags, with lists parsed and defaults filled in.
 
     Raises UsageError with every problem.
     """
-    problems = [f"{text}: no such flag" for text in unknown]
     checked, bench = dict(arguments), arguments["bench"]
     if bench in WITHIN_A_JOB:
         if checked["batch_size"] is None:

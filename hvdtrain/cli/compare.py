@@ -68,17 +68,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Run the systems and return the exit code. Raises UsageError."""
-    systems = check_flags(arguments, unknown)
+    systems = check_flags(arguments, problems)
     from hvdtrain.lab.compare import command
 
     return command.run(arguments, systems)
 
 
-def check_flags(arguments: dict[str, Any], unknown: list[str]) -> tuple[str, ...]:
+def check_flags(arguments: dict[str, Any], problems: list[str]) -> tuple[str, ...]:
     """Return the systems to run. Raises UsageError with every problem of the flags."""
-    problems = [f"{text}: no such flag" for text in unknown]
     least = {"np": 2, "global_batch_size": 1, "steps": 1, "rounds": 1, "servers": 1}
     least |= {"seed": 0, "towers_dim": 0}
     for name, lowest in least.items():

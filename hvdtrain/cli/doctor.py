@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, refuse_unknown, ssh_options
+from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
@@ -46,13 +46,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all findings and facts to FILE")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Examine, print the findings, and return the exit code: 3 if a check fails.
 
     Raises UsageError with all problems of the arguments.
     """
-    problems: list[str] = []
-    attempt(problems, lambda: refuse_unknown(unknown, "doctor"))
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a valid name of a network interface")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trust_code, refuse_unknown
+from hvdtrain.cli.flags import add_trust_code
 from hvdtrain.config.options import MAY_NAME_CODE, train_options
+from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
 HELP = "compute exact metrics of a checkpoint, on one device"
@@ -43,9 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Evaluate and return the exit code. Raises UsageError."""
-    refuse_unknown(unknown, "evaluate")
+    if problems:
+        raise UsageError(*problems)
     from hvdtrain.run.trained import evaluate
 
     return evaluate(arguments, (*VALUES, "skip_bad_samples"))

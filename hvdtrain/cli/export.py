@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import refuse_unknown
+from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
 HELP = "write plain weights that any PyTorch script loads"
@@ -26,9 +26,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-names", action="store_true", help="keep wrappers' prefixes")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Export and return the exit code. Raises UsageError."""
-    refuse_unknown(unknown, "export")
+    if problems:
+        raise UsageError(*problems)
     from hvdtrain.weights.export import export
 
     return export(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import build_config, train_options
+from hvdtrain.config.options import build_config, nearest, train_options
 from hvdtrain.errors import UsageError, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
@@ -36,6 +36,21 @@ class Parser(argparse.ArgumentParser):
         dashed = flag.replace("_", "-")
         known = flag.startswith("--") and dashed in self._option_string_actions
         return f"{dashed}{equals}{value}" if known else word
+
+    def explain(self, unknown: Sequence[str]) -> list[str]:
+        """Return the problems of arguments that were not recognised.
+
+        Words are one only if no flag is: otherwise they may belong to that flag.
+        """
+        known = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
+        problems = []
+        for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+            near = known.get(nearest(flag.lstrip("-").replace("-", "_"), known) or "")
+            hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
+            problems.append(f"{flag}: no such flag; {hint}")
+        if unknown and not problems:
+            problems.append(f"not understood: {' '.join(unknown)} (see {self.prog} --help)")
+        return problems
 
     def error(self, message: str) -> NoReturn:
         found = re.match(r"argument (\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -82,7 +97,7 @@ def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
     arguments, unknown = parser.parse_known_args(flags)
     if arguments.print_config:
         raise UsageError("--print-config starts no workers: give it to `hvdtrain train`")
-    return build_config(vars(arguments), unknown)
+    return build_config(vars(arguments), parser.explain(unknown))
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,12 +140,6 @@ def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
     except UsageError as error:
         problems.extend(error.problems)
         return None
-
-
-def refuse_unknown(unknown: Sequence[str], command: str) -> None:
-    """Raise UsageError if any argument was not recognised."""
-    if unknown:
-        raise UsageError(f"not understood: {' '.join(unknown)} (see hvdtrain {command} --help)")
 
 
 def add_trust_code(parser: argparse.ArgumentParser) -> None:

@@ -114,10 +114,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("command", nargs=argparse.REMAINDER, metavar=shown, help="run this on every worker")
 
 
-def read_launch(arguments: dict[str, Any], unknown: list[str]) -> Launch:
-    """Return the parsed arguments; raise UsageError with every problem."""
-    if unknown:  # the rest of the line was then misparsed too
-        raise UsageError(*(_explain_unknown(text, arguments) for text in unknown))
+def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
+    """Return the parsed arguments; raise UsageError with every problem.
+
+    `unknown`: the problems of unknown arguments. The rest of the line was then misparsed too.
+    """
+    if unknown:
+        raise UsageError(*unknown)
     command = _read_command(arguments["command"])
     ours = command[:1] == ["train"]
     default_s = WATCHDOG_S if ours else SCRIPT_WATCHDOG_S
@@ -197,14 +200,6 @@ def _check_command(command: list[str]) -> list[str]:
     return [f"{name or repr(name)}: {reason}; {hint}"]
 
 
-def _explain_unknown(text: str, arguments: dict[str, Any]) -> str:
-    flag = text.partition("=")[0]
-    known = [f"--{name.replace('_', '-')}" for name in arguments if name not in ("command", "run")]
-    near = closest(flag.replace("_", "-"), known)
-    hint = near.replace("--np", "-np") if near else "hvdtrain launch --help"
-    return f"{flag}: no such flag; {'did you mean' if near else 'see'} {hint}"
-
-
 def _without(flags: list[str], names: Sequence[str]) -> list[str]:
     """Return the flags without those in `names`, which take a value each."""
     kept, skip = [], False
@@ -274,13 +269,13 @@ def _check_numbers(arguments: dict[str, Any], limits: Limits) -> list[str]:
     return [f"{flag}: {problem}" for flag, is_wrong, problem in checks if is_wrong]
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n."""
     if topology.launched:
         raise UsageError(
             "launch starts the workers itself: run it once, not under horovodrun, mpirun or srun"
         )
-    launch = read_launch(arguments, unknown)
+    launch = read_launch(arguments, problems)
     if arguments["dry_run"]:
         return _dry_run(launch)
     for stream in (sys.stdout, sys.stderr):

@@ -70,17 +70,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs", "plan"), help="write the plot here (runs/plan)")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Measure what is not given, predict, and return the exit code. Raises UsageError."""
-    check_flags(arguments, unknown, topology)
+    check_flags(arguments, problems, topology)
     from hvdtrain.lab.plan import command
 
     return command.run(arguments)
 
 
-def check_flags(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> None:
+def check_flags(arguments: dict[str, Any], problems: list[str], topology: Topology) -> None:
     """Raise UsageError with every problem of the flags, or if started by a launcher."""
-    problems = [f"{text}: no such flag" for text in unknown]
     if topology.launched:
         problems.append("plan starts the workers that it measures: run it once, without a launcher")
     problems += [

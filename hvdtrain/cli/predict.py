@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trust_code, refuse_unknown
+from hvdtrain.cli.flags import add_trust_code
 from hvdtrain.config.options import train_options
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
@@ -33,9 +33,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the scores of all classes to FILE")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Predict and return the exit code. Raises UsageError."""
-    refuse_unknown(unknown, "predict")
+    if problems:
+        raise UsageError(*problems)
     if arguments["top"] < 1:
         raise UsageError(f"--top={arguments['top']}: must be at least 1")
     from hvdtrain.run.trained import predict

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import attempt, refuse_unknown
+from hvdtrain.cli.flags import attempt
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
@@ -30,14 +30,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Read all runs, write their report, and return the exit code. Raises UsageError."""
-    refuse_unknown(unknown, "report")
     from hvdtrain.lab.report.runs import read_runs
 
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
-    problems: list[str] = []
     runs = attempt(problems, lambda: read_runs(paths))
     if folder.exists() and not folder.is_dir():
         problems.append(f"--output={folder}: is not a folder; choose another --output")

@@ -19,9 +19,9 @@ DESCRIPTION = (
 )
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Collective: train and return the exit code. Raises UsageError."""
-    config = build_config(arguments, unknown)
+    config = build_config(arguments, problems)
     if arguments["print_config"]:
         if topology.rank == 0:
             say(dump_yaml(config))

@@ -52,12 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed values and faults (default: 0)")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Collective: verify and return the exit code.
 
     Raises UsageError with every problem of the flags, or if there are fewer than two workers.
     """
-    problems = [f"{text}: no such flag" for text in unknown]
     if topology.size < 2:
         problems.append(
             "verify compares workers: start two or more with `hvdtrain launch -np 2 -- verify`, or "
@@ -84,9 +83,8 @@ def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> in
 def _choose(
     flag: str, text: str | None, known: Sequence[str], problems: list[str]
 ) -> tuple[str, ...]:
-    """Return the names of `known` listed in `text`, in order of `known`.
-
-    A prefix before a dash selects all names that have it.
+    """Return the names of `known` listed in `text`, in order of `known`. A prefix before a dash
+    selects all names that have it.
     """
     if text is None:
         return tuple(known)

@@ -23,13 +23,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("train", nargs="*", metavar="-- train ...", help="verify this command")
 
 
-def run(arguments: dict[str, Any], unknown: list[str], topology: Topology) -> int:
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Verify and return the exit code. Raises UsageError."""
     command = [part for part in arguments["train"] if part != "--"]
-    if unknown or command[:1] != ["train"]:
-        raise UsageError("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
+    if command[:1] != ["train"]:
+        problems.append("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
     if arguments["np"] < 1 or arguments["cuts"] < 1:
-        raise UsageError(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+        problems.append(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+    if problems:
+        raise UsageError(*problems)
     read_train_flags("train", command[1:])  # report bad flags before anything starts
     from hvdtrain.lab.verify_resume import verify_resume
 

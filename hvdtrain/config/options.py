@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,32 +133,30 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
         raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None
 
 
-def build_config(arguments: dict[str, Any], unknown: list[str]) -> TrainConfig:
+def build_config(arguments: dict[str, Any], problems: Sequence[str] = ()) -> TrainConfig:
     """Return the configuration from defaults, overridden by the YAML file, then by flags.
 
-    `arguments`: the parsed arguments; `unknown`: those that the parser did not recognise. Raises
-    UsageError with every problem of the flags, the file and all groups.
+    `arguments`: the parsed arguments; `problems`: of those that the parser did not recognise.
+    Raises UsageError with these, and every problem of the flags, the file and all groups.
     """
     options = train_options()
     flags = {name: value for name, value in arguments.items() if name in options}
     file = arguments.get("config")
-    in_file, problems = ({}, []) if file is None else read_options(Path(file), options)
+    in_file, found = ({}, []) if file is None else read_options(Path(file), options)
     values = in_file | flags
     for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
         if one in flags and other not in flags:
             values.pop(other, None)
-    problems += [_explain_unknown(text, options) for text in unknown if text.startswith("-")]
+    found += problems
     groups: dict[str, Any] = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         own = {name: value for name, value in values.items() if options[name].group == group}
         try:
             groups[group] = group_type(**own)
         except UsageError as error:
-            problems.extend(error.problems)
-    if unknown and not problems:
-        problems.append(f"not understood: {' '.join(unknown)}")
-    if problems:
-        raise UsageError(*problems)
+            found.extend(error.problems)
+    if found:
+        raise UsageError(*found)
     return TrainConfig(**groups)
 
 
@@ -170,9 +168,3 @@ def dump_yaml(config: TrainConfig) -> str:
     if config.batch.batch_size is None:
         values["global_batch_size"] = config.batch.resolve(workers=1)
     return str(yaml.safe_dump(values, sort_keys=False)).rstrip()
-
-
-def _explain_unknown(text: str, options: dict[str, Option]) -> str:
-    flag = text.partition("=")[0]
-    near = nearest(flag.lstrip("-").replace("-", "_"), options)
-    return f"{flag}: no such flag" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")

@@ -95,9 +95,8 @@ class Feed:
         return StepData(len(indices), stream(self.split, parts, epoch))
 
     def _parts(self, batch: Indices, rank: int) -> list[Indices]:
-        """Return the rank's part of each micro-batch.
-
-        Micro-batches are cut from the global batch first, so they are the same for every N.
+        """Return the rank's part of each micro-batch. Micro-batches are cut from the global batch
+        first, so they are the same for every N.
         """
         cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
         own = [(cut, self.shares.of(cut, rank)) for cut in cuts]
@@ -250,9 +249,8 @@ class _Reader(torch.utils.data.Dataset[Any]):
 
 
 def _end_with_parent(number: int) -> None:
-    """Make a reader process end when the training process ends, for whatever reason.
-
-    torch watches only the reader's parent, the fork server, which lives as long as its children.
+    """Make a reader process end when the training process ends, for whatever reason. torch watches
+    only the reader's parent, the fork server, which lives as long as its children.
     """
     trainer = multiprocessing.parent_process()
     assert trainer is not None
@@ -265,9 +263,8 @@ def _end_with_parent(number: int) -> None:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server, once per process, with the signals that stop a run ignored.
-
-    These signals are for the worker; its readers inherit that they are ignored.
+    """Start the fork server, once per process, with the signals that stop a run ignored. These
+    signals are for the worker; its readers inherit that they are ignored.
     """
     forkserver.set_forkserver_preload(["torch", "hvdtrain.data.feeding"])
     stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

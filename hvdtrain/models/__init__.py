@@ -143,9 +143,8 @@ def _settings(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _change_input_channels(model: nn.Module, channels: int) -> None:
-    """Give the first convolution this number of input channels.
-
-    Its initialisation is torch's default, as that of the network is not accessible.
+    """Give the first convolution this number of input channels. Its initialisation is torch's
+    default, as that of the network is not accessible.
     """
     first = next(
         module

@@ -160,7 +160,6 @@ def _is_live(run: Path) -> bool:
 
 def _keeps_anything(run: Path) -> bool:
     """Return whether there is a checkpoint, even damaged, or a summary of a run that has not died.
-
     That is a summary with another status than failed or stopped, or one that cannot be read.
     """
     saved = (run / "checkpoints").glob("*step-*")  # includes those that a killed save set aside

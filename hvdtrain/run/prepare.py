@@ -84,9 +84,8 @@ def prepare(
 def _make_model(
     config: TrainConfig, source: Source, exchange: Exchange, device: torch.device
 ) -> torch.nn.Module:
-    """Return the model with the same initial weights on every rank; then seed each rank alone.
-
-    Rank 0 prints the notices on pretrained weights. Raises UsageError.
+    """Return the model with the same initial weights on every rank; then seed each rank alone. Rank
+    0 prints the notices on pretrained weights. Raises UsageError.
     """
     _seed(config.run.seed)
     model = build_model(source.task, config).to(device)
@@ -127,9 +126,8 @@ def _refuse_small_batches(
 
 
 def _demand_repetition(exchange: Exchange) -> None:
-    """Make torch raise for operations that are not deterministic (--deterministic).
-
-    Raises UsageError if the exchange is not repeatable.
+    """Make torch raise for operations that are not deterministic (--deterministic). Raises
+    UsageError if the exchange is not repeatable.
     """
     if not exchange.repeatable:
         raise UsageError(
@@ -146,7 +144,6 @@ def _try_once(
     model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
     """Evaluate a few samples, so that a model that rejects its data fails before files are written.
-
     Running statistics do not change. Random generators may advance, so seed them afterwards.
     """
     name, split = config.model.task, source.data.train

@@ -138,7 +138,6 @@ def _refuse_other_parts(
     weights: Sequence[float],
 ) -> None:
     """Raise UsageError if parts do not fit together, or no rank of a host takes its samples.
-
     `all_parts`: classes, training samples and validation samples by rank. `firsts`: rank by host.
     """
     problems = [

@@ -55,7 +55,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
-    config = build_config(_chosen(source, stored, overrides, arguments), [])
+    config = build_config(_chosen(source, stored, overrides, arguments))
     task = build_task(config)
     trained, own = takeaway.get("classes"), task.takeaway().get("classes")
     if trained != own:
@@ -124,9 +124,8 @@ def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
 def _chosen(
     source: Path, stored: dict[str, Any], names: Sequence[str], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return `stored` with those of `names` replaced that the command line gives.
-
-    Raises UsageError if the checkpoint alone names code to run, unless --trust-code is given.
+    """Return `stored` with those of `names` replaced that the command line gives. Raises UsageError
+    if the checkpoint alone names code to run, unless --trust-code is given.
     """
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     left = {
@@ -171,9 +170,8 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
 
 
 def _images(given: list[str]) -> list[Path]:
-    """Return the given files, and the images in and below the given folders.
-
-    Raises UsageError, naming all paths that are missing or without images.
+    """Return the given files, and the images in and below the given folders. Raises UsageError,
+    naming all paths that are missing or without images.
     """
     paths: list[Path] = []
     problems = []

@@ -311,9 +311,8 @@ def _refuse_gradients(
 
 
 def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float) -> bool:
-    """Recompute this rank's own gradients, which the reduction has overwritten.
-
-    Returns whether a gradient of `names` is not finite. Collective if layers are synchronised.
+    """Recompute this rank's own gradients, which the reduction has overwritten. Returns whether a
+    gradient of `names` is not finite. Collective if layers are synchronised.
     """
     parameters = [job.model.get_parameter(name) for name in names]
     faulty = False

@@ -146,9 +146,8 @@ def _unnest(content: object, place: Path) -> dict[Any, Any]:
 
 
 def _checked(level: dict[Any, Any], place: Path) -> Weights:
-    """Return detached tensors by name, without extra state of layers that is no tensor.
-
-    Raises UsageError for other objects, and for meta, quantized and sparse tensors.
+    """Return detached tensors by name, without extra state of layers that is no tensor. Raises
+    UsageError for other objects, and for meta, quantized and sparse tensors.
     """
     weights: Weights = {}
     for name, value in level.items():
@@ -282,9 +281,8 @@ def _differs(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
-    """Return the weights in the types of the model, and a note.
-
-    Raises UsageError unless all are finite after the conversion, which may overflow.
+    """Return the weights in the types of the model, and a note. Raises UsageError unless all are
+    finite after the conversion, which may overflow.
     """
     values = {n: t.to(targets[n].dtype) if n in targets else t for n, t in weights.items()}
     not_finite = [name for name, value in values.items() if not value.isfinite().all()]

@@ -147,7 +147,7 @@ def run_workload(
 ) -> list[str]:
     """Collective: run steps without faults, then trials, and return descriptions of problems."""
     options = WORKLOADS[name]
-    config = build_config({"data": "digits", "device": "cpu", "lr": 0.01} | options, [])
+    config = build_config({"data": "digits", "device": "cpu", "lr": 0.01} | options)
     source = find_source(config, exchange, exchange.rank)
     job = prepare(config, 48, source, exchange, Topology(exchange.rank, exchange.size))
     job = job.distributed(exchange)

@@ -75,7 +75,7 @@ def test_bad_input() -> None:
     finished = verify(2, controller, *flags)
     check_exit(finished, controller, 2)
     for text in (
-        "--ful: no such flag",
+        "--ful: no such flag; did you mean --full?",
         "--ops=sum: unknown; choose from allreduce-sum, ",
         "--dtypes=bfloat16: unknown; choose from float16, ",
         "--sizes=4X: expected bytes from 0 to 1G",

@@ -47,7 +47,7 @@ from hvdtrain.topology import Topology
 def read(*flags: str, topology: Topology | None = None) -> dict:
     """What these flags of `bench` come to."""
     arguments, unknown = make_parser().parse_known_args(["bench", *flags])
-    return check_flags(vars(arguments), unknown, topology or Topology())
+    return check_flags(vars(arguments), arguments.explain(unknown), topology or Topology())
 
 
 def plan(**changes: object) -> ScalingPlan:

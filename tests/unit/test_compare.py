@@ -51,7 +51,7 @@ PHASES_S = dict(zip(PHASES, (0.001, 0.020, 0.003, 0.0005), strict=True))
 def flags(*arguments: str) -> tuple[str, ...]:
     """The systems that these flags ask for."""
     parsed, unknown = make_parser().parse_known_args(["compare", *arguments])
-    return check_flags(vars(parsed), unknown)
+    return check_flags(vars(parsed), parsed.explain(unknown))
 
 
 def test_all_systems_run_unless_some_are_named() -> None:

@@ -72,7 +72,7 @@ def test_the_experiment_name_is_one_folder(model: str, data: str) -> None:
 def test_experiment_names_that_are_no_folder_name_are_refused(name: str) -> None:
     """Fails when --experiment can leave the output folder."""
     with pytest.raises(UsageError, match="must be one folder name"):
-        build_config({"experiment": name}, [])
+        build_config({"experiment": name})
 
 
 def test_config_groups_cannot_change() -> None:

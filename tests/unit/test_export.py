@@ -60,7 +60,7 @@ def test_a_run_without_horovod_and_mpi(tmp_path: Path) -> None:
     [
         (["missing", "out.safetensors"], "missing: no such file or folder"),
         (["missing"], "OUT.safetensors"),
-        (["missing", "out.safetensors", "--froce"], "not understood: --froce"),
+        (["missing", "out.safetensors", "--froce"], "--froce: no such flag; did you mean --force?"),
     ],
 )
 def test_bad_usage_is_reported_in_a_line(

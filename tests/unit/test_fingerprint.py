@@ -155,7 +155,7 @@ def test_a_fault_in_a_users_fingerprint_is_the_users(tmp_path: Path, monkeypatch
         "    return hvdtrain.Dataset('own', (1, 8, 8), 4, split, split)\n"
     )
     monkeypatch.chdir(tmp_path)
-    config = build_config({"data": "own_data:make", "model": "mlp"}, [])
+    config = build_config({"data": "own_data:make", "model": "mlp"})
     with pytest.raises(
         AgreedFailure, match=r"--data=own_data:make: /.*own_data.py:4: OSError: no list"
     ):

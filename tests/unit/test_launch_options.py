@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.flags import Parser
+from hvdtrain.cli import make_parser
 from hvdtrain.cli.launch import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
@@ -45,11 +45,8 @@ def _hosts_of_site_without_files(environment: dict[str, str]) -> tuple[Host, ...
 
 def read(*flags: str) -> Launch:
     """As `hvdtrain launch FLAGS` would."""
-    parser = Parser(allow_abbrev=False)
-    commands = parser.add_subparsers(parser_class=Parser, dest="run")
-    add_flags(commands.add_parser("launch", allow_abbrev=False))
-    arguments, unknown = parser.parse_known_args(["launch", *flags])
-    return read_launch(vars(arguments), unknown)
+    arguments, unknown = make_parser().parse_known_args(["launch", *flags])
+    return read_launch(vars(arguments), arguments.explain(unknown))
 
 
 def test_defaults() -> None:

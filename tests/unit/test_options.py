@@ -30,7 +30,7 @@ def parse(*argv: str) -> TrainConfig:
     parser = Parser(prog="train")
     add_train_flags(parser)
     arguments, unknown = parser.parse_known_args(argv)
-    return build_config(vars(arguments), unknown)
+    return build_config(vars(arguments), parser.explain(unknown))
 
 
 def problems(*argv: str) -> str:
@@ -203,8 +203,8 @@ def test_unknown_flags_get_a_suggestion(given_flag: str, suggested: str) -> None
 
 def test_flags_unlike_any_other_and_stray_words_are_refused() -> None:
     """Fails when something on the command line is silently dropped."""
-    assert problems("--quux") == "--quux: no such flag"
-    assert problems("lenet") == "not understood: lenet"
+    assert problems("--quux") == "--quux: no such flag; see train --help"
+    assert problems("lenet") == "not understood: lenet (see train --help)"
 
 
 @pytest.mark.parametrize("argv", [["--epochs", "x"], ["--lr"], ["--sched", "linear"]])
@@ -286,10 +286,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory) -> None:
     """Fails when any value is lost or changed between --print-config and --config."""
     flat["global_batch_size" if per_worker else "batch_size"] = None
-    config = build_config(flat, [])
+    config = build_config(flat)
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")
     if config.batch.batch_size is config.batch.global_batch_size is None:  # the default is resolved
         batch = dataclasses.replace(config.batch, global_batch_size=DEFAULT_GLOBAL_BATCH_SIZE)
         config = dataclasses.replace(config, batch=batch)
-    assert build_config({"config": str(path)}, []) == config
+    assert build_config({"config": str(path)}) == config

@@ -26,7 +26,7 @@ from tests.unit.plans import PROFILE, write
 def flags(*arguments: str) -> dict[str, Any]:
     """What these flags come to, once they are checked."""
     parsed, unknown = make_parser().parse_known_args(["plan", *arguments])
-    check_flags(vars(parsed), unknown, Topology())
+    check_flags(vars(parsed), parsed.explain(unknown), Topology())
     return vars(parsed)
 
 
@@ -83,7 +83,7 @@ def test_it_is_run_once() -> None:
     parsed, unknown = make_parser().parse_known_args(["plan"])
     launched = Topology(rank=0, size=2, launched=True)
     with pytest.raises(UsageError, match="without a launcher"):
-        check_flags(vars(parsed), unknown, launched)
+        check_flags(vars(parsed), parsed.explain(unknown), launched)
 
 
 def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def same_threads():
 
 def prepared(samples: int, batch: int, workers: int = 1, rank: int = 0, **options: Any) -> Job:
     data = f"synthetic:1x4x4,samples={samples}"
-    config = build_config({"model": NORMALISES, "data": data, "device": "cpu"} | options, [])
+    config = build_config({"model": NORMALISES, "data": data, "device": "cpu"} | options)
     exchange = connect(workers)[rank] if workers > 1 else SingleProcess()
     source = source_of(config, workers)
     return prepare(config, batch, source, exchange, Topology(rank, workers))
@@ -213,7 +213,7 @@ def test_deterministic_requires_deterministic_algorithms(
     assert torch.are_deterministic_algorithms_enabled()
     exchange = connect(3)[0]
     exchange.repeatable = False
-    config = build_config({"data": "digits", "device": "cpu", "deterministic": True}, [])
+    config = build_config({"data": "digits", "device": "cpu", "deterministic": True})
     with pytest.raises(UsageError, match="HOROVOD_FUSION_THRESHOLD=67108864 the order of sums"):
         prepare(config, 50, source_of(config, 3), exchange, Topology(0, 3))
 

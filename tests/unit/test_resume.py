@@ -167,7 +167,7 @@ def unfinished(folder: Path, tmp_path: Path) -> Path:
 
 def find(run: Path, **changes: Any) -> Resumable:
     options = OPTIONS | {"output": str(run.parent)} | changes
-    found = find_resumable(build_config(options, []), SingleProcess())
+    found = find_resumable(build_config(options), SingleProcess())
     assert found is not None
     if found.resumed.finished is None:
         found.make_ready()
@@ -260,7 +260,7 @@ def test_other_data_are_refused(unfinished: Path) -> None:
     """Fails if a run goes on with a sample more, or with other labels; or it is not said what has
     changed; or a byte of the folder is.
     """
-    config = build_config(OPTIONS | {"output": str(unfinished.parent)}, [])
+    config = build_config(OPTIONS | {"output": str(unfinished.parent)})
     source = find_source(config, SingleProcess(), 0)
     found = find(unfinished)
     before = read_tree(unfinished)
@@ -358,7 +358,7 @@ def test_a_run_killed_before_its_configuration_starts_from_the_beginning(tmp_pat
     (directory.path / ".config.yaml.partial").write_text("lr: ")
     directory.close()
     options = OPTIONS | {"output": str(tmp_path)}
-    assert find_resumable(build_config(options, []), SingleProcess()) is None
+    assert find_resumable(build_config(options), SingleProcess()) is None
     RunDirectory(tmp_path, NAME).close()
 
 

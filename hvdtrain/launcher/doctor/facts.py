@@ -192,9 +192,8 @@ def torchvision_problem() -> str | None:
 
 
 def _try(loading: str, importing: str) -> tuple[str, str | None]:
-    """Run `loading`, and if that fails `importing`, which decides.
-
-    Return the last line of output, and the last line of the error, or None.
+    """Run `loading`, and if that fails `importing`, which decides. Return the last line of output,
+    and the last line of the error, or None.
     """
     for program in (loading, importing):
         done = _run([sys.executable, "-c", program])
