@@ -123,8 +123,9 @@ def describe_mismatch(
             f"{name_ranks(touched).capitalize()}: code changed parameter "
             f"{named[changed[touched[0]]][0]}'s .grad between the backward pass and "
             "optimizer.step(), while it was being reduced. Wait for the reduction before clipping "
-            "or unscaling: optimizer.synchronize(), then "
-            "`with optimizer.skip_synchronize(): optimizer.step()`"
+            "or unscaling: `workers.reduce_gradients(optimizer)` after hvdtrain.distribute; with "
+            "Horovod's own optimizer `optimizer.synchronize()`, and the step in `with "
+            "optimizer.skip_synchronize():`"
         )
     for rank, (error, difference) in enumerate(zip(errors, differences, strict=True)):
         if error.ratio > 1:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cli import COMMANDS
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, read_train_flags, ssh_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError, closest
@@ -195,6 +196,8 @@ def _check_command(command: list[str]) -> list[str]:
         return [f"{name}: is not a command; launch a Python script with `-- python {name} ...`"]
     reason = "is not executable" if Path(name).is_file() else "no such command"
     hint = "give `-- train ...`, `-- python SCRIPT ...`, or a command that is on PATH"
+    if name in COMMANDS:
+        return [f"{name}: does not run on workers; use `hvdtrain {shlex.join(command)}` alone"]
     if near := closest(name, OWN_COMMANDS):
         hint = f"did you mean {near}?"
     return [f"{name or repr(name)}: {reason}; {hint}"]

@@ -76,6 +76,7 @@ CASES = [
     script("not-executable", "./run", "./run: is not executable", write("run", "")),
     script("a-folder", "./run", "./run: no such command", folder("run")),
     script("near-train", "trian --model=mlp", "trian: no such command; did you mean train?"),
+    script("alone", "report runs/x", "report: does not run on workers|`hvdtrain report runs/x`"),
     script(
         "near-file",
         "./train",

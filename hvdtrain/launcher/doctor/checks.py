@@ -44,17 +44,8 @@ def check_python(facts: ByHost, here: Facts) -> list[Finding]:
 
 
 def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
-    """Check that torch, torchvision and Horovod are installed, in the same version everywhere.
-
-    And that torchvision can be imported; `check_horovod_loads` checks Horovod.
-    """
+    """Check that torch, torchvision and Horovod are installed, in the same version everywhere."""
     findings = []
-    for host, problem in known(facts, "torchvision_problem"):
-        own = facts[host].get("packages", {})
-        if problem and own.get("torchvision"):
-            text = f"cannot be imported beside torch {own.get('torch')}: {problem}"
-            fix = "install the build of torchvision for this torch, from the same package index"
-            findings.append(Finding("torchvision", "warn", host, text, fix))
     for package in SAME_EVERYWHERE:
         wanted = here.get("packages", {}).get(package)
         versions = {host: found.get(package) for host, found in known(facts, "packages")}

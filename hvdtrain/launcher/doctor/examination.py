@@ -173,6 +173,7 @@ def _examine_answering(
     distant = {host: found.latencies[host] for host in found.latencies if not sessions[host].local}
     found.findings += [
         *machine_checks.check_horovod_loads(facts),
+        *machine_checks.check_torchvision_loads(facts),
         *machine_checks.check_mpi(facts, needed=wishes.controller == "mpi"),
         *checks.check_latency(distant),
         *machine_checks.check_clocks({host: found.clocks[host] for host in distant}),

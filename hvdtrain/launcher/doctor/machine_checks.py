@@ -206,6 +206,16 @@ def check_horovod_loads(facts: ByHost) -> list[Finding]:
     return findings or _ok("horovod loads", shown, "{}")
 
 
+def check_torchvision_loads(facts: ByHost) -> list[Finding]:
+    """Check that torchvision, where it is installed, can be imported beside the installed torch."""
+    fix = "install the build of torchvision for this torch, from the same package index"
+    return [
+        Finding("torchvision", "warn", host, f"cannot be imported beside torch: {problem}", fix)
+        for host, problem in known(facts, "torchvision_problem")
+        if problem and facts[host].get("packages", {}).get("torchvision")
+    ]
+
+
 def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
     """Check for Open MPI 4, the same everywhere. `needed`: the user chose the MPI controller."""
     versions = dict(known(facts, "mpi"))
