@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import hvdtrain.models  # noqa: F401  # before a test replaces the import of torchvision
 from hvdtrain.cli import main
 from hvdtrain.data import builtin
 from tests.unit.bad_plugins import linear
