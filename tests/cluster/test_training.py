@@ -37,19 +37,22 @@ def alone(containers: Containers) -> str:
     return "alone"
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("controller", "ways"), [("gloo", ["launch"]), ("mpi", ["plain", "launch"])]
+)
 def test_learns_what_one_container_learns(
-    containers: Containers, alone: str, controller: str
+    containers: Containers, alone: str, controller: str, ways: list[str]
 ) -> None:
     """By plain horovodrun from the hostfile, and by launch. Fails when gradients are wrong over
     SSH, a host takes no part, or the two starts differ in a bit.
     """
     plain = ["horovodrun", "-np", "3", "-hostfile", HOSTFILE, f"--{controller}", "hvdtrain"]
     launch = ["hvdtrain", "launch", "-np", "3", "--controller", controller, "--"]
+    starts = {"plain": plain, "launch": launch}
     hashes = set()
-    for how, start in (("plain", plain), ("launch", launch)):
+    for how in ways:
         experiment = f"{how}-{controller}"
-        must(run(containers.beside(*start, *TRAIN, "--experiment", experiment)))
+        must(run(containers.beside(*starts[how], *TRAIN, "--experiment", experiment)))
         summary = containers.summary(experiment)
         assert (summary["world_size"], summary["controller"]) == (3, controller)
         assert summary["audit"]["checked"] == 4 and summary["audit"]["failed"] == 0
@@ -80,10 +83,13 @@ def test_copies_between_processes_of_a_host(containers: Containers) -> None:
     assert must(run(containers.beside(*mpirun))).split() == ["right", "right"]
 
 
-def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Containers) -> None:
-    """Fails when a dead or unreachable host ends the job for good, or steps are lost."""
+def test_goes_on_after_a_host_is_killed(containers: Containers) -> None:
+    """Fails when a dead host, whose name is gone, ends the job for good, or steps are lost.
+
+    tests/hosts has those that lose their network.
+    """
     launch = ["hvdtrain", "launch", "-np", "3", "--min-np", "1", "--restarts", "3"]
-    train = ["train", "--model", "lenet", "--data", "digits", "--max-steps", "300", "-j", "0"]
+    train = ["train", "--model", "lenet", "--data", "digits", "--max-steps", "150", "-j", "0"]
     train += ["--global-batch-size", "64", "--checkpoint-interval", "10", "--experiment", "faults"]
     command = containers.beside(*launch, "--start-timeout-s", "20", "--", *train)
     steps = docker_steps(containers)
@@ -94,18 +100,13 @@ def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Co
         stderr=subprocess.STDOUT,
         text=True,
     )
-    network = f"{containers.name}_cluster"
-    _, second, third = containers.hosts
+    third = containers.hosts[2]
     try:
         wait_for(lambda: steps() >= 20, 90, lambda: "no step 20")
         must(docker("kill", third))
-        reached = steps()
-        wait_for(lambda: steps() >= reached + 20, 90, lambda: f"it stays at step {reached}")
-        must(docker("network", "disconnect", network, second))
         output, _ = process.communicate(timeout=150)
     finally:
         process.kill()
-        docker("network", "connect", network, second)
         docker("start", third)
         containers_of_job = docker(
             "ps", "--quiet", "--filter", f"label=hvdtrain.launcher={containers.name}"
@@ -114,7 +115,7 @@ def test_goes_on_after_a_host_is_killed_and_one_loses_its_network(containers: Co
             docker("rm", "--force", left)
     assert process.returncode == 0, output
     summary = containers.summary("faults")
-    assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 300, 1)
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 150, 2)
 
 
 def docker_steps(containers: Containers):

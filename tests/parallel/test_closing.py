@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.parallel.launching import CONTROLLERS, horovodrun
+from tests.parallel.launching import horovodrun
 
 LATE = """
 import time
@@ -26,10 +24,9 @@ print(f"rank {exchange.rank} closed")
 """
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_rank_that_closes_late(controller: str) -> None:
+def test_a_rank_that_closes_late() -> None:
     """Fails if the first to close ends MPI under a rank that is still freeing its ring."""
-    finished = horovodrun(3, controller, [sys.executable, "-c", LATE])
+    finished = horovodrun(3, "mpi", [sys.executable, "-c", LATE])
     assert finished.exit_code == 0, finished.output
     assert all(f"rank {rank} closed" in finished.output for rank in range(3)), finished.output
 
@@ -64,12 +61,11 @@ else:
 """
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_rank_that_leaves_others_in_the_ring(controller: str, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_others_in_the_ring(tmp_path: Path) -> None:
     """Fails if Horovod's end, which is MPI's, aborts ranks that wait in the ring: nobody may call
     MPI then, and they are to report who has left.
     """
-    finished = horovodrun(3, controller, [sys.executable, "-c", LEFT, str(tmp_path)], timeout_s=60)
+    finished = horovodrun(3, "mpi", [sys.executable, "-c", LEFT, str(tmp_path)], timeout_s=60)
     assert finished.exit_code == 0, finished.output
     assert "rank 2: ring: rank 1 closed its connection" in finished.output, finished.output
     assert finished.output.count("rank 0: ring: rank ") == 1, finished.output

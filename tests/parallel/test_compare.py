@@ -68,7 +68,7 @@ def test_more_workers_than_samples(tmp_path: Path) -> None:
     """Fails if an empty share is not one of no weight, or if traffic over three processes is not
     what the formulas say: with two, rings and stars send the same.
     """
-    systems = "towers,gather_broadcast,parameter_server,ring,model_parallel"
+    systems = "towers,gather_broadcast,parameter_server,ring"
     flags = ["--towers-reduction", "tensorflow", "--towers-dim", "2", "--systems", systems]
     finished, rows = compare(
         tmp_path, "-np", "3", "--steps", "3", "--global-batch-size", "2", *flags

@@ -29,7 +29,6 @@ BAD_INPUT = {
         ["--bogus=3", "--lr=-1", "--epochs=0"],
         ["--bogus: no such flag", "--lr=-1.0: must be at least 0", "--epochs=0: must be above 0"],
     ),
-    "unknown model": (["--model=lenett"], ["--model=lenett: unknown (did you mean lenet?)"]),
     "missing data": (
         ["--data=fashion-mnist", "--data-dir=/nowhere"],
         ["rank 0: --data=fashion-mnist: its files are not in /nowhere, and cannot be downloaded"],
@@ -37,9 +36,7 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "controller"), list(zip(BAD_INPUT, ("gloo", "mpi", "gloo"), strict=True))
-)
+@pytest.mark.parametrize(("name", "controller"), list(zip(BAD_INPUT, CONTROLLERS, strict=True)))
 def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     """Fails on a traceback, a repeated or missing message, a wrong code, or a folder made."""
     flags, expected = BAD_INPUT[name]
@@ -52,26 +49,13 @@ def test_bad_input(name: str, controller: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("controller", ["mpi"])
-def test_output_that_is_a_file(controller: str, tmp_path: Path) -> None:
+def test_output_that_is_a_file(tmp_path: Path) -> None:
     """Fails if a folder that cannot be made ends in a traceback, or changes the file."""
     (tmp_path / "runs").write_text("precious")
-    finished = train(controller, output=tmp_path / "runs")
-    check_exit(finished, controller, 2)
+    finished = train("mpi", output=tmp_path / "runs")
+    check_exit(finished, "mpi", 2)
     assert finished.output.count("cannot be written: Not a directory") == 1, finished.output
     assert (tmp_path / "runs").read_text() == "precious"
-
-
-@pytest.mark.parametrize("controller", ["gloo"])
-def test_output_that_holds_a_run(controller: str, tmp_path: Path) -> None:
-    """Fails if another run's folder is written to."""
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "config.yaml").write_text("seed: 1\n")
-    finished = train(controller, output=tmp_path)
-    check_exit(finished, controller, 2)
-    assert finished.output.count("already holds a run; nothing was changed") == 1, finished.output
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["config.yaml"]
-    assert (tmp_path / "x" / "config.yaml").read_text() == "seed: 1\n"
 
 
 def summary_of(output: Path) -> dict:
@@ -81,7 +65,6 @@ def summary_of(output: Path) -> dict:
 @pytest.mark.parametrize(
     ("controller", "model", "said", "cause"),
     [
-        ("gloo", "raises", "failed on rank 1 on {}: {}", "ValueError: a worker's own mistake"),
         ("mpi", "raises", "failed on rank 1 on {}: {}", "ValueError: a worker's own mistake"),
         (
             "gloo",
@@ -104,13 +87,12 @@ def test_a_worker_that_raises(
     assert not (tmp_path / "x" / ".failed").exists()
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_worker_that_is_stopped(controller: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
     """Fails if a job waits for ever for a worker that stands still, or rank 0 does not say why."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}
     flags = [f"--model={PLUGINS}:is_stopped"]
-    finished = train(controller, *flags, output=tmp_path, variables=limits)
-    check_exit(finished, controller, 1)
+    finished = train("mpi", *flags, output=tmp_path, variables=limits)
+    check_exit(finished, "mpi", 1)
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=7" in finished.output
     summary = summary_of(tmp_path)
     assert summary["status"] == "failed"
@@ -119,11 +101,10 @@ def test_a_worker_that_is_stopped(controller: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("controller", ["gloo"])
-def test_a_model_that_cannot_be_built(controller: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built(tmp_path: Path) -> None:
     """Fails if all ranks print the same error, or a folder is made for a run that never was."""
-    finished = train(controller, f"--model={PLUGINS}:raises_when_built", output=tmp_path / "runs")
-    check_exit(finished, controller, 2)
+    finished = train("gloo", f"--model={PLUGINS}:raises_when_built", output=tmp_path / "runs")
+    check_exit(finished, "gloo", 2)
     assert finished.output.count("KeyError: 'no such layer'") == 1, finished.output
     assert (
         "plugins.py:" in finished.output
@@ -132,21 +113,19 @@ def test_a_model_that_cannot_be_built(controller: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_worker_that_is_killed(controller: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     """Fails if the others wait for ever for a worker that vanished without a word."""
-    finished = train(controller, f"--model={PLUGINS}:is_killed", output=tmp_path, size=3)
+    finished = train("mpi", f"--model={PLUGINS}:is_killed", output=tmp_path, size=3)
     assert finished.seconds < LIMIT_S, finished.output
     assert finished.exit_code != 0
     assert summary_of(tmp_path)["status"] in ("failed", "stopped")
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_wrong_exchange_ends_with_exit_code_17(controller: str, tmp_path: Path) -> None:
+def test_a_wrong_exchange_ends_with_exit_code_17(tmp_path: Path) -> None:
     """Fails if the live audit misses a wrong element, or names the wrong step, rank or place."""
     flags = [f"--model={PLUGINS}:wrong_exchange", "--audit-every=3", "--max-steps=20"]
-    finished = train(controller, *flags, output=tmp_path)
-    check_exit(finished, controller, 17)
+    finished = train("gloo", *flags, output=tmp_path)
+    check_exit(finished, "gloo", 17)
     assert finished.output.count("reduced gradients are wrong at step 6") == 1, finished.output
     assert finished.output.count("rank 1: parameter conv1.weight, index [3, 0, 1, 2]: reduced") == 1
     summary = summary_of(tmp_path)

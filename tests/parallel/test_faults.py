@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.campaigns.faults import run_job
 
 
-@pytest.mark.parametrize(("size", "controller"), [(2, "mpi"), (3, "gloo")])
-def test_a_slice_of_the_campaign(size: int, controller: str) -> None:
+def test_a_slice_of_the_campaign() -> None:
     """Fails if an injected fault passes or is put elsewhere, or an honest step raises an alarm."""
-    tally, problems = run_job(size, controller, trials=18, honest_steps=2, seed=size)
+    tally, problems = run_job(3, "gloo", trials=18, honest_steps=2, seed=3)
     assert problems == []
     assert tally["faults found"] == tally["faults to be found"] >= 9
     assert tally["audited parameter-steps"] >= 6 * 2 * 10

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from tests.parallel.launching import (
-    CONTROLLERS,
     environment_of,
     hvdtrain,
     kill_all,
@@ -99,12 +98,11 @@ def read_summary(folder: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_other_scripts_run_unchanged(controller: str, tmp_path: Path) -> None:
+def test_other_scripts_run_unchanged(tmp_path: Path) -> None:
     """Fails if a plain Horovod script does not run to its end under `launch`, with a log for each
     rank, the names that scripts look for, and nothing of the user's secrets in `ps`.
     """
-    command = launch("--", "python", SCRIPT, controller=controller)
+    command = launch("--", "python", SCRIPT, controller="mpi")
     done = run(command, cwd=tmp_path, variables={"MY_TOKEN": "hush"})
     assert done.exit_code == 0, done.output
     for rank in (0, 1):
@@ -199,10 +197,9 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_stopped_worker_is_named(tmp_path: Path, controller: str) -> None:
+def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
     """Fails if a worker that was stopped holds up the job, or is not named as the one."""
-    command = launch("--watchdog-timeout-s=6", "--", *ENDLESS, controller=controller)
+    command = launch("--watchdog-timeout-s=6", "--", *ENDLESS)
     with started(command, tmp_path) as job:
         job.wait_for(r"^step 7/")
         job.worker(1).send_signal(signal.SIGSTOP)
@@ -212,10 +209,9 @@ def test_a_stopped_worker_is_named(tmp_path: Path, controller: str) -> None:
         assert read_summary(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path, controller: str) -> None:
+def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """Fails if workers outlive the launcher, or do not save before they go."""
-    with started(launch("--", *ENDLESS, controller=controller), tmp_path) as job:
+    with started(launch("--", *ENDLESS, controller="mpi"), tmp_path) as job:
         job.wait_for(r"^step 7/")
         job.process.kill()
         job.end()

@@ -17,10 +17,10 @@ LOGGING = "--model=tests.parallel.plugins:logs_samples"
 SHORT = [LOGGING, "--epochs=2", "--global-batch-size=100", "--lr=0.1", "--resume=auto"]
 
 
-@pytest.mark.parametrize(("size", "controller", "cuts"), [(2, "gloo", 2), (3, "mpi", 2)])
-def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
+def test_cut_at_random_moments() -> None:
     """Fails if a run that workers were killed or stopped in ends with other parameters."""
-    command = hvdtrain("verify-resume", "-np", str(size), "--controller", controller)
+    cuts = 2
+    command = hvdtrain("verify-resume", "-np", "3", "--controller", "mpi")
     flags = ["--max-steps=100", "--global-batch-size=64", "--lr=0.1", "--checkpoint-interval=5"]
     finished = run([*command, f"--cuts={cuts}", "--", "train", *flags], timeout_s=280)
     assert finished.exit_code == 0, finished.output
@@ -30,11 +30,7 @@ def test_cut_at_random_moments(size: int, controller: str, cuts: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "before", "after", "controller"),
-    [
-        (signal.SIGTERM, 3, 2, "gloo"),
-        (signal.SIGUSR1, 2, 3, "mpi"),
-        (signal.SIGINT, 2, 2, "gloo"),
-    ],
+    [(signal.SIGTERM, 3, 2, "gloo"), (signal.SIGUSR1, 2, 3, "mpi")],
 )
 def test_stopped_and_resumed_at_another_n(
     number: signal.Signals, before: int, after: int, controller: str, tmp_path: Path
@@ -51,9 +47,9 @@ def test_stopped_and_resumed_at_another_n(
     assert summary["status"] == "stopped"
     resumed = train(SHORT, tmp_path / "x", after, controller, variables=variables)
     assert resumed.exit_code == 0, resumed.output
-    lost = {(3, 2): "rank 2 are dropped", (2, 3): "rank 2 start at the seed"}.get((before, after))
+    lost = {(3, 2): "rank 2 are dropped", (2, 3): "rank 2 start at the seed"}[before, after]
     reported = f"instead of {before}: the random numbers of {lost}"
-    assert resumed.output.count(reported) == (1 if lost else 0), resumed.output
+    assert resumed.output.count(reported) == 1, resumed.output
     summary, _ = summary_and_weights(tmp_path / "x")
     assert 4 <= summary["resumed_from"] <= 6  # asked in the fourth step, agreed one or two later
     assert (summary["world_size"], summary["samples_seen"]) == (after, 2 * TRAIN_SAMPLES)

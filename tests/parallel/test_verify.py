@@ -40,25 +40,18 @@ def test_the_installation_is_right(size: int, controller: str, tmp_path: Path) -
     assert largest == 4100 + 4
 
 
-WRONG_SUM = "all 3 ranks agree on the wrong value: suspect the reduction"
-FAULTS = {
-    "bitflip": "rank {} differs from the others: suspect delivery",
-    "drop-rank": WRONG_SUM,
-}
-
-
-@pytest.mark.parametrize(("fault", "controller"), [("bitflip", "mpi"), ("drop-rank", "gloo")])
-def test_a_fault_is_noticed(fault: str, controller: str) -> None:
+def test_a_fault_is_noticed() -> None:
     """Fails if a spoiled result passes, ends with another code, or is explained wrongly.
 
     The unit tests have every fault.
     """
     flags = ["--ops", "allreduce-average", "--dtypes", "float32", *SMALL]
-    finished = verify(3, controller, *flags, "--inject", fault)
-    check_exit(finished, controller, 17)
+    finished = verify(3, "mpi", *flags, "--inject", "bitflip")
+    check_exit(finished, "mpi", 17)
     assert finished.output.count("verify: wrong result: allreduce-average float32, ") == 1
-    assert any(FAULTS[fault].format(rank) in finished.output for rank in range(3)), finished.output
-    assert f"{fault} was injected in " in finished.output
+    explained = "rank {} differs from the others: suspect delivery"
+    assert any(explained.format(rank) in finished.output for rank in range(3)), finished.output
+    assert "bitflip was injected in " in finished.output
 
 
 def test_a_fault_that_changes_nothing() -> None:
@@ -68,12 +61,11 @@ def test_a_fault_that_changes_nothing() -> None:
     assert finished.output.count("sum-for-mean was not injected: it changes nothing") == 1
 
 
-def test_bad_input() -> None:
+def test_bad_input(tmp_path: Path) -> None:
     """Fails if not every problem is reported at once, before any work, by rank 0 alone."""
-    controller = "mpi"
     flags = ["--ops=sum", "--dtypes=bfloat16", "--sizes=4X", "--inject=fire", "--seed=-1", "--ful"]
-    finished = verify(2, controller, *flags)
-    check_exit(finished, controller, 2)
+    finished = verify(2, "mpi", *flags, "--json", str(tmp_path / "nowhere" / "x.json"))
+    check_exit(finished, "mpi", 2)
     for text in (
         "--ful: no such flag; did you mean --full?",
         "--ops=sum: unknown; choose from allreduce-sum, ",
@@ -81,17 +73,10 @@ def test_bad_input() -> None:
         "--sizes=4X: expected bytes from 0 to 1G",
         "--inject=fire: unknown; choose from bitflip, ",
         "--seed=-1: must be at least 0",
+        "x.json: cannot be written",
     ):
         assert finished.output.count(text) == 1, finished.output
     assert finished.output.count("hvdtrain: error") == 1, finished.output
-
-
-def test_a_json_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Fails if that is noticed only after the work."""
-    finished = verify(2, "mpi", "--json", str(tmp_path / "nowhere" / "x.json"))
-    check_exit(finished, "mpi", 2)
-    assert "x.json: cannot be written" in finished.output
-    assert "allreduce-sum" not in finished.output
 
 
 def test_alone() -> None:
