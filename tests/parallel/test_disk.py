@@ -53,7 +53,7 @@ def on_a_small_disk(script: str, disk: Path, controller: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the `params_sha256` of the run without a fault: two terms have one sum in any order."""
+    """Return the `params_sha256` of the run without a fault, the same on both controllers."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     finished = train(FLAGS, folder, 2, "gloo")
     assert finished.exit_code == 0, finished.output
