@@ -20,7 +20,7 @@ RIGHTS = "( ( -perm /6000 -type f ) -o ( -perm -0002 -not -type l -not -path /de
 KEY_NAMES = re.compile(r"(^|/)(ssh_host_\w+_key|host_ed25519|id_(rsa|dsa|ecdsa|ed25519)|.*\.p12)$")
 KEY = "-----BEGIN PRIVATE" + " KEY-----"
 KEY_CONTENT = re.compile(rb"^-----BEGIN [A-Z ]*PRIVATE KEY-----\s*$", re.MULTILINE)
-LONGEST_KEY = 65536
+LONGEST_KEY = 1 << 20
 REMOVED_KEYS = """\
 FROM {image}
 USER root
@@ -42,8 +42,8 @@ def test_adds_no_rights_to_its_base(image: str) -> None:
 
 
 def test_no_layer_holds_a_private_key(image: str, tmp_path: Path) -> None:
-    """Fails when a key lies in any layer or in any file. As a control, one image on top of it has
-    two keys that its last layer removes: fails when small or covered layers are not seen.
+    """Fails when a key lies in any layer, and so in any file. As a control, one image on top of it
+    has two keys that its last layer removes: fails when small or covered layers are not seen.
     """
     (tmp_path / "Dockerfile").write_text(REMOVED_KEYS.format(image=image, key=KEY))
     spoiled = must(docker("build", "--quiet", str(tmp_path))).split()[-1]
@@ -53,11 +53,6 @@ def test_no_layer_holds_a_private_key(image: str, tmp_path: Path) -> None:
         docker("rmi", spoiled)
     assert any(name.endswith("usr/sbin/sshd") for name in names), "the image's layers were not read"
     assert sorted(keys) == ["etc/host_ed25519", "etc/mine.pem"]
-    marker = "BEGIN [A-Z ]*PRIVATE KEY-----$"
-    grep = ["grep", "-rlIE", marker, "/etc", "/home", "/root", "/opt", "/usr", "/var", "/tmp"]
-    options = ["--rm", "--user", "0", "--network", "none", "--entrypoint", grep[0]]
-    done = docker("run", *options, image, *grep[1:])
-    assert (done.returncode, done.stdout) == (1, ""), done.stdout
 
 
 def _read_layers(image: str) -> tuple[list[str], list[str]]:
