@@ -20,7 +20,7 @@ from hvdtrain.topology import Topology
 
 # horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
 # ranks with the same failure are ended before they print it again.
-GRACE_S = 2.0
+GRACE_S = 3.0
 
 IMPORTING = (100_000, 50, 100)  # thresholds of the garbage collector
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h, described in mallopt(3)
