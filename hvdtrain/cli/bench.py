@@ -142,10 +142,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 def check_flags(
     arguments: dict[str, Any], problems: list[str], topology: Topology
 ) -> dict[str, Any]:
-    """Return the flags, with lists parsed and defaults filled in.
-
-    Raises UsageError with every problem.
-    """
+    """Return the flags, with lists parsed and defaults filled in. Raises UsageError."""
     checked, bench = dict(arguments), arguments["bench"]
     if bench in WITHIN_A_JOB:
         if checked["batch_size"] is None:

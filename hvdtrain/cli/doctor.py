@@ -47,10 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
-    """Examine, print the findings, and return the exit code: 3 if a check fails.
-
-    Raises UsageError with all problems of the arguments.
-    """
+    """Examine and print; return the exit code: 3 if a check fails. Raises UsageError."""
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a valid name of a network interface")

@@ -53,10 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
-    """Collective: verify and return the exit code.
-
-    Raises UsageError with every problem of the flags, or if there are fewer than two workers.
-    """
+    """Collective: verify and return the exit code. Raises UsageError, also for one worker."""
     if topology.size < 2:
         problems.append(
             "verify compares workers: start two or more with `hvdtrain launch -np 2 -- verify`, or "
