@@ -126,7 +126,10 @@ class HorovodExchange:
         state = self.broadcast_object(own, "hvdtrain.optimizer")
         agree(self, "distribute", lambda: load_exactly(optimizer, state))
         with coarse_timer():
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            tensors = model.state_dict()
+            # Horovod does not broadcast bool: its bytes are sent.
+            masks = {n: it.view(torch.uint8) for n, it in tensors.items() if it.dtype == torch.bool}
+            hvd.broadcast_parameters(tensors | masks, root_rank=0)
         carrier.watched = Trainable(model, optimizer)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
         return optimizer
