@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.audit.capture import Block, LocalGradients, Parts, Piece, flattened, make_blocks
-from hvdtrain.audit.checks import BoundCheck, ExactCheck
+from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.mismatch import (
     NO_ERROR,
     WorstError,
@@ -47,7 +47,7 @@ class Auditor:
         transport: Transport,
         every: int,
         on_record: Callable[[AuditRecord], None] = lambda record: None,
-        check: BoundCheck | ExactCheck | None = None,
+        check: BoundCheck | ExactCheck | CanonicalCheck | None = None,
         parts: int = 1,
         seed: int = 0,
         evidence: Path | None = None,
@@ -86,6 +86,10 @@ class Auditor:
         self._pieces = self._parts.of_audit(step // self._every - 1)
         self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
         self._local.begin(self._pieces)
+
+    def begin_pass(self, share: int) -> None:
+        """Copy the gradients of each share on its own; has no effect unless the step is audited."""
+        self._local.begin_share(share)
 
     def end(self, step: int) -> None:
         """Collective: compare the gradients, after the reduction.
@@ -150,8 +154,8 @@ class Auditor:
         self._on_record(self._record(step, False, worst))
         raise AuditMismatch("\n".join(lines))
 
-    def _values(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's local and its reduced gradients of a block."""
+    def _values(self, block: Block) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return a block's local gradients of each share, and its reduced ones."""
         return block.local_values(self._local), block.reduced_values(self._parameters)
 
     def _record(self, step: int, ok: bool, worst: WorstError) -> AuditRecord:
@@ -170,9 +174,10 @@ class Auditor:
             return []
         folder = self._evidence / f"step-{step:08d}"
         tensors = {
-            f"local_from_{piece.start}": copy.cpu()
+            f"local_from_{piece.start}_of_share_{share}": copy.cpu()
+            for share in self._local.shares
             for piece in self._pieces
-            if piece.parameter == parameter and (copy := self._local.get(piece)) is not None
+            if piece.parameter == parameter and (copy := self._local.get(share, piece)) is not None
         }
         gradient = self._parameters[parameter].grad
         if gradient is not None:
@@ -190,6 +195,8 @@ class NoAudit:
     """The audit of runs without audits, and of a single process, which exchanges nothing."""
 
     def begin(self, step: int) -> None: ...
+
+    def begin_pass(self, share: int) -> None: ...
 
     def end(self, step: int) -> None: ...
 

@@ -63,7 +63,8 @@ class LocalGradients:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._copies: dict[Piece, torch.Tensor] = {}
+        self._copies: dict[tuple[int, Piece], torch.Tensor] = {}
+        self._share = 0
         self._copied_from: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._hooks: list[Any] = []
 
@@ -76,10 +77,15 @@ class LocalGradients:
         self.end()
         self._copies.clear()
         self._copied_from.clear()
+        self._share = 0
         for number, own in groupby(pieces, lambda piece: piece.parameter):
             copier = self._copier(list(own))
             hook = self._parameters[number].register_post_accumulate_grad_hook(copier)
             self._hooks.append(hook)
+
+    def begin_share(self, share: int) -> None:
+        """Store the copies that follow as those of `share`."""
+        self._share = share
 
     def end(self) -> None:
         """Stop copying; the copies are kept."""
@@ -106,9 +112,14 @@ class LocalGradients:
                 return number
         return None
 
-    def get(self, piece: Piece) -> torch.Tensor | None:
-        """Return the copy, of shape (piece.length,); None if this rank had no gradient."""
-        return self._copies.get(piece)
+    @property
+    def shares(self) -> list[int]:
+        """Return the shares with a gradient since `begin`; without shares, 0."""
+        return sorted({share for share, _ in self._copies})
+
+    def get(self, share: int, piece: Piece) -> torch.Tensor | None:
+        """Return the copy, of shape (piece.length,); None if the share had no gradient."""
+        return self._copies.get((share, piece))
 
     def _copier(self, pieces: list[Piece]) -> Callable[[torch.Tensor], None]:
         def copy(parameter: torch.Tensor) -> None:
@@ -116,7 +127,7 @@ class LocalGradients:
             self._copied_from[parameter] = parameter.grad, parameter.grad._version
             flat = flattened(parameter.grad)
             for piece in pieces:
-                self._copies[piece] = flat[piece.start : piece.stop].clone()
+                self._copies[self._share, piece] = flat[piece.start : piece.stop].clone()
 
         return copy
 
@@ -129,9 +140,13 @@ class Block:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    def local_values(self, local: LocalGradients) -> torch.Tensor:
-        """Return this rank's local gradients, in the block's dtype, on the CPU; zero if missing."""
-        return self._join([local.get(piece) for piece in self.pieces])
+    def local_values(self, local: LocalGradients) -> list[torch.Tensor]:
+        """Return the local gradients of each share that has any, in the block's dtype, on the CPU;
+        zero if missing.
+        """
+        return [
+            self._join([local.get(share, piece) for piece in self.pieces]) for share in local.shares
+        ]
 
     def reduced_values(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """Return the reduced gradients, in the block's dtype, on the CPU; zero if missing."""

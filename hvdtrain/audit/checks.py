@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from hvdtrain.ring.bound import (
     finite_magnitudes,
     may_overflow,
 )
+from hvdtrain.ring.canonical import canonical_all_reduce
 from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
+
+Shares = Sequence[torch.Tensor]  # local gradients, of each share of this rank that has any
 
 
 class BoundCheck:
@@ -38,13 +42,13 @@ class BoundCheck:
         self._compressed = np.dtype(np.float16) if reduction.compression == "fp16" else None
 
     def compare(
-        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, all_segments: bool
+        self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
     ) -> WorstError:
         """Collective: return the worst error of this rank's segment, or of `all_segments`.
 
         `local`, `reduced`: all elements of the block, in its dtype.
         """
-        own, sums, magnitudes = self._summed(local.double().numpy(), all_segments)
+        own, sums, magnitudes = self._summed(_only(local, reduced).double().numpy(), all_segments)
         if own.start == own.stop:
             return NO_ERROR
         size = self._transport.size
@@ -114,30 +118,68 @@ class ExactCheck:
         self._compressed = reduction.compression == "fp16"
 
     def compare(
-        self, block: Block, local: torch.Tensor, reduced: torch.Tensor, all_segments: bool
+        self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
     ) -> WorstError:
         """Collective: return the largest error among this rank's elements that differ in any bit.
 
         `local`, `reduced`: all elements of one parameter, in its dtype.
         """
-        terms = local.to(torch.float16) if self._compressed else local
+        own = _only(local, reduced)
+        terms = own.to(torch.float16) if self._compressed else own
         values = reproduce(terms.numpy(), self._transport, self._order, self._op)
-        expected = torch.from_numpy(values).to(block.dtype)
-        wrong = np.flatnonzero(differing_bits(reduced.contiguous().numpy(), expected.numpy()))
-        if wrong.size == 0:
-            return NO_ERROR
-        found = reduced.to(torch.float64).numpy()[wrong]
-        reference = expected.to(torch.float64).numpy()[wrong]
-        with np.errstate(invalid="ignore"):
-            errors = np.abs(found - reference)
-        place = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
-        parameter, index = block.locate(int(wrong[place]))
-        return WorstError(
-            ratio=math.inf,
-            block=block.number,
-            parameter=parameter,
-            index=index,
-            reduced=float(found[place]),
-            reference=float(reference[place]),
-            bound=0.0,
+        return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
+
+
+class CanonicalCheck:
+    """The check of canonical sums: the reference has the same bits in any order of addition."""
+
+    uncut = True  # blocks with a common exponent begin at the first element of a parameter
+
+    def __init__(self, transport: Transport, shares: int) -> None:
+        """`shares`: number of shares over all ranks."""
+        self._transport = transport
+        self._shares = shares
+
+    def compare(
+        self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
+    ) -> WorstError:
+        """Collective: return the largest error among this rank's elements that differ in any bit.
+
+        `local`: those of each share of this rank. `reduced`: all elements of one parameter.
+        """
+        values = canonical_all_reduce(
+            [share.numpy() for share in local],
+            self._shares,
+            self._transport,
+            length=len(reduced),
+            dtype=reduced.numpy().dtype,
         )
+        return _worst_of_bits(block, reduced, torch.from_numpy(values))
+
+
+def _only(local: Shares, reduced: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of this rank's only share; zero if it had none."""
+    (own,) = local or [torch.zeros_like(reduced)]
+    return own
+
+
+def _worst_of_bits(block: Block, reduced: torch.Tensor, expected: torch.Tensor) -> WorstError:
+    """Return the largest error among the elements that differ in any bit."""
+    wrong = np.flatnonzero(differing_bits(reduced.contiguous().numpy(), expected.numpy()))
+    if wrong.size == 0:
+        return NO_ERROR
+    found = reduced.to(torch.float64).numpy()[wrong]
+    reference = expected.to(torch.float64).numpy()[wrong]
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(found - reference)
+    place = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
+    parameter, index = block.locate(int(wrong[place]))
+    return WorstError(
+        ratio=math.inf,
+        block=block.number,
+        parameter=parameter,
+        index=index,
+        reduced=float(found[place]),
+        reference=float(reference[place]),
+        bound=0.0,
+    )

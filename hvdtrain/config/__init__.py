@@ -120,9 +120,15 @@ class BatchConfig(FlagGroup):
     grad_accum_steps: int = flag(
         1, "split each step into this many forward and backward passes", POSITIVE
     )
+    virtual_workers: int | None = flag(
+        None,
+        "divide each batch among this many virtual workers, so that any number of workers, at most "
+        "this many, ends with the same bits",
+        POSITIVE,
+    )
     rank_weights: str | None = free_flag(
         None,
-        "share out batches by a weight per worker, such as 1,1,2 (default: 1)",
+        "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: 1)",
         Check(are_weights, "={}: must be comma-separated numbers of at least 0, not all 0"),
     )
 
@@ -136,9 +142,9 @@ class BatchConfig(FlagGroup):
         return found
 
     def resolve(self, workers: int) -> int:
-        """Return the global batch size for this many workers."""
+        """Return the global batch size for this many workers; virtual ones replace them."""
         if self.batch_size is not None:
-            return self.batch_size * workers
+            return self.batch_size * (self.virtual_workers or workers)
         return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def weights(self, workers: int) -> tuple[float, ...]:
@@ -287,6 +293,31 @@ class TrainConfig:
     precision: PrecisionConfig = PrecisionConfig()
     check: CheckConfig = CheckConfig()
     run: RunConfig = RunConfig()
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise UsageError(*problems)
+
+    def problems(self) -> list[str]:
+        """Return a message for each pair of groups that contradict each other."""
+        given = f"--virtual-workers={self.batch.virtual_workers}"
+        refused = {
+            "--sync-bn": (
+                self.precision.sync_bn,
+                "normalises over workers; virtual ones share none",
+            ),
+            f"--compression={self.precision.compression}": (
+                self.precision.compression != "none",
+                "virtual workers exchange integers, which are not compressed",
+            ),
+        }
+        if self.batch.virtual_workers is None:
+            return []
+        return [
+            f"{given} and {flag}: {reason}: leave one of them out"
+            for flag, (is_given, reason) in refused.items()
+            if is_given
+        ]
 
     @property
     def experiment(self) -> str:

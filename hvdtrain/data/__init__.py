@@ -25,7 +25,13 @@ from hvdtrain.data.builtin import (
 )
 from hvdtrain.data.image_folder import IMAGE_FOLDER, load_image_folder
 from hvdtrain.data.plugin import load_plugin
-from hvdtrain.data.sampler import GlobalBatchSampler, PlacedShares, Shares, SharesLike
+from hvdtrain.data.sampler import (
+    GlobalBatchSampler,
+    PlacedShares,
+    Shares,
+    SharesLike,
+    VirtualShares,
+)
 from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
 from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError
@@ -43,6 +49,7 @@ __all__ = [
     "Split",
     "Splits",
     "TensorSplit",
+    "VirtualShares",
     "load_dataset",
 ]
 

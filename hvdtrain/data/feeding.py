@@ -53,7 +53,8 @@ class StepData:
     """The data of one step on one rank."""
 
     samples: int  # in the global batch, over all ranks
-    batches: Iterator[Loaded]  # this rank's part of each micro-batch
+    shares: Sequence[int]  # the share that each of this rank's batches is of
+    batches: Iterator[Loaded]  # each share's part of each micro-batch
 
 
 def stream(split: Split, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
@@ -85,22 +86,29 @@ class Feed:
         batches = list(itertools.islice(self.sampler.global_batches(cursor), steps))
         parts = [self._parts(batch, rank) for batch in batches]
         epoch = cursor // self.sampler.samples
-        loaded = stream(self.split, list(itertools.chain.from_iterable(parts)), epoch)
+        indices = [part for own in parts for _, part in own]
+        loaded = stream(self.split, indices, epoch)
         for batch, own in zip(batches, parts, strict=True):
-            yield StepData(len(batch), itertools.islice(loaded, len(own)))
+            shares = [share for share, _ in own]
+            yield StepData(len(batch), shares, itertools.islice(loaded, len(own)))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
-        return StepData(len(indices), stream(self.split, parts, epoch))
+        loaded = stream(self.split, [part for _, part in parts], epoch)
+        return StepData(len(indices), [share for share, _ in parts], loaded)
 
-    def _parts(self, batch: Indices, rank: int) -> list[Indices]:
-        """Return the rank's part of each micro-batch. Micro-batches are cut from the global batch
-        first, so they are the same for every N.
+    def _parts(self, batch: Indices, rank: int) -> list[tuple[int, Indices]]:
+        """Return each of the rank's shares with its part of each micro-batch. Micro-batches are cut
+        from the global batch first, so they are the same for every N.
         """
         cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
-        own = [(cut, self.shares.of(cut, rank)) for cut in cuts]
-        return [part for cut, part in own if len(part) or (self.everyone and len(cut))]
+        return [
+            (share, part)
+            for share in self.shares.of_rank(rank)
+            for cut in cuts
+            if len(part := self.shares.of(cut, share)) or (self.everyone and len(cut))
+        ]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

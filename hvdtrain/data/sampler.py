@@ -68,7 +68,21 @@ class GlobalBatchSampler:
             yield order[position : position + self.global_batch_size]
 
 
-class Shares:
+class OneForEachRank:
+    """The assignment of shares to ranks without virtual workers: share r belongs to rank r."""
+
+    rows = 1  # of a table of sums: all ranks add to one, in the order of the exchange
+
+    def of_rank(self, rank: int) -> Sequence[int]:
+        """Return the shares that a rank computes, in order."""
+        return (rank,)
+
+    def row(self, share: int) -> int:
+        """Return the row to which a share adds its sums."""
+        return 0
+
+
+class Shares(OneForEachRank):
     """The distribution of a global batch over ranks, in contiguous parts.
 
     Equal weights give parts that differ in length by at most one; other weights give proportional
@@ -103,7 +117,7 @@ class Shares:
         return int(length * self._cumulative[edge] + 1e-9)
 
 
-class PlacedShares:
+class PlacedShares(OneForEachRank):
     """The distribution of samples held by single hosts, over the ranks of their host.
 
     `weights`, `of`, `sizes` and `slack`: as those of `Shares`.
@@ -148,4 +162,32 @@ class PlacedShares:
         ]
 
 
-SharesLike = Shares | PlacedShares
+class VirtualShares:
+    """The distribution of a global batch over virtual workers, and of these over ranks.
+
+    The sums of each virtual worker stay apart, so that they are added in the order of the shares
+    for any number of ranks. `weights`, `of`, `sizes` and `slack`: those of the virtual workers.
+    """
+
+    def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:
+        """Raise ValueError for `counts`, virtual workers by rank, that do not add up to all."""
+        self._shares = shares
+        self._starts = [0, *itertools.accumulate(counts)]
+        self.rows, self.weights, self.slack = len(shares.weights), shares.weights, shares.slack
+        if self._starts[-1] != self.rows:
+            raise ValueError(f"{list(counts)} of {self.rows} virtual workers")
+
+    def of_rank(self, rank: int) -> Sequence[int]:
+        return range(*self._starts[rank : rank + 2])
+
+    def row(self, share: int) -> int:
+        return share
+
+    def of(self, indices: Indices, share: int) -> Indices:
+        return self._shares.of(indices, share)
+
+    def sizes(self, length: int) -> list[int]:
+        return self._shares.sizes(length)
+
+
+SharesLike = Shares | PlacedShares | VirtualShares

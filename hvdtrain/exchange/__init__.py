@@ -47,6 +47,29 @@ AVERAGE = Reduction()
 SUM = Reduction("sum")
 
 
+class Pending(Protocol):
+    """A reduction in progress."""
+
+    def done(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+    def wait(self) -> torch.Tensor:
+        """Collective: wait for the reduction; return the reduced values."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A reduction that has ended."""
+
+    values: torch.Tensor
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> torch.Tensor:
+        return self.values
+
+
 class Exchange(Protocol):
     """Collectives over all ranks, and the optimizer that reduces gradients.
 
@@ -85,6 +108,14 @@ class Exchange(Protocol):
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+    def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: replace parameters, buffers and optimizer state by those of rank 0."""
+        return
+
+    def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
+        """Collective: begin to reduce `values` over ranks, in place, by `op`: sum or max."""
+        return Complete(values)
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         """Collective: begin to sum `values` over ranks; return a function that awaits the sum."""

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, UsageError
 from hvdtrain.exchange import (
     AVERAGE,
+    Pending,
     Reduction,
     agree,
     check_equal_on_all_ranks,
@@ -105,10 +107,7 @@ class HorovodExchange:
     ) -> torch.optim.Optimizer:
         """Collective: let Horovod reduce gradients, and broadcast rank 0's state.
 
-        Optimizer state is sent first, as a state_dict, and parameters last: Horovod's
-        broadcast_optimizer_state may take a dummy step that changes parameters on other ranks.
-        Raises TrainingError, naming the ranks, if parameters differ afterwards, AgreedFailure if
-        rank 0's state does not fit, and UsageError if the optimizer is already distributed.
+        Raises what `broadcast_state` does, and UsageError if the optimizer is already distributed.
         """
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
@@ -121,6 +120,19 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         reduce_before_step(optimizer, carrier, self.reduce_gradients)
+        self.broadcast_state(model, optimizer)
+        carrier.watched = Trainable(model, optimizer)
+        return optimizer
+
+    @waits
+    def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: replace parameters, buffers and optimizer state by those of rank 0.
+
+        Optimizer state is sent first, as a state_dict, and parameters last: Horovod's
+        broadcast_optimizer_state may take a dummy step that changes parameters on other ranks.
+        Raises TrainingError, naming the ranks, if parameters differ afterwards, and AgreedFailure
+        if rank 0's state does not fit.
+        """
         # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
         own = copied_to_cpu(optimizer.state_dict()) if self.rank == 0 else None
         state = self.broadcast_object(own, "hvdtrain.optimizer")
@@ -130,9 +142,7 @@ class HorovodExchange:
             # Horovod does not broadcast bool: its bytes are sent.
             masks = {n: it.view(torch.uint8) for n, it in tensors.items() if it.dtype == torch.bool}
             hvd.broadcast_parameters(tensors | masks, root_rank=0)
-        carrier.watched = Trainable(model, optimizer)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
-        return optimizer
 
     @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,13 +165,11 @@ class HorovodExchange:
         rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
-    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
-        handle = hvd.allreduce_async(values, name=name, op=hvd.Sum)
-        return lambda: self._await(handle)
+    def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
+        return _Pending(self, hvd.allreduce_async_(values, name=name, op=REDUCTIONS[op]))
 
-    @waits
-    def _await(self, handle: int) -> torch.Tensor:
-        return _result(handle)
+    def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        return _Pending(self, hvd.allreduce_async(values, name=name, op=hvd.Sum)).wait
 
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         """Collective: return each tensor's sum, average, min or max over ranks.
@@ -253,6 +261,21 @@ class HorovodExchange:
         """
         gather = partial(self.all_gather_object, name="hvdtrain.ring.addresses")
         return join_ring(self.rank, own_address(), gather)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A reduction in progress."""
+
+    exchange: HorovodExchange
+    handle: int
+
+    def done(self) -> bool:
+        return bool(hvd.poll(self.handle))
+
+    def wait(self) -> torch.Tensor:
+        with self.exchange.stalls.waiting():
+            return _result(self.handle)
 
 
 def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from hvdtrain.train.loop import Intervals, Job
 from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.schedules import make_schedule, scaled_lr
 from hvdtrain.train.update import Update
+from hvdtrain.train.workers import seed_all
 from hvdtrain.weights import load_pretrained
 
 TRIED_SAMPLES = 2
@@ -40,10 +40,16 @@ def prepare(
 ) -> Job:
     """Return the job of this rank, its optimizer not distributed yet. Raises UsageError."""
     if config.precision.deterministic:
-        _demand_repetition(exchange)
+        _demand_repetition(config, exchange)
     device = choose_device(config.model.device, topology)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    virtual = config.batch.virtual_workers
+    if virtual is not None and exchange.size > virtual:
+        raise UsageError(
+            f"--virtual-workers={virtual}: of {exchange.size} workers some would have none "
+            f"to compute: start at most {virtual}"
+        )
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
     model = _make_model(config, source, exchange, device)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
@@ -78,6 +84,7 @@ def prepare(
         ),
         reduction=SUM if compression == "none" else Reduction("average", compression),
         fingerprints=source.fingerprints,
+        seed=config.run.seed,
     )
 
 
@@ -87,15 +94,14 @@ def _make_model(
     """Return the model with the same initial weights on every rank; then seed each rank alone. Rank
     0 prints the notices on pretrained weights. Raises UsageError.
     """
-    _seed(config.run.seed)
+    seed_all(config.run.seed)
     model = build_model(source.task, config).to(device)
     if config.model.pretrained is not None:
         for note in load_pretrained(model, Path(config.model.pretrained)):
             if exchange.rank == 0:
                 say(f"pretrained: {note}")
     _try_once(model, source, config, exchange.rank, device)
-    own = np.random.SeedSequence([config.run.seed, exchange.rank])  # other dropout on each rank
-    _seed(int(own.generate_state(1, np.uint64)[0] >> 1))
+    seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
     return model
 
 
@@ -125,11 +131,11 @@ def _refuse_small_batches(
                 )
 
 
-def _demand_repetition(exchange: Exchange) -> None:
+def _demand_repetition(config: TrainConfig, exchange: Exchange) -> None:
     """Make torch raise for operations that are not deterministic (--deterministic). Raises
     UsageError if the exchange is not repeatable.
     """
-    if not exchange.repeatable:
+    if not exchange.repeatable and config.batch.virtual_workers is None:
         raise UsageError(
             "--deterministic: with HOROVOD_FUSION_THRESHOLD="
             f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
@@ -189,9 +195,3 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
         )
     torch.cuda.set_device(topology.local_rank)
     return torch.device("cuda", topology.local_rank)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -19,6 +19,7 @@ from hvdtrain.data import (
     ReadOptions,
     Shares,
     SharesLike,
+    VirtualShares,
     load_dataset,
 )
 from hvdtrain.data.builtin import fetch
@@ -87,10 +88,13 @@ def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Sou
 
     task, data, known = agree(exchange, "data", build)
     weights = config.batch.weights(exchange.size)
-    if shared:
-        shares = Shares(exchange.size, weights)
-        return Source(task, data, (), shares, shares, [known])
-    return _place(task, data, known, hosts, weights, exchange)
+    virtual = config.batch.virtual_workers
+    if not shared:
+        return _place(task, data, known, hosts, weights, virtual, exchange)
+    shares: SharesLike = Shares(exchange.size, weights)
+    if virtual is not None:
+        shares = VirtualShares(Shares(virtual), shares.sizes(virtual))
+    return Source(task, data, (), shares, shares, [known])
 
 
 def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
@@ -110,6 +114,7 @@ def _place(
     known: Fingerprints,
     hosts: list[int],
     weights: Sequence[float],
+    virtual: int | None,
     exchange: Exchange,
 ) -> Source:
     """Collective: return the parts of all hosts as one data set."""
@@ -117,18 +122,35 @@ def _place(
     all_parts = exchange.all_gather_object(own, "hvdtrain.parts")
     all_known = exchange.all_gather_object(known, "hvdtrain.fingerprints")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
-    agree(exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights))
+    agree(
+        exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights, virtual)
+    )
     placed = []
     shares: list[SharesLike] = []
     for number, split in ((1, data.train), (2, data.valid)):
         lengths = tuple(all_parts[rank][number] for rank in firsts)
         start = sum(lengths[: hosts[exchange.rank]])
         placed.append(PartSplit(split, start, sum(lengths)))
-        shares.append(PlacedShares(lengths, hosts, weights))
+        shares.append(_placed_shares(lengths, hosts, weights, virtual))
     parts = tuple(all_parts[rank][1] for rank in firsts)
     note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
     whole = replace(data, train=placed[0], valid=placed[1], note=note)
     return Source(task, whole, parts, shares[0], shares[1], [all_known[rank] for rank in firsts])
+
+
+def _placed_shares(
+    lengths: Sequence[int], hosts: list[int], weights: Sequence[float], virtual: int | None
+) -> SharesLike:
+    """Return the shares of samples on single hosts. Virtual workers belong to one host each."""
+    if virtual is None:
+        return PlacedShares(lengths, hosts, weights)
+    of_hosts = Shares(len(lengths)).sizes(virtual)
+    host_of_worker = [host for host, count in enumerate(of_hosts) for _ in range(count)]
+    counts: list[int] = []
+    for host, count in enumerate(of_hosts):
+        own = [it for it, other in zip(weights, hosts, strict=True) if other == host]
+        counts += Shares(len(own), own).sizes(count)
+    return VirtualShares(PlacedShares(lengths, host_of_worker, (1.0,) * virtual), counts)
 
 
 def _refuse_other_parts(
@@ -136,6 +158,7 @@ def _refuse_other_parts(
     hosts: list[int],
     firsts: list[int],
     weights: Sequence[float],
+    virtual: int | None,
 ) -> None:
     """Raise UsageError if parts do not fit together, or no rank of a host takes its samples.
     `all_parts`: classes, training samples and validation samples by rank. `firsts`: rank by host.
@@ -146,6 +169,11 @@ def _refuse_other_parts(
         for host in range(len(firsts))
         if not any(weight for weight, other in zip(weights, hosts, strict=True) if other == host)
     ]
+    if virtual is not None and virtual < len(firsts):
+        problems.append(
+            f"--virtual-workers={virtual}: with --data-placement=per-host each of the "
+            f"{len(firsts)} hosts needs one for its samples: give at least {len(firsts)}"
+        )
     for rank, (classes, train, valid) in enumerate(all_parts):
         first = all_parts[firsts[hosts[rank]]]
         if classes != all_parts[0][0]:

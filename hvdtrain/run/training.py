@@ -13,7 +13,7 @@ from torch import cuda
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, NoAudit
-from hvdtrain.audit.checks import BoundCheck, ExactCheck
+from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
@@ -152,7 +152,7 @@ def _make_ready(
     job = job.distributed(exchange)
     state = State(Meter(exchange, job.sampler.samples, job.task.metrics, session.pulse))
     if saved:
-        lost = restore(saved, job, state, exchange)
+        lost = restore(saved, job, state)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
     audit = make_audit(config, job, exchange, order, ledger)
@@ -197,8 +197,9 @@ def _open_ledger(
 
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
-    """Return the order of sums for an exact audit, if any. Raises UsageError if it is unknown."""
-    if config.check.audit != "exact" or not _has_audits(config, exchange):
+    """Return the order of sums for an exact audit, if it matters. Raises UsageError if unknown."""
+    is_canonical = config.batch.virtual_workers is not None
+    if config.check.audit != "exact" or is_canonical or not _has_audits(config, exchange):
         return None
     if job.device.type != "cpu":
         raise UsageError(
@@ -210,17 +211,25 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
 def make_audit(
     config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
 ) -> Auditor | NoAudit:
-    """Collective: return the auditor: bit by bit with an `order`, else within a bound."""
+    """Collective: return the auditor: bit by bit with an `order`, else within a bound.
+
+    Canonical sums are always checked bit by bit.
+    """
     if not _has_audits(config, exchange):
         return NoAudit()
     settings, reduction = config.check, job.reduction
     ring = exchange.ring()
+    check: BoundCheck | CanonicalCheck | ExactCheck = BoundCheck(ring, reduction)
+    if config.batch.virtual_workers is not None:
+        check = CanonicalCheck(ring, config.batch.virtual_workers)
+    elif order:
+        check = ExactCheck(ring, order, reduction)
     return Auditor(
         job.model,
         ring,
         settings.audit_every,
         ledger.audited,
-        ExactCheck(ring, order, reduction) if order else BoundCheck(ring, reduction),
+        check,
         settings.audit_parts,
         config.run.seed,
         evidence=config.folder / "audit",

@@ -122,6 +122,17 @@ def _converted(module: _BatchNorm, exchange: Exchange, collective: str) -> SyncB
     return sync
 
 
+def running_statistics(model: nn.Module) -> list[str]:
+    """Return the names of the running means and variances that are not synchronised."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        for name in ("running_mean", "running_var")
+        if getattr(layer, name) is not None
+    ]
+
+
 @contextmanager
 def averaged_statistics(
     model: nn.Module, exchange: Exchange, own_weight: float
@@ -130,13 +141,7 @@ def averaged_statistics(
 
     `own_weight`: proportional to this rank's samples. On exit each rank has its own ones again.
     """
-    buffers = [
-        buffer
-        for layer in model.modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
-        for buffer in (layer.running_mean, layer.running_var)
-        if buffer is not None
-    ]
+    buffers = [model.get_buffer(name) for name in running_statistics(model)]
     if exchange.size == 1 or not buffers:
         yield model
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.data import SharesLike, Split
 from hvdtrain.data.feeding import stream, to_device
+from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Task, check_sums, valid_metrics_of
 
@@ -58,12 +59,12 @@ def evaluate(
     model.eval()
     names = valid_metrics_of(task)
     sizes = [1] * len(names) + [math.prod(shape) for shape in task.tables.values()]
-    heads = torch.zeros(4, dtype=torch.float64)
-    rest = [torch.zeros(size, dtype=torch.float64) for size in sizes]
-    own = shares.of(np.arange(len(split)), exchange.rank)
-    parts = [own[at : at + EVALUATION_BATCH] for at in range(0, len(own), EVALUATION_BATCH)]
+    rows = torch.zeros((shares.rows, 4 + sum(sizes)), dtype=torch.float64)
+    parts = list(_parts(len(split), shares, exchange.rank))
     with torch.no_grad():
-        for loaded in stream(split, parts, epoch=0):
+        batches = stream(split, [part for _, part in parts], epoch=0)
+        for (row, _), loaded in zip(parts, batches, strict=True):
+            heads, *rest = rows[row].split([4, *sizes])
             if stop_requested():
                 heads[STOP] = 1
                 break
@@ -78,10 +79,18 @@ def evaluate(
                 total += sums.metrics[name].double().reshape(-1).cpu()
     model.train(was_training)
     waits()
-    totals = exchange.sum_later(torch.cat([heads, *rest]), "hvdtrain.evaluate")()
+    totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
     return _as_evaluation(totals, task)
+
+
+def _parts(samples: int, shares: SharesLike, rank: int) -> Iterator[tuple[int, Indices]]:
+    """Yield the samples of a rank, EVALUATION_BATCH at a time, with the row of their sums."""
+    for share in shares.of_rank(rank):
+        own = shares.of(np.arange(samples), share)
+        for start in range(0, len(own), EVALUATION_BATCH):
+            yield shares.row(share), own[start : start + EVALUATION_BATCH]
 
 
 def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:

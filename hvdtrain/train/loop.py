@@ -20,29 +20,42 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import TrainingError, name_ranks
-from hvdtrain.exchange import SUM, Exchange, Reduction, check_equal_on_all_ranks
+from hvdtrain.exchange import (
+    SUM,
+    Exchange,
+    Reduction,
+    check_equal_on_all_ranks,
+    make_gradients_dense,
+)
 from hvdtrain.tasks import Task, check_sums
-from hvdtrain.train.batchnorm import averaged_statistics
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update, not_finite
+from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
 
 
 class StepHook(Protocol):
-    """An audit (`hvdtrain.audit.Auditor`) or a profiler of chosen steps."""
+    """A profiler of chosen steps."""
 
     def begin(self, step: int) -> None:
         """Prepare for a step (counted from 1), before its backward pass."""
 
     def end(self, step: int) -> None:
-        """Collective: end the step. An audit checks the gradients: reduced, but not used yet."""
+        """Collective: end the step."""
+
+
+class Audit(StepHook, Protocol):
+    """An audit of chosen steps (`hvdtrain.audit.Auditor`): `end` checks the reduced gradients."""
+
+    def begin_pass(self, share: int) -> None:
+        """Prepare for a backward pass over a part of `share`; passes of a share are adjacent."""
 
 
 class Observer(Protocol):
@@ -70,7 +83,7 @@ class Keeper(Protocol):
 class Hooks:
     """The objects that the loop calls at each step, interval and epoch."""
 
-    audit: StepHook
+    audit: Audit
     observer: Observer
     keeper: Keeper
     profiler: StepHook  # called before and after the whole step
@@ -103,30 +116,35 @@ class Job:
     intervals: Intervals
     reduction: Reduction = SUM
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
+    seed: int = 0  # of the virtual workers' random numbers
+    workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 
     def distributed(self, exchange: Exchange) -> Job:
         """Collective: return this job with an optimizer that reduces gradients over ranks."""
+        model, shares, batch = self.model, self.feed.shares, self.sampler.global_batch_size
+        if isinstance(shares, VirtualShares):
+            make_gradients_dense(model, self.optimizer)
+            exchange.broadcast_state(model, self.optimizer)
+            virtual = VirtualWorkers(model, self.optimizer, exchange, shares, self.seed, batch)
+            return replace(self, workers=virtual)
         optimizer = exchange.distribute(
-            self.optimizer, self.model, self.feed.micro_batches, self.reduction
+            self.optimizer, model, self.feed.micro_batches, self.reduction
         )
-        return replace(self, optimizer=optimizer)
+        samples = shares.sizes(batch)[exchange.rank]
+        worker = RankWorker(model, optimizer, exchange, self.device, samples)
+        return replace(self, optimizer=optimizer, workers=worker)
 
     @property
     def sampler(self) -> GlobalBatchSampler:
         """The order of the samples."""
         return self.feed.sampler
 
-    def evaluated_model(self, exchange: Exchange) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: return `with_all_statistics` of the model to save: the average, if any."""
+    def evaluated_model(self) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: return a context of the model to save (the average, if any), which has the
+        statistics of all workers.
+        """
         average = self.update.average
-        return self.with_all_statistics(average.module if average else self.model, exchange)
-
-    def with_all_statistics(
-        self, model: torch.nn.Module, exchange: Exchange
-    ) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: return a context manager for `model` with all ranks' running statistics."""
-        own_samples = self.feed.shares.sizes(self.sampler.global_batch_size)[exchange.rank]
-        return averaged_statistics(model, exchange, own_weight=float(own_samples))
+        return self.workers.statistics(average.module if average else self.model)
 
 
 @dataclass
@@ -211,7 +229,7 @@ def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Eva
     """Collective: evaluate the model that would be saved. Raises Interrupted on a stop request."""
     pulse = meter.clock.pulse
     pulse.beat("evaluate")
-    with job.evaluated_model(exchange) as model:
+    with job.evaluated_model() as model:
         evaluation = evaluate(
             model,
             job.task,
@@ -245,7 +263,7 @@ def _steps(job: Job, state: State, rank: int) -> Iterator[StepData]:
 def train_step(
     job: Job,
     exchange: Exchange,
-    audit: StepHook,
+    audit: Audit,
     step: int,
     data: StepData,
     clock: PhaseClock,
@@ -259,19 +277,23 @@ def train_step(
         group["lr"] = job.schedule(step - 1)
     job.optimizer.zero_grad()
     audit.begin(step)
-    sums = StepSums(job.device, job.task.metrics)
+    shares = job.feed.shares
+    sums = StepSums(job.device, job.task.metrics, shares.rows)
     weight = job.reduction.weight(exchange.size) / data.samples
     own: list[Loaded] = []
-    for loaded in data.batches:
+    job.workers.begin_step()
+    for number, (share, loaded) in enumerate(zip(data.shares, data.batches, strict=True), start=1):
         clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-            _backward(job, loaded, weight, sums)
+            job.workers.begin_pass(step, share, is_last=number == len(data.shares))
+            audit.begin_pass(share)
+            _backward(job, loaded, weight, sums, shares.row(share))
             if exchange.size > 1:  # needed to find the rank of a gradient that is not finite
                 own.append(loaded)
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
-    exchange.reduce_gradients(job.optimizer)
+    job.workers.reduce_gradients()
     audit.end(step)
     if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
         counted = float(sums.total()[COUNT])
@@ -325,11 +347,11 @@ def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float
     return faulty
 
 
-def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums) -> None:
-    """Add the weighted gradient of this rank's part of a micro-batch to `.grad`, and to `sums`."""
+def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums, row: int) -> None:
+    """Add the weighted gradient of a part of a micro-batch to `.grad`, and its sums to `row`."""
     batch = to_device(loaded.batch, job.device)
     with job.update.autocast():
         found = job.task.loss(job.model, batch)
     found = check_sums(found, job.task, loaded.samples, training=True)
     job.update.scale(found.loss * weight).backward()
-    sums.add(found, loaded.bad)
+    sums.add(found, loaded.bad, row)

@@ -63,31 +63,40 @@ class PhaseClock:
 class StepSums:
     """The sums of one step: first of this rank, then reduced over all ranks."""
 
-    def __init__(self, device: torch.device, metrics: Sequence[str] = ()) -> None:
+    def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
+        """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
         # Loss; count that the loss is a mean over (usually samples); losses that are not finite;
         # stop requests; unreadable samples; seconds of each phase; metrics.
-        self.own = torch.zeros(METRICS_FROM + len(metrics), dtype=torch.float64, device=device)
+        width = METRICS_FROM + len(metrics)
+        self._rows = torch.zeros((rows, width), dtype=torch.float64, device=device)
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.own
 
-    def add(self, sums: Sums, bad: int = 0) -> None:
-        """Add the sums of a batch; `bad`: number of samples that could not be read."""
+    @property
+    def own(self) -> torch.Tensor:
+        """Return the sums of this rank."""
+        return self._rows.sum(0)
+
+    def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
+        """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
+        own = self._rows[row]
         loss = sums.loss.detach()
         metrics = [sums.metrics[name].detach() for name in self._metrics]
-        self.own[[LOSS, NOT_FINITE]] += torch.stack([loss.double(), (~loss.isfinite()).double()])
-        self.own[COUNT] += sums.samples
-        self.own[BAD] += bad
+        own[[LOSS, NOT_FINITE]] += torch.stack([loss.double(), (~loss.isfinite()).double()])
+        own[COUNT] += sums.samples
+        own[BAD] += bad
         if metrics:
-            self.own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
+            own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
 
     def start(
         self, exchange: Exchange, step: int, stop_requested: bool, phases_s: Sequence[float]
     ) -> None:
         """Collective: begin the reduction. Two steps may be in progress, so two names alternate."""
-        self.own[STOP] = stop_requested
-        self.own[BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
-        self._total = cache(exchange.sum_later(self.own.clone(), f"hvdtrain.step_sums.{step % 2}"))
+        self._rows[0, STOP] = stop_requested
+        self._rows[0, BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
+        of_all = exchange.sum_later(self._rows.clone(), f"hvdtrain.step_sums.{step % 2}")
+        self._total = cache(lambda: of_all().sum(0))
 
     def total(self) -> torch.Tensor:
         """Collective: wait for the reduction; return the sums over all ranks."""

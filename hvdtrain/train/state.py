@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from hvdtrain.errors import TrainingError, name_ranks
+from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
-from hvdtrain.log import counted
-from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.loop import Job, State
 from hvdtrain.train.update import not_finite
@@ -30,11 +27,10 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     """
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")
-    own = {"buffers": copied_to_cpu(dict(job.model.named_buffers())), "rng": _rng_state(job.device)}
-    of_ranks = exchange.all_gather_object(own, "hvdtrain.rank_states")
-    with job.evaluated_model(exchange) as model:
+    gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
+    with job.evaluated_model() as model:
         weights, digest = copied_to_cpu(model.state_dict()), params_sha256(model)
-    with job.with_all_statistics(job.model, exchange):
+    with job.workers.statistics(job.model):
         model_state = copied_to_cpu(job.model.state_dict())
     snapshot, problem = None, None
     if exchange.rank == 0:
@@ -47,7 +43,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "optimizer": copied_to_cpu(job.optimizer.state_dict()),
             "update": copied_to_cpu(job.update.state_dict()),
             "meter": at.meter.state_dict(),
-            "ranks": of_ranks,
+            "ranks": list(itertools.chain.from_iterable(gathered)),
             "data": list(job.fingerprints),
             "progress": progress,
         }
@@ -89,58 +85,18 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     return f"{found[0]} is not finite{more}" if found else None
 
 
-def restore(state: dict[str, Any], job: Job, at: State, exchange: Exchange) -> str | None:
+def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     """Restore a captured state into a job whose optimizer is already distributed.
 
-    With the same number of ranks, each restores its own buffers and random generators, and the run
-    continues bit for bit. With another number, running statistics are averaged over the old ranks,
-    only ranks that existed before restore random generators, and this loss is returned as text.
+    With the same number of workers the run continues bit for bit. With another number, running
+    statistics are averaged over the old ones, only workers that existed before restore random
+    generators, and this loss is returned as text.
     """
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     job.update.load_state_dict(state["update"])
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
-    ranks = state["ranks"]
-    if exchange.rank < len(ranks):
-        _set_rng_state(ranks[exchange.rank]["rng"], job.device)
-    if len(ranks) != exchange.size:
-        synchronised = any(isinstance(module, SyncBatchNorm) for module in job.model.modules())
-        own_statistics = has_batch_norm(job.model) and not synchronised
-        return _describe_loss(len(ranks), exchange.size, own_statistics)
-    own = ranks[exchange.rank]
-    for name, buffer in job.model.named_buffers():
-        buffer.copy_(own["buffers"][name])
-        if job.update.average is not None:
-            job.update.average.module.get_buffer(name).copy_(own["buffers"][name])
-    return None
-
-
-def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
-    text = f"{counted(now, 'worker')} instead of {before}: "
-    if now > before:
-        text += f"the random numbers of {name_ranks([*range(before, now)])} start at the seed"
-    else:
-        text += f"the random numbers of {name_ranks([*range(now, before)])} are dropped"
-    return text + "; running statistics are the average of the old ranks'" * own_statistics
-
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    average = job.update.average
+    models = [job.model] if average is None else [job.model, average.module]
+    return job.workers.restore(state["ranks"], models)

@@ -41,7 +41,7 @@ from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.loop import Intervals, Job, State, StepHook, train_step
+from hvdtrain.train.loop import Audit, Intervals, Job, State, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
@@ -160,7 +160,7 @@ def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
     return step
 
 
-def our_step(job: Job, exchange: Exchange, audit: StepHook = NO_AUDITS) -> Callable[[], None]:
+def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable[[], None]:
     """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock."""
     steps = endless_steps(job, exchange.rank)
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)

@@ -1,0 +1,290 @@
+"""Canonical sums: sums of gradients whose bits do not depend on the number of ranks.
+
+A step's gradient is the sum of V shares, those of the virtual workers. Floating-point addition is
+not associative, so the sum would depend on which rank adds which shares. Here each share is rounded
+to integers first, and integers are added, whose sum is exact in any order. The definition, the
+proof of its error bound, and the reference are in `hvdtrain.ring.canonical`. In short, for each
+block of 256 elements of a parameter:
+
+1. All ranks agree on the exponent e of the largest finite magnitude over all shares (int32, Max).
+2. Each share is multiplied by 2^s, s = bits - ceil(log2 V) - e, and rounded to integers. They are
+   added on each rank, then over ranks (int32 for float32, int64 for float64: as many bytes as the
+   gradients).
+3. The sum is converted back once, and multiplied by 2^-s.
+
+Infinities and NaNs count as 0 in the integers. They are added as floats, in which their sum does
+not depend on the order either, and put back.
+
+Parameters travel in buckets. A bucket begins as soon as the last share's backward pass has made its
+gradients, so that both exchanges overlap with the rest of that pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange, Pending
+from hvdtrain.exchange.distributed_optimizer import Trainable
+
+BLOCK = 256  # elements of a parameter that share an exponent
+BUCKET_BYTES = 1 << 20  # smaller parameters travel together
+ROWS_AT_A_TIME = 256  # blocks converted at a time, so that they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A floating-point type, and the integers in which its values are added."""
+
+    bits: int  # of a sum of all shares, without its sign
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int  # the exponent field of 1.0
+    infinite: int  # the exponent field of infinities and NaNs
+
+    def exponent_fields(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """Return the exponent fields of values that are not negative, as int32."""
+        return (magnitudes.view(self.integer) >> self.mantissa_bits).to(torch.int32)
+
+    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
+        """Return 2^exponents, exactly; they must be those of normal numbers."""
+        fields = (exponents.to(self.integer) + self.bias) << self.mantissa_bits
+        return fields.view(torch.float32 if self.integer == torch.int32 else torch.float64)
+
+
+_FORMATS = {
+    torch.float32: _Format(30, torch.int32, 23, 127, 255),
+    torch.float64: _Format(62, torch.int64, 52, 1023, 2047),
+}
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters that are summed together, as rows of BLOCK elements; each begins a new row."""
+
+    number: int
+    parameters: Sequence[torch.nn.Parameter]
+    starts: Sequence[int]  # first row of each parameter
+    integers: torch.Tensor  # (rows, BLOCK): the sum, first of this rank, then of all ranks
+    missing: int = 0  # parameters without a gradient of the last share yet
+    shares: list[torch.Tensor] = field(default_factory=list)  # this rank's, (rows, BLOCK) each
+    exponents: torch.Tensor | None = None  # (rows + 1,); the last one: whether any is not finite
+    agreed: Pending | None = None  # the exchange of exponents
+    quanta: torch.Tensor | None = None  # (rows, 1): what the integers are multiples of
+    added: Pending | None = None  # the exchange of integers
+    marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.missing = len(self.parameters)
+        self.shares.clear()
+        self.exponents = self.quanta = None
+        self.agreed = self.added = self.marked = None
+
+    def add_share(self) -> None:
+        """Add the parameters' present gradients as a share, unless all are missing."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if all(gradient is None for gradient in gradients):
+            return
+        first = gradients[0]
+        if len(gradients) == 1 and first is not None and first.numel() % BLOCK == 0:
+            self.shares.append(first.detach().reshape(-1, BLOCK))
+            return
+        rows = torch.zeros_like(self.integers, dtype=self.parameters[0].dtype)
+        for start, gradient in zip(self.starts, gradients, strict=True):
+            if gradient is not None:
+                place = start * BLOCK
+                flat = gradient.detach().reshape(-1)
+                rows.view(-1)[place : place + flat.numel()] = flat
+        self.shares.append(rows)
+
+
+class CanonicalSums:
+    """The sums of the gradients of one model over the shares of all ranks.
+
+    Per step: `begin`; the backward passes of a share, and `next_share` between shares; `last_pass`
+    before the last backward pass of this rank; `finish`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shares: int,
+        exchange: Exchange,
+    ) -> None:
+        """Prepare buckets and hooks. `shares`: number of shares over all ranks.
+
+        Raises UsageError for a trainable parameter that is neither float32 nor float64.
+        """
+        self._exchange = exchange
+        self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
+        self._optimizer = optimizer
+        self._trainable = Trainable(model, optimizer)
+        self._overlaps = False
+        named = [(name, it) for name, it in model.named_parameters() if it.requires_grad]
+        if others := [f"{name} ({it.dtype})" for name, it in named if it.dtype not in _FORMATS]:
+            raise UsageError(
+                f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
+                f"{others[0]}: supported types are float32 and float64"
+            )
+        # Backward passes make the gradients of the last layers first.
+        self._buckets = _make_buckets([parameter for _, parameter in reversed(named)])
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    def begin(self) -> None:
+        """Begin a step, without any share."""
+        self._overlaps = False
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def next_share(self) -> None:
+        """Keep the gradients of the share that has ended; the next one begins without any."""
+        for bucket in self._buckets:
+            bucket.add_share()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def last_pass(self) -> None:
+        """Overlap the exchange with the backward pass that follows, the last one of this rank."""
+        self._overlaps = True
+
+    def finish(self) -> None:
+        """Collective: make every `.grad` the sum over all shares; zero if no share has a gradient.
+
+        Raises TrainingError if the set of trainable parameters has changed.
+        """
+        self._overlaps = False
+        self._trainable.check(self._optimizer)
+        for bucket in self._buckets:
+            if bucket.agreed is None:
+                self._send_exponents(bucket)
+        for bucket in self._buckets:
+            if bucket.added is None:
+                self._send_integers(bucket)
+        for bucket in self._buckets:
+            self._receive(bucket)
+
+    def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+        def gradient_is_ready(_: torch.Tensor) -> None:
+            if not self._overlaps:
+                return
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._send_exponents(bucket)
+            for other in self._buckets:
+                if other.agreed is not None and other.added is None and other.agreed.done():
+                    self._send_integers(other)
+
+        return gradient_is_ready
+
+    def _send_exponents(self, bucket: _Bucket) -> None:
+        """Collective: begin to agree on the exponents of a bucket's blocks."""
+        bucket.add_share()
+        form, integers = _FORMATS[bucket.parameters[0].dtype], bucket.integers
+        exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
+        for share in bucket.shares:
+            found = form.exponent_fields(_largest(share))
+            if bool((found == form.infinite).any()):
+                exponents[-1] = 1
+                found = form.exponent_fields(_largest(_finite(share)))
+            torch.maximum(exponents[:-1], found, out=exponents[:-1])
+        bucket.exponents = exponents
+        name = f"hvdtrain.canonical.exponents.{bucket.number}"
+        bucket.agreed = self._exchange.begin_reduction(exponents, "max", name)
+
+    def _send_integers(self, bucket: _Bucket) -> None:
+        """Collective: once exponents are agreed on, round the shares and begin to add them."""
+        assert bucket.agreed is not None and bucket.exponents is not None
+        bucket.agreed.wait()
+        form = _FORMATS[bucket.parameters[0].dtype]
+        # A field of k + bias - 1 means that 2^(k - 1) <= m < 2^k.
+        scaling = (form.bits - self._headroom + form.bias - 1) - bucket.exponents[:-1]
+        scaling.clamp_(max=form.bias - 1)
+        bucket.quanta = form.powers(-scaling)[:, None]
+        shares = bucket.shares
+        if bool(bucket.exponents[-1]):
+            others = torch.zeros_like(bucket.integers, dtype=bucket.quanta.dtype)
+            for share in shares:
+                others += share.masked_fill(share.isfinite(), 0)
+            shares = [_finite(share) for share in shares]
+            name = f"hvdtrain.canonical.not_finite.{bucket.number}"
+            bucket.marked = self._exchange.begin_reduction(others, "sum", name)
+        _add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
+        bucket.shares.clear()
+        name = f"hvdtrain.canonical.integers.{bucket.number}"
+        bucket.added = self._exchange.begin_reduction(bucket.integers, "sum", name)
+
+    def _receive(self, bucket: _Bucket) -> None:
+        """Collective: wait for the sums of a bucket, and convert them to gradients."""
+        assert bucket.added is not None and bucket.quanta is not None
+        bucket.added.wait()
+        total = torch.empty_like(bucket.integers, dtype=bucket.quanta.dtype)
+        for start in range(0, len(total), ROWS_AT_A_TIME):
+            rows = slice(start, start + ROWS_AT_A_TIME)
+            total[rows].copy_(bucket.integers[rows]).mul_(bucket.quanta[rows])
+        if bucket.marked is not None:
+            total += bucket.marked.wait()
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
+            own = total.view(-1)[start * BLOCK : start * BLOCK + parameter.numel()]
+            parameter.grad = own.view(parameter.shape)
+
+
+def _make_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
+    """Group parameters of one type and device, in order, to buckets of about BUCKET_BYTES."""
+    groups: list[list[torch.nn.Parameter]] = []
+    room = 0
+    for it in parameters:
+        size = it.numel() * it.element_size()
+        same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (it.dtype, it.device)
+        if same and size <= room:
+            groups[-1].append(it)
+        else:
+            groups.append([it])
+            room = BUCKET_BYTES
+        room -= size
+    return [_make_bucket(number, group) for number, group in enumerate(groups)]
+
+
+def _make_bucket(number: int, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
+    rows = [-(-it.numel() // BLOCK) for it in parameters]
+    *starts, total = itertools.accumulate(rows, initial=0)
+    first = parameters[0]
+    integer = _FORMATS[first.dtype].integer
+    integers = torch.zeros((total, BLOCK), dtype=integer, device=first.device)
+    return _Bucket(number, parameters, starts, integers)
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each row; NaN if it has one."""
+    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg()).abs()
+
+
+def _finite(rows: torch.Tensor) -> torch.Tensor:
+    return rows.masked_fill(~rows.isfinite(), 0)
+
+
+def _add_rounded(
+    shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
+) -> None:
+    """Set `integers` to the sum of the shares, each times `scales` and rounded.
+
+    Memory is read and written once: a part stays in a core's cache through all passes over it.
+    """
+    if not shares:
+        integers.zero_()
+    for start in range(0, len(integers), ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        total = integers[rows]
+        for number, share in enumerate(shares):
+            rounded = (share[rows] * scales[rows]).round_()
+            if number == 0:
+                total.copy_(rounded)
+            else:
+                total += rounded.to(integers.dtype)
