@@ -174,7 +174,7 @@ class Auditor:
             return []
         folder = self._evidence / f"step-{step:08d}"
         tensors = {
-            f"local_from_{piece.start}_of_share_{share}": copy.cpu()
+            f"local_of_share_{share}_from_{piece.start}": copy.cpu()
             for share in self._local.shares
             for piece in self._pieces
             if piece.parameter == parameter and (copy := self._local.get(share, piece)) is not None

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tqdm import tqdm
 
 from hvdtrain import __version__
+from hvdtrain.data import VirtualShares
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
@@ -80,11 +81,15 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     dtype = str(next(job.model.parameters()).dtype).removeprefix("torch.")
     shares = job.feed.shares.sizes(sampler.global_batch_size)
-    if size > SHARES_SHOWN:
-        shares_text = f"{min(shares)} to {max(shares)} on each worker"
+    virtual = isinstance(job.feed.shares, VirtualShares)
+    kind = "virtual worker" if virtual else "worker"
+    if len(shares) > SHARES_SHOWN:
+        shares_text = f"{min(shares)} to {max(shares)} on each {kind}"
     else:
         shares_text = " + ".join(map(str, shares))
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
+    if virtual:
+        workers += f" for {counted(len(shares), kind)}"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
     peak_lr = job.optimizer.defaults["lr"]
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
@@ -100,24 +105,23 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
             f"  update   {optimizer}, learning rate {'up to ' if varies else ''}{peak_lr:.4g}",
-            *_notes_on_workers(job.model, size),
+            *_notes_on_workers(job.model, len(shares), kind),
         ]
     )
 
 
-def _notes_on_workers(model: torch.nn.Module, size: int) -> list[str]:
-    """Return what several workers do otherwise than one."""
-    if size == 1:
+def _notes_on_workers(model: torch.nn.Module, shares: int, kind: str) -> list[str]:
+    """Return what several workers, of this kind, do otherwise than one."""
+    if shares == 1:
         return []
     notes = []
     if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
-        notes.append("  note     dropout draws other masks on each worker")
+        notes.append(f"  note     dropout draws other masks on each {kind}")
     if any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
         notes.append("  note     batch norm uses the statistics of the whole batch")
     elif has_batch_norm(model):
-        notes.append(
-            "  note     batch norm uses each worker's own statistics (--sync-bn: the whole batch's)"
-        )
+        way_out = " (--sync-bn: the whole batch's)" if kind == "worker" else ""
+        notes.append(f"  note     batch norm uses each {kind}'s own statistics{way_out}")
     return notes
 
 

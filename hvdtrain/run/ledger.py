@@ -114,6 +114,7 @@ class RunLedger(Ledger):
         if resumed:
             self._audit |= resumed["progress"]["audit"]
             self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
+            _print_changes(resumed["progress"].get("machine", {}), self._summary["machine"])
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -147,6 +148,7 @@ class RunLedger(Ledger):
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
             "audit": dict(self._audit),
+            "machine": dict(self._summary["machine"]),
             "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
             "best": (self._summary["best"] or {}).get(f"valid_{self._task.best}"),
         }
@@ -245,7 +247,32 @@ def _summary_at_start(exchange: Exchange, evaluated: Iterable[str]) -> dict[str,
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
         "versions": _versions(),
+        "machine": _machine(),
     }
+
+
+def _machine() -> dict[str, str]:
+    """Return what the bits of results depend on, besides the configuration and the data."""
+    processor = platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line[:10] == "model name"]
+        processor = next(iter(models), processor)
+    return {
+        "processor": f"{processor}, {torch.backends.cpu.get_cpu_capability()}",
+        "compute_threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+    }
+
+
+def _print_changes(before: dict[str, str], now: dict[str, str]) -> None:
+    """Print a notice for each property of the machine that has changed since the checkpoint."""
+    for name, value in before.items():
+        if now.get(name) != value:
+            say(
+                f"resume: {name.replace('_', ' ')}: {value} then, {now.get(name)} now: bits may "
+                "differ from those of the uninterrupted run"
+            )
 
 
 def _versions() -> dict[str, str]:

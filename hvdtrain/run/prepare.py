@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import GlobalBatchSampler, SharesLike
+from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import BadSample, Feed, may_skip, to_device
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
@@ -124,10 +124,13 @@ def _refuse_small_batches(
                     f"over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
                 )
             if not sync_bn and smallest < 2:
+                virtual = isinstance(shares, VirtualShares)
+                kind = "virtual worker" if virtual else "worker"
+                advice = "Choose fewer of them" if virtual else "Add --sync-bn"
                 raise UsageError(
-                    f"{text} of a batch of {size} samples some worker gets {smallest} at a time "
-                    f"({sampler.samples} samples, {len(shares.weights)} workers, "
-                    f"--grad-accum-steps={accum_steps}). Add --sync-bn, or choose another batch"
+                    f"{text} of a batch of {size} samples some {kind} gets {smallest} at a time "
+                    f"({sampler.samples} samples, {len(shares.weights)} {kind}s, "
+                    f"--grad-accum-steps={accum_steps}). {advice}, or choose another batch"
                 )
 
 

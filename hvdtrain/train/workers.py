@@ -85,7 +85,7 @@ class RankWorker:
         device: torch.device,
         samples: int,
     ) -> None:
-        """`samples`: those of this rank in a full batch, the weight of its running statistics."""
+        """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
         self._model, self._optimizer, self._exchange = model, optimizer, exchange
         self._device, self._samples = device, samples
 
@@ -135,7 +135,7 @@ class VirtualWorkers:
         seed: int,
         batch: int,
     ) -> None:
-        """`batch`: samples of a full global batch, for the weights of running statistics."""
+        """Prepare sums and buffers. `batch`: samples of a full global batch, for statistics."""
         self._model, self._exchange, self._seed = model, exchange, seed
         self._own = shares.of_rank(exchange.rank)
         self._samples = shares.sizes(batch)

@@ -127,7 +127,7 @@ class FaultyExchange:
     def _local_of(self, name: str) -> torch.Tensor:
         parameter = self._named[name]
         piece = Piece(list(self._named).index(name), 0, parameter.numel())
-        copy = self._local.get(piece)
+        copy = self._local.get(0, piece)
         return torch.zeros_like(parameter) if copy is None else copy.reshape(parameter.shape)
 
     def _broadcast(self, value: torch.Tensor, rank: int) -> torch.Tensor:

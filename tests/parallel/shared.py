@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hvdtrain.cli.flags import read_train_flags
@@ -18,7 +20,10 @@ from hvdtrain.run.process import quick_imports
 from hvdtrain.topology import Topology
 
 
-def main() -> None:
+def main(
+    context: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+) -> None:
+    """Run all experiments, each within `context(name)`."""
     folder, topology = Path(sys.argv[1]), Topology.from_environment()
     experiments = json.loads((folder / "experiments.json").read_text())
     configs = {}
@@ -32,7 +37,7 @@ def main() -> None:
         for name, config in configs.items():
             error = ""
             try:
-                with training_run(config, session) as ready:
+                with context(name), training_run(config, session) as ready:
                     assert ready is not None
                     ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
             except HvdtrainError as found:

@@ -21,6 +21,7 @@ from tests.unit.folders import make_folder
 ALONE, GLOO_2, MPI_2 = (1, "none"), (2, "gloo"), (2, "mpi")
 GLOO_3, MPI_4 = (3, "gloo"), (4, "mpi")
 Start = tuple[int, str]  # number of workers, and controller
+BITS_STARTS = [ALONE, GLOO_2, MPI_2, GLOO_3, MPI_4]
 SAME = 1e-9  # of each tensor's largest weight, in float64: the promise of the README
 PLUGINS = "tests.parallel.plugins"
 
@@ -35,6 +36,27 @@ REGRESSION = ["--task=examples.regression:Diabetes", "--dtype=float64", "--globa
 PICTURES = ["--model=tests.unit.jobs:plain", "--dtype=float64", "--image-size=12", "--epochs=2"]
 PICTURES += ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=10"]
 EXACT = ["--audit-every=1", "--audit=exact"]
+# One hash for each, in float32, on 1 to 4 workers and over both controllers.
+BITS = {
+    # Shares of 20 samples, and of 6 or 7 at the end of an epoch.
+    "batch norm, dropout, own buffers": [f"--model={PLUGINS}:dropout_everywhere", "--opt=adamw"]
+    + ["--virtual-workers=5", "--global-batch-size=100", "--max-steps=17", "--lr=0.01"]
+    + ["--clip-grad=0.5", "--model-ema", "--model-ema-decay=0.9", "--sched=cosine"],
+    # Passes of 0 and 1 sample: 7 or 8 samples, three at a time, by 8 virtual workers.
+    "empty shares, accumulation": [f"--model={PLUGINS}:lenet_with_dropout", "--virtual-workers=8"]
+    + ["--global-batch-size=23", "--grad-accum-steps=3", "--max-steps=12", "--lr=0.05"],
+    "resnet": [f"--model={PLUGINS}:resnet_with_dropout", "--virtual-workers=4"]
+    + ["--global-batch-size=101", "--max-steps=3", "--lr=0.05"],
+    "transformer": ["--task=examples.language_model:WithDropout", "--virtual-workers=6"]
+    + ["--opt=adamw", "--lr=0.003", "--global-batch-size=53", "--max-steps=8", "--amp=bf16"],
+    "tokens, rank weights": ["--task=tests.parallel.tasks:Tokens", "--virtual-workers=5"]
+    + ["--global-batch-size=33", "--max-steps=20", "--lr=0.1", "--rank-weights"],
+    "folder": ["--model=tests.unit.jobs:with_dropout", "--image-size=12", "--epochs=3"]
+    + ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=22", "--workers=1"]
+    + ["--virtual-workers=4"],
+    "double": [f"--model={PLUGINS}:dropout_everywhere", "--dtype=float64", "--virtual-workers=5"]
+    + ["--global-batch-size=96", "--max-steps=5", "--lr=0.05"],
+}
 FEATURES = {
     "lenet batch 100 accumulation 3": MPI_4,
     "lenet rank weights, one of them 0": GLOO_3,
@@ -58,6 +80,10 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
     **{
         task: ([f"--task=examples.language_model:{task}", *LANGUAGE, "--audit-every=4"], starts)
         for task, starts in {"BatchFirst": [ALONE, MPI_2], "BatchSecond": [GLOO_2]}.items()
+    },
+    **{
+        name: ([*flags, "--seed=3", "--audit-every=3", "--audit=exact"], BITS_STARTS)
+        for name, flags in BITS.items()
     },
     "regression": ([*REGRESSION, "--epochs=3", "--lr=0.05"], [ALONE, GLOO_2]),
     "pictures": ([*PICTURES, "--audit-every=1", "--workers=1"], [ALONE, GLOO_3, MPI_2]),
@@ -201,6 +227,20 @@ def test_readers_make_no_difference(
     steps = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     assert next(step for step in steps if "epoch" in step)["valid_accuracy"] is not None
     assert json.loads((run_folder / "evaluation.json").read_text())["classes"] == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_the_same_bits_on_any_number_of_workers(name: str, result: Result) -> None:
+    """Fails if a random number, a statistic, a sum or a metric depends on the rank that adds it, an
+    exact audit fails, or the number of workers changes the best checkpoint.
+    """
+    alone, _ = result(name, ALONE)
+    assert alone["samples_seen"] > 0 < alone["train_loss"]
+    same = ("params_sha256", "train_loss", "valid_loss", "best", "samples_seen")
+    for start in BITS_STARTS[1:]:
+        summary, _ = result(name, start)
+        assert {key: summary[key] for key in same} == {key: alone[key] for key in same}, start
+        assert summary["audit"]["checked"] == summary["steps"] // 3
 
 
 def test_exact_audits_of_training(result: Result) -> None:

@@ -128,7 +128,7 @@ def make_job(
     task = classification(dataset, dtype)
     shares = Shares(exchange.size, weights)
     sampler = GlobalBatchSampler(len(dataset.train), batch, seed=5)
-    return Job(
+    job = Job(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01),
         update=Update(model, CPU, **update),
@@ -140,7 +140,9 @@ def make_job(
         total_steps=total_steps,
         device=CPU,
         intervals=Intervals(log=2, evaluation=1, checkpoint=0, hash=3),
+        seed=5,
     )
+    return job.distributed(exchange)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -228,7 +230,7 @@ def run_job(
     at = State(Meter(exchange, job.sampler.samples, job.task.metrics))
     recording = Recording()
     if state is not None:
-        restore(state, job, at, exchange)
+        restore(state, job, at)
     keeper = MemoryKeeper(exchange, stop_at)
     profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None

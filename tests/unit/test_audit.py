@@ -323,7 +323,7 @@ def test_evidence_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "audit" / "step-00000003"
     assert all(f"gradients of that parameter are in {folder}" in text for _, text in outcomes)
     kept = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(3)]
-    locals_ = [tensors["local_from_0"] for tensors in kept]
+    locals_ = [tensors["local_of_share_0_from_0"] for tensors in kept]
     reduced = [tensors["reduced"] for tensors in kept]
     right = reduce(locals_, AVERAGE).reshape(-1)
     assert torch.equal(reduced[0], right) and torch.equal(reduced[2], right)

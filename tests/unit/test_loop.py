@@ -237,7 +237,7 @@ def test_random_numbers_go_on_at_another_number_of_ranks(
     job = make_job(data, 8, exchange, total_steps=2)
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    reported = restore(state, job, State(Meter(exchange, 20)), exchange)
+    reported = restore(state, job, State(Meter(exchange, 20)))
     assert reported == expected
     now = before if kept is None else state["ranks"][kept]["rng"]["torch"]
     assert torch.equal(torch.get_rng_state(), now)

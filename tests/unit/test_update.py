@@ -152,7 +152,7 @@ def test_the_moving_average_is_the_one_by_hand() -> None:
         assert not torch.equal(parameter, now[name])
     for name, buffer in job.model.named_buffers():
         assert torch.equal(averaged.get_buffer(name), buffer), name
-    with job.evaluated_model(SINGLE) as model:
+    with job.evaluated_model() as model:
         assert model is averaged
 
 
@@ -166,7 +166,7 @@ def test_synchronised_layers_go_together_with_the_average() -> None:
     def work(exchange: ThreadExchange) -> None:
         job = jobs[exchange.rank]
         one_step(job, exchange, NoAudit(), 1, np.arange(12))
-        with job.evaluated_model(exchange) as model:
+        with job.evaluated_model() as model:
             evaluate_on(model, data, exchange)
 
     run_ranks(exchanges, work)
