@@ -7,12 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import AVERAGE, SUM, Reduction
+from hvdtrain.exchange import AVERAGE, SUM, Pending, Reduction
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.ring.transports import Transport
 
@@ -45,11 +46,31 @@ class Board:
                 raise RuntimeError(f"{key} broke off: only ranks {sorted(given)} came")
             return [given[rank] for rank in range(self.size)]
 
+    def is_complete(self, key: tuple[str, int]) -> bool:
+        with self._changed:
+            return len(self._given[key]) == self.size
+
     def fail(self) -> None:
         """A rank is gone: nobody shall wait for it."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    board: Board
+    key: tuple[str, int]
+    values: torch.Tensor
+    op: str
+
+    def done(self) -> bool:
+        return self.board.is_complete(self.key)
+
+    def wait(self) -> torch.Tensor:
+        stacked = torch.stack(self.board.take(self.key))
+        reduced = stacked.amax(0) if self.op == "max" else stacked.sum(0).to(stacked.dtype)
+        return self.values.copy_(reduced)
 
 
 class ThreadExchange:
@@ -84,6 +105,11 @@ class ThreadExchange:
         own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
             parameter.grad = torch.stack(given).sum(0)
+
+    def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
+        return _Pending(self._board, self._begin(values.clone(), name), values, op)
 
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         key = self._begin(values.detach().clone(), name)
