@@ -81,6 +81,8 @@ def _add_within_a_job(bench: argparse.ArgumentParser, rounds: int, steps: int) -
     add("--model", default="lenet", choices=tuple(BATCH_SIZES), help="train this model (lenet)")
     sizes = ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
     add("--batch-size", type=int, metavar="B", help=f"take B samples per worker ({sizes})")
+    what = "compare V virtual workers with as many passes without them, in step"
+    add("--virtual-workers", type=int, metavar="V", help=what)
     add("--megabytes", type=float, default=40, metavar="M", help="reduce M MB, in ring (40)")
     add("--rounds", type=int, default=rounds, metavar="R", help=f"run R rounds ({rounds})")
     add("--steps", type=int, default=steps, metavar="S", help=f"run S steps per round ({steps})")
@@ -147,9 +149,10 @@ def check_flags(
     if bench in WITHIN_A_JOB:
         if checked["batch_size"] is None:
             checked["batch_size"] = BATCH_SIZES[checked["model"]]
-        for name in ("batch_size", "megabytes", "rounds", "steps"):
-            if not checked[name] > 0:
+        for name in ("batch_size", "megabytes", "rounds", "steps", "virtual_workers"):
+            if checked[name] is not None and not checked[name] > 0:
                 problems.append(f"--{name.replace('_', '-')}={checked[name]}: must be above 0")
+        problems += _wrong_virtual_workers(checked, topology)
     else:
         if topology.launched:
             problems.append(
@@ -162,6 +165,16 @@ def check_flags(
     if problems:
         raise UsageError(*problems)
     return checked
+
+
+def _wrong_virtual_workers(checked: dict[str, Any], topology: Topology) -> list[str]:
+    virtual = checked["virtual_workers"]
+    if virtual is None:
+        return []
+    if checked["bench"] != "step":
+        return [f"--virtual-workers={virtual}: is for bench step, not for {checked['bench']}"]
+    few = virtual < topology.size
+    return [f"--virtual-workers={virtual}: fewer than {topology.size} workers"] if few else []
 
 
 def _check_jobs(checked: dict[str, Any], problems: list[str]) -> None:

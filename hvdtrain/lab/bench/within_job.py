@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from hvdtrain.audit import Auditor, NoAudit
 from hvdtrain.audit.checks import BoundCheck
-from hvdtrain.data import Shares
+from hvdtrain.data import Shares, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, StepData
 from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
@@ -54,7 +54,7 @@ PARTS = 100
 RARELY = 100  # steps between whole audits
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
 NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
-OURS, OUR_RING = "hvdtrain", "our ring"
+OURS, OUR_RING, VIRTUAL = "hvdtrain", "our ring", "hvdtrain, virtual workers"
 
 Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
@@ -68,6 +68,7 @@ class Options:
     model: str
     batch_size: int  # per worker
     megabytes: float
+    virtual_workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,22 @@ def make_work(options: Options, workers: int) -> Work:
     return Work(WorkSpec(options.model, DATA, "", samples, ENDLESS, "float32", 0, LR, MOMENTUM))
 
 
-def make_job(options: Options, exchange: Exchange) -> Job:
+def make_job(
+    options: Options, exchange: Exchange, micro_batches: int = 1, virtual_workers: int | None = None
+) -> Job:
     """Collective: return the work as a job of `train`, with a distributed optimizer."""
     work = make_work(options, exchange.size)
-    shares, device = Shares(exchange.size), torch.device("cpu")
+    shares: SharesLike = Shares(exchange.size)
+    if virtual_workers is not None:
+        shares = VirtualShares(Shares(virtual_workers), shares.sizes(virtual_workers))
+    device = torch.device("cpu")
     job = Job(
         model=work.model,
         optimizer=work.tuned_optimizer(),
         update=Update(work.model, device),
         task=work.task,
         data=work.task.build_data(),
-        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches=1, everyone=False),
+        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches, everyone=False),
         valid_shares=shares,
         schedule=lambda step: LR,
         total_steps=ENDLESS,
@@ -184,6 +190,8 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     The single-device loop runs on all workers at the same time, without exchange: the limit of
     this machine. "In step": after each step all wait for the slowest, as any exchange requires.
     """
+    if options.virtual_workers is not None:
+        return _bench_virtual_workers(options, exchange, options.virtual_workers)
     contestants = {}
     if exchange.size > 1:
         contestants["bare Horovod loop"] = bare_step(options, exchange)
@@ -202,6 +210,18 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
     ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
     return Measured(seconds, ratios)
+
+
+def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -> Measured:
+    """Collective: measure virtual workers against a step of as many passes without them."""
+    passes = -(-virtual // exchange.size)
+    plain = f"{OURS}, {counted(passes, 'pass')}" if passes > 1 else OURS
+    contestants = {
+        VIRTUAL: our_step(make_job(options, exchange, 1, virtual), exchange),
+        plain: our_step(make_job(options, exchange, passes), exchange),
+    }
+    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    return Measured(seconds, {plain: ratio(seconds[VIRTUAL], seconds[plain])})
 
 
 def bench_audit(options: Options, exchange: Exchange) -> Measured:
