@@ -180,8 +180,9 @@ def canonical_error_bound(
     """Return how far a finite `result` can be from the exact sum, element by element, in float64.
 
     `exponents`: as agreed over all shares. `dtype`: that of the shares, whatever the type in which
-    `result` is given. The bound itself is not rounded below its exact value. It is infinite where
-    the result is not finite. Raises ValueError as `from_integers` does.
+    `result` is given. The bound is infinite where the result is not finite. Its own rounding cannot
+    take it below an error that occurs: with 2^k as in the proof, V 2^-s / 2 + u 2^k 2^-s is exact
+    in float64 for V < 2^52. Raises ValueError as `from_integers` does.
     """
     shifts = _shifts(exponents, np.dtype(dtype), virtual_workers)
     quantum = _per_element(np.ldexp(np.ones(shifts.size), -shifts), result.size)
