@@ -4,6 +4,7 @@ algorithm    the ring: diagram, steps and cost; its transfers, and the collectiv
 operations   sum, average, min and max: dtypes, rounding, NaN; even segments
 bound        the proven rounding bound of a sum or an average
 orders       the known orders of addition of Horovod's sums, reproduced bit for bit
+canonical    the sum of virtual shares through integers: the same bits for any number of ranks
 transports   between neighbours: in process, TCP, MPI
 
 It depends on NumPy only, not on torch or Horovod: a reference is independent of what it checks.
@@ -11,6 +12,7 @@ It depends on NumPy only, not on torch or Horovod: a reference is independent of
 
 from hvdtrain.ring.algorithm import all_gather, all_reduce, broadcast, gather, reduce_scatter
 from hvdtrain.ring.bound import average_error_bound, gamma
+from hvdtrain.ring.canonical import canonical_all_reduce, canonical_error_bound, canonical_sum
 from hvdtrain.ring.operations import split_evenly
 from hvdtrain.ring.transports import Transport
 
@@ -20,6 +22,9 @@ __all__ = [
     "all_reduce",
     "average_error_bound",
     "broadcast",
+    "canonical_all_reduce",
+    "canonical_error_bound",
+    "canonical_sum",
     "gamma",
     "gather",
     "reduce_scatter",
