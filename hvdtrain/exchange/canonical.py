@@ -231,6 +231,7 @@ class CanonicalSums:
             total[rows].copy_(bucket.integers[rows]).mul_(bucket.quanta[rows])
         if bucket.marked is not None:
             total += bucket.marked.wait()
+            total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
             own = total.view(-1)[start * BLOCK : start * BLOCK + parameter.numel()]
             parameter.grad = own.view(parameter.shape)
