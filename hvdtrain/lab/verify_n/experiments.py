@@ -224,11 +224,9 @@ def _loss_cause(subject: Subject) -> Cause | None:
     name = f"{type(subject.job.task).__name__}.loss"
     whole = subject.sums(subject.whole, SEED)
     parts = [subject.sums(part, SEED) for part in subject.parts]
-    total = float(whole.loss)
-    summed = sum(float(part.loss) for part in parts)
-    weighted = sum(
-        float(part.loss) * loaded.samples for part, loaded in zip(parts, subject.parts, strict=True)
-    )
+    losses = [part.loss.item() for part in parts]
+    total, summed = whole.loss.item(), sum(losses)
+    weighted = sum(loss * it.samples for loss, it in zip(losses, subject.parts, strict=True))
     if whole.samples != sum(part.samples for part in parts):
         counts = " + ".join(str(part.samples) for part in parts)
         text = f"{name} counts {whole.samples} samples in the whole batch, but {counts} in shares"
