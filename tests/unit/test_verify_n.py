@@ -22,10 +22,10 @@ from hvdtrain.lab.verify_n.command import unfit_for_every_n
 from hvdtrain.lab.verify_n.experiments import find_causes
 from hvdtrain.lab.verify_n.parting import (
     AGREEMENT,
-    Deviation,
+    Gap,
     Parting,
     Saved,
-    largest_deviation,
+    largest_gap,
 )
 from hvdtrain.lab.verify_n.passes import OUTSIDE, Subject
 from hvdtrain.tasks import Sums
@@ -193,53 +193,54 @@ def test_data_without_a_seed() -> None:
     assert kinds == ["data", "initial parameters"]
 
 
-def test_largest_deviation() -> None:
+def test_largest_gap() -> None:
     """Fails when another tensor or element is named, or the measure is not of its own tensor."""
     one = {"large": torch.tensor([1000.0, 0.0]), "small": torch.tensor([[1.0, -4.0], [2.0, 3.0]])}
     other = {name: values.clone() for name, values in one.items()}
-    assert largest_deviation(one, other) == Deviation()
+    assert largest_gap(one, other) == Gap()
     other["large"][1] = 1.0  # 1e-3 of its tensor
     other["small"][1, 0] = 2.5  # an eighth of its tensor
-    found = largest_deviation(one, other)
-    assert found == Deviation(0.125, "small", (1, 0), 2.0, 2.5)
-    assert found.described() == "small, index [1, 0]: 2 and 2.5"
+    found = largest_gap(one, other)
+    assert found == Gap(0.125, "small", (1, 0), 2.0, 2.5)
+    assert found.described() == "parameter small, index [1, 0]: 2 and 2.5"
 
 
-def test_deviation_of_special_values() -> None:
+def test_gap_of_special_values() -> None:
     """Fails when rounding of a tensor of zeros is a difference, or an infinity is none."""
     zeros, noise = torch.zeros(3, dtype=torch.float64), torch.full((3,), 1e-17, dtype=torch.float64)
     weights = torch.ones(3, dtype=torch.float64)
     one, other = {"bias": zeros, "weight": weights}, {"bias": noise, "weight": weights}
-    assert largest_deviation(one, other).relative < AGREEMENT
-    assert largest_deviation({"bias": zeros}, {"bias": noise}).relative == math.inf
+    assert largest_gap(one, other).relative < AGREEMENT
+    assert largest_gap({"bias": zeros}, {"bias": noise}).relative == math.inf
     mask = torch.tensor([-math.inf, 0.0, math.nan])
-    assert largest_deviation({"mask": mask[:2]}, {"mask": mask[:2].clone()}) == Deviation()
-    assert largest_deviation({"mask": mask[1:2]}, {"mask": mask[2:]}).relative == math.inf
-    assert largest_deviation(one, {"weight": weights}).relative == math.inf
-    assert largest_deviation(one, {**one, "bias": zeros[:2]}).relative == math.inf
+    assert largest_gap({"mask": mask[:2]}, {"mask": mask[:2].clone()}) == Gap()
+    assert largest_gap({"mask": mask[1:2]}, {"mask": mask[2:]}).relative == math.inf
+    assert largest_gap(one, {"weight": weights}).relative == math.inf
+    assert largest_gap(one, {**one, "bias": zeros[:2]}).relative == math.inf
     flags = torch.tensor([True, False])
-    assert largest_deviation({"flags": flags}, {"flags": ~flags}).relative == 1.0
+    assert largest_gap({"flags": flags}, {"flags": ~flags}).relative == 1.0
 
 
 def test_parameters_come_before_buffers_and_bits_count() -> None:
     """Fails when a buffer is named for a parameter, or 0 and -0 are the same bits."""
     one = Saved({"weight": torch.ones(2)}, {"running_mean": torch.ones(2)})
     other = Saved({"weight": torch.tensor([1.0, 1.5])}, {"running_mean": torch.zeros(2)})
-    assert one.deviation_above(AGREEMENT, other).tensor == "weight"
-    assert one.deviation_above(0.7, other).tensor == "running_mean"
-    assert one.deviation_above(1.0, other) is None
+    assert one.gap_above(AGREEMENT, other).tensor == "weight"
+    found = one.gap_above(0.7, other)
+    assert (found.kind, found.tensor) == ("tensor", "running_mean")
+    assert one.gap_above(1.0, other) is None
     zero, negative = (Saved({"weight": torch.tensor([value])}, {}) for value in (0.0, -0.0))
-    assert zero.deviation_above(0.0, zero) is None
-    assert zero.deviation_above(0.0, negative) == Deviation(0.0, "weight")
+    assert zero.gap_above(0.0, zero) is None
+    assert zero.gap_above(0.0, negative) == Gap(0.0, "weight")
 
 
 def test_bounds_only_narrow() -> None:
     """Fails when a search whose difference does not repeat would never end."""
-    known = Parting(9, 6, Deviation(), None)
-    assert known.contains(Parting(8, 7, Deviation(), None))
-    assert known.contains(Parting(9, 8, Deviation(), None))
+    known = Parting(9, 6, Gap(), None)
+    assert known.contains(Parting(8, 7, Gap(), None))
+    assert known.contains(Parting(9, 8, Gap(), None))
     assert not known.contains(known)
-    assert not known.contains(Parting(10, 9, Deviation(), None))
+    assert not known.contains(Parting(10, 9, Gap(), None))
 
 
 def test_refused_configurations(tmp_path: Path) -> None:

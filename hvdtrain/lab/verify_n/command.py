@@ -17,7 +17,7 @@ from hvdtrain.lab.verify_n.causes import Findings, Question, likely_causes
 from hvdtrain.lab.verify_n.parting import (
     AGREEMENT,
     PARTS,
-    Deviation,
+    Gap,
     Pair,
     Parting,
     checkpoint_flags,
@@ -47,12 +47,12 @@ class TrialResult:
 
     workers: int
     params_sha256: str
-    deviation: Deviation | None  # None: this is the reference
+    gap: Gap | None  # None: this is the reference
     same: bool
 
     def line(self) -> str:
         """Return the line that is printed."""
-        text, found = f"N={self.workers:<3} {self.params_sha256}", self.deviation
+        text, found = f"N={self.workers:<3} {self.params_sha256}", self.gap
         if found is None:
             return f"{text}  the reference"
         if not found.relative:
@@ -61,7 +61,7 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Explanation:
     """Where and why two runs part."""
 
     workers: tuple[int, int]  # of the reference, and of the other
@@ -73,8 +73,8 @@ class Outcome:
         one, other = self.workers
         parting = self.parting
         lines = [
-            f"first difference: step {parting.step}, parameter {parting.deviation.described()} "
-            f"on N={one} and N={other} (relative difference {parting.deviation.relative:.1e})"
+            f"first difference: step {parting.step}, {parting.gap.described()} "
+            f"on N={one} and N={other} (relative difference {parting.gap.relative:.1e})"
         ]
         if parting.step > parting.last_equal + 1:
             lines.append(
@@ -130,10 +130,10 @@ def verify_n(options: VerifyNOptions) -> int:
             if len(results) > 1 and (results[-1].same or not all(it.same for it in results[:-1])):
                 shutil.rmtree(run.path)  # of those that differ, only the first is looked into
         apart = next((result for result in results if not result.same), None)
-        outcome = _explain(options, flags, apart, scratch) if apart else None
-    say(_verdict(results, exact, outcome))
-    write_json(options.json, _as_json(results, exact, outcome))
-    return EXIT_MISMATCH if outcome else EXIT_OK
+        explained = _explain(options, flags, apart, scratch) if apart else None
+    say(_verdict(results, exact, explained))
+    write_json(options.json, _as_json(results, exact, explained))
+    return EXIT_MISMATCH if explained else EXIT_OK
 
 
 def _how(options: VerifyNOptions, exact: bool) -> str:
@@ -169,29 +169,29 @@ def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) ->
     if not first:
         return TrialResult(workers, digest, None, same=True)
     one, other = map(read_saved, map(newest, (run.path.parent / str(first[0].workers), run.path)))
-    above = one.deviation_above(AGREEMENT, other)
+    above = one.gap_above(AGREEMENT, other)
     same = digest == first[0].params_sha256 if exact else above is None
-    return TrialResult(workers, digest, above or one.largest_deviation(other), same)
+    return TrialResult(workers, digest, above or one.largest_gap(other), same)
 
 
 def _explain(
     options: VerifyNOptions, flags: list[str], apart: TrialResult, scratch: Path
-) -> Outcome:
+) -> Explanation:
     """Return where the run that differs parts from the reference, and why."""
     exact = virtual_workers(options.config) is not None
     workers = (options.counts[0], apart.workers)
     say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
     runs = (scratch / str(workers[0]), scratch / str(workers[1]))
     pair = Pair(flags, options.controller, workers, runs, limit=0.0 if exact else AGREEMENT)
-    parting = pair.first_difference(apart.deviation or Deviation())
+    parting = pair.first_difference(apart.gap or Gap())
     question = Question(options.config, parting.last_equal + 1, parting.before, workers[1], exact)
-    return Outcome(workers, parting, likely_causes(question, scratch))
+    return Explanation(workers, parting, likely_causes(question, scratch))
 
 
-def _verdict(results: list[TrialResult], exact: bool, outcome: Outcome | None) -> str:
+def _verdict(results: list[TrialResult], exact: bool, explained: Explanation | None) -> str:
     counts = _listed([result.workers for result in results])
-    if outcome is not None:
-        return "\n".join([*outcome.lines(), "verdict: what is learned DEPENDS ON N"])
+    if explained is not None:
+        return "\n".join([*explained.lines(), "verdict: what is learned DEPENDS ON N"])
     measure = "the same bits" if exact else f"every tensor to {AGREEMENT:g} of its largest value"
     return f"verdict: the same is learned on {counts} workers ({measure})"
 
@@ -200,16 +200,18 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def _as_json(results: list[TrialResult], exact: bool, outcome: Outcome | None) -> dict[str, Any]:
+def _as_json(
+    results: list[TrialResult], exact: bool, explained: Explanation | None
+) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "same": outcome is None,
+        "same": explained is None,
         "demanded": "same bits" if exact else AGREEMENT,
         "runs": [asdict(result) for result in results],
     }
-    if outcome is not None:
-        parting = asdict(outcome.parting)
+    if explained is not None:
+        parting = asdict(explained.parting)
         del parting["before"]  # a path in the scratch folder
-        content["difference"] = {"workers": outcome.workers, **parting}
-        content["causes"] = [asdict(cause) for cause in outcome.findings.causes]
-        content["note"] = outcome.findings.note
+        content["difference"] = {"workers": explained.workers, **parting}
+        content["causes"] = [asdict(cause) for cause in explained.findings.causes]
+        content["note"] = explained.findings.note
     return content

@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from hvdtrain.config.options import build_config
 from hvdtrain.exchange import SingleProcess, params_sha256
 from hvdtrain.lab.verify_n.causes import Cause
-from hvdtrain.lab.verify_n.parting import AGREEMENT, largest_deviation
+from hvdtrain.lab.verify_n.parting import AGREEMENT, largest_gap
 from hvdtrain.lab.verify_n.passes import OUTSIDE, ModuleCall, Subject, digest, switched_off
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.prepare import prepare
@@ -35,7 +35,8 @@ SEED, OTHER_SEED = 1, 1001  # of passes; shares have those that follow
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Return the report of the experiments, or only the digests of data and parameters."""
-    config = build_config({"config": request["config_file"]})
+    # Gradients of shares are compared: shares of virtual workers would hide what is looked for.
+    config = build_config({"config": request["config_file"], "virtual_workers": None})
     exchange, topology = SingleProcess(), Topology()
     source = find_source(config, exchange, topology.local_rank)
     batch_size = config.batch.resolve(workers=1)
@@ -84,7 +85,7 @@ def find_causes(subject: Subject, exact: bool = False) -> list[Cause]:
 def _unrepeatable(subject: Subject, limit: float) -> Cause | None:
     """Return the cause if the same pass, seeded alike, gives two gradients."""
     gradients = [subject.gradient([subject.whole], SEED) for _ in range(2)]
-    found = largest_deviation(*gradients).relative
+    found = largest_gap(*gradients).relative
     if found <= limit:
         return None
     calls = [subject.calls(subject.whole, SEED) for _ in range(2)]
@@ -129,7 +130,7 @@ def _causes_of_shares(subject: Subject, suspects: dict[str, list[str]]) -> list[
 def _difference(subject: Subject) -> float:
     """Return how far the gradient of the whole batch is from the sum over its shares."""
     whole = subject.gradient([subject.whole], SEED)
-    return largest_deviation(whole, subject.gradient(subject.parts, OTHER_SEED)).relative
+    return largest_gap(whole, subject.gradient(subject.parts, OTHER_SEED)).relative
 
 
 def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) -> Cause:
@@ -161,7 +162,7 @@ def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) ->
 def _further_causes(subject: Subject) -> list[Cause]:
     """Return causes other than dropout and batch norm, which are switched off."""
     seeded = [subject.gradient([subject.whole], seed) for seed in (SEED, OTHER_SEED)]
-    random = largest_deviation(*seeded).relative
+    random = largest_gap(*seeded).relative
     if random > AGREEMENT:
         names = subject.drawing()
         return [
@@ -216,7 +217,7 @@ def _apart(tensors: Sequence[list[torch.Tensor]]) -> float:
             if len(set(shapes)) == 1 and sum(it.shape[dim] for it in rest) == first.shape[dim]:
                 whole[str(number)], joined[str(number)] = first, torch.cat(rest, dim)
                 break
-    return largest_deviation(whole, joined).relative
+    return largest_gap(whole, joined).relative
 
 
 def _loss_cause(subject: Subject) -> Cause | None:

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Gap:
     """The largest relative difference between two sets of tensors, and its place."""
 
     relative: float = 0.0  # max |difference| / max |reference|, of one tensor
@@ -41,23 +41,24 @@ class Deviation:
     index: tuple[int, ...] = ()
     reference: float = 0.0
     found: float = 0.0
+    kind: str = "parameter"  # or tensor: a buffer, or a moving average
 
     def described(self) -> str:
         """Return the place and both values as text."""
         place = f", index {list(self.index)}" if self.index else ""
-        return f"{self.tensor}{place}: {self.reference:.9g} and {self.found:.9g}"
+        return f"{self.kind} {self.tensor}{place}: {self.reference:.9g} and {self.found:.9g}"
 
 
-def largest_deviation(reference: Tensors, found: Tensors) -> Deviation:
+def largest_gap(reference: Tensors, found: Tensors) -> Gap:
     """Return the largest relative difference; infinity for a tensor that only one set holds."""
     for name in reference.keys() ^ found.keys():
-        return Deviation(math.inf, name)
+        return Gap(math.inf, name)
     largest = max(map(_magnitude, reference.values()), default=0.0)
-    worst = Deviation()
+    worst = Gap()
     for name, values in reference.items():
         one, other = (_wide(it) for it in (values, found[name]))
         if one.shape != other.shape:
-            return Deviation(math.inf, name)
+            return Gap(math.inf, name)
         distance = torch.where(one == other, 0.0, (one - other).abs()).nan_to_num(nan=math.inf)
         if not distance.numel() or not float(distance.max()):
             continue
@@ -65,7 +66,7 @@ def largest_deviation(reference: Tensors, found: Tensors) -> Deviation:
         relative = float(distance.max()) / scale if scale else math.inf
         if relative > worst.relative:
             index = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
-            worst = Deviation(relative, name, index, _number(one[index]), _number(other[index]))
+            worst = Gap(relative, name, index, _number(one[index]), _number(other[index]))
     return worst
 
 
@@ -86,27 +87,28 @@ def _number(value: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds of a model: trained parameters, and all else."""
+    """The tensors of a checkpoint: trained parameters, and all others."""
 
     parameters: Tensors
     others: Tensors  # buffers, and the moving average of the weights
 
-    def largest_deviation(self, found: Saved) -> Deviation:
+    def largest_gap(self, found: Saved) -> Gap:
         """Return the largest relative difference of any tensor."""
         pairs = ((self.parameters, found.parameters), (self.others, found.others))
-        return max((largest_deviation(*pair) for pair in pairs), key=lambda it: it.relative)
+        return max((largest_gap(*pair) for pair in pairs), key=lambda it: it.relative)
 
-    def deviation_above(self, limit: float, found: Saved) -> Deviation | None:
+    def gap_above(self, limit: float, found: Saved) -> Gap | None:
         """Return the largest difference above `limit`, of a parameter if any exceeds it, or None.
 
         With a limit of 0 the bits must be equal.
         """
-        for one, other in ((self.parameters, found.parameters), (self.others, found.others)):
-            worst = largest_deviation(one, other)
+        pairs = ((self.parameters, found.parameters), (self.others, found.others))
+        for kind, pair in zip(("parameter", "tensor"), pairs, strict=True):
+            worst = largest_gap(*pair)
             if worst.relative > limit:
-                return worst
-            if limit == 0 and (name := _unequal_bits(one, other)):
-                return Deviation(0.0, name)
+                return replace(worst, kind=kind)
+            if limit == 0 and (name := _unequal_bits(*pair)):
+                return Gap(0.0, name, kind=kind)
         return None
 
 
@@ -149,7 +151,7 @@ class Parting:
 
     step: int
     last_equal: int
-    deviation: Deviation
+    gap: Gap
     before: Path | None
 
     def contains(self, other: Parting) -> bool:
@@ -170,7 +172,7 @@ class Pair:
     runs: tuple[Path, Path]  # finished, and different at the end
     limit: float
 
-    def first_difference(self, at_end: Deviation) -> Parting:
+    def first_difference(self, at_end: Gap) -> Parting:
         """Return where the runs part; parts of them are run again as often as needed.
 
         `at_end`: the difference of the final tensors.
@@ -195,7 +197,7 @@ class Pair:
         for step in sorted(set.intersection(*(_steps(folder) for folder in folders))):
             paths = [folder / "checkpoints" / name_of(step) for folder in folders]
             one, other = map(read_saved, paths)
-            if found := one.deviation_above(self.limit, other):
+            if found := one.gap_above(self.limit, other):
                 return Parting(step, last, found, before)
             last, before = step, paths[0]
         return None

@@ -40,7 +40,7 @@ class Subject:
     """A model and one batch, read whole and in shares. Each pass starts from the same state."""
 
     def __init__(self, job: Job, indices: Indices, epoch: int, shares: int) -> None:
-        """`indices`: of the batch's samples. `shares`: how many, as far as there are samples."""
+        """Read the samples of `indices`, whole and in so many shares, fewer if samples are."""
         self.job = job
         self.model = job.model.train()
         cuts = [Shares(shares).of(indices, rank) for rank in range(shares)]
