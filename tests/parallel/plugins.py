@@ -187,12 +187,8 @@ def small_plain(shape, classes) -> torch.nn.Module:
     return _around()
 
 
-def small_dropout(shape, classes) -> torch.nn.Module:
-    return _around(torch.nn.Dropout(0.5))
-
-
-def small_batch_norm(shape, classes) -> torch.nn.Module:
-    return _around(torch.nn.BatchNorm1d(8))
+def small_dropout_and_batch_norm(shape, classes) -> torch.nn.Module:
+    return _around(torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8))
 
 
 class MeanLoss(Task):
