@@ -17,8 +17,8 @@ from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
 COMMANDS = (  # in the order of `hvdtrain --help`
-    *("train", "launch", "verify", "verify-resume", "export", "compare", "bench", "plan"),
-    *("evaluate", "predict", "doctor", "report"),
+    *("train", "launch", "verify", "verify-resume", "verify-n", "export", "compare", "bench"),
+    *("plan", "evaluate", "predict", "doctor", "report"),
 )
 
 

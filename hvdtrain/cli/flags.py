@@ -100,6 +100,31 @@ def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
     return build_config(vars(arguments), parser.explain(unknown))
 
 
+def add_trial_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that runs a `train` command several times."""
+    parser.add_argument(
+        "--controller", choices=("gloo", "mpi"), default="gloo", help="use this controller (gloo)"
+    )
+    parser.add_argument("train", nargs="*", metavar="-- train ...", help="verify this command")
+
+
+def read_trial_flags(
+    arguments: dict[str, Any], problems: list[str], command: str, usage: str
+) -> tuple[list[str], TrainConfig | None]:
+    """Return the train flags of `add_trial_flags`, and their configuration unless `problems` grow.
+
+    `command`: the name of the command that runs them; `usage`: its own flags.
+    """
+    from hvdtrain.lab.trials import chosen_flags
+
+    words = [part for part in arguments["train"] if part != "--"]
+    if words[:1] != ["train"]:
+        problems.append(f"usage: hvdtrain {command} {usage} -- train ...")
+        return [], None
+    problems += chosen_flags(words[1:], command)
+    return words[1:], attempt(problems, lambda: read_train_flags("train", words[1:]))
+
+
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of hosts and ssh, named as in horovodrun."""
     group = parser.add_argument_group(

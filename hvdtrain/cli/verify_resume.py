@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import read_train_flags
+from hvdtrain.cli.flags import add_trial_flags, read_trial_flags
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
@@ -15,28 +15,22 @@ DESCRIPTION = "Train once without and once with interruptions, and compare the p
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-np", type=int, default=1, metavar="N", help="run N workers (default: 1)")
-    parser.add_argument(
-        "--controller", choices=("gloo", "mpi"), default="gloo", help="use this controller (gloo)"
-    )
     parser.add_argument("--cuts", type=int, default=6, help="interrupt so many times (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="seed the random moments (default: 0)")
-    parser.add_argument("train", nargs="*", metavar="-- train ...", help="verify this command")
+    add_trial_flags(parser)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Verify and return the exit code. Raises UsageError."""
-    command = [part for part in arguments["train"] if part != "--"]
-    if command[:1] != ["train"]:
-        problems.append("usage: hvdtrain verify-resume [-np N] [--cuts K] -- train ...")
     if arguments["np"] < 1 or arguments["cuts"] < 1:
         problems.append(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+    flags, _ = read_trial_flags(arguments, problems, "verify-resume", "[-np N] [--cuts K]")
     if problems:
         raise UsageError(*problems)
-    read_train_flags("train", command[1:])  # report bad flags before anything starts
     from hvdtrain.lab.verify_resume import verify_resume
 
     return verify_resume(
-        command[1:],
+        flags,
         workers=arguments["np"],
         controller=arguments["controller"],
         cuts=arguments["cuts"],

@@ -1,1 +1,4 @@
-"""Commands that measure and verify: verify, verify-resume, compare, bench, plan and report."""
+"""Commands that measure and verify.
+
+verify, verify-resume, verify-n, compare, bench, plan and report.
+"""

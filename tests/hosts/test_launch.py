@@ -17,18 +17,19 @@ from tests.hosts.trials import (
     FAULTS,
     KILL_LAUNCHER,
     RESTART,
+    Scene,
     disturb,
     launch,
     undisturbed,
 )
-from tests.parallel.experiments import largest_difference, summary_and_weights, train
+from tests.parallel.experiments import summary_and_weights, train
 
 # Each fault once. (tests.campaigns.recovery repeats all of them on both controllers.)
 FAULTS_OF = {
     "gloo": ["SIGKILL a worker", BREAK_SSH, "fill the disk of rank 0", KILL_LAUNCHER],
     "mpi": ["SIGSTOP a worker", "abort in native code", "cut off a host"],
 }
-SAME_IN_FLOAT64 = 1e-9  # design: whole runs agree for all N
+VIRTUAL = "--virtual-workers=4"
 STEPS = {"gloo": 130, "mpi": 100}  # more than the faults leave time for
 
 
@@ -59,25 +60,33 @@ def test_what_is_learned_survives_every_fault(
 
 
 @pytest.mark.timeout(300)
-def test_the_same_experiment_goes_on_without_a_host_that_is_gone(
+def test_the_same_bits_though_a_host_is_lost_and_comes_back(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """Fails if a host without power is not noticed, if the job does not go on with those that are
-    left, or if it learns anything else than one process alone: by another global batch, say, or a
-    sample that was lost or counted twice.
+    left, or with all once it is back, or if virtual workers then end with other bits than in one
+    process: by a random number or statistic that was lost, a sample lost or counted twice.
     """
-    cluster, steps = make_cluster([1, 1, 1]), 30
-    lines = launch(cluster, "gloo", tmp_path / "runs", steps, "--min-np=2", train="--dtype=float64")
+    cluster, steps = make_cluster([1, 1, 1]), 60
+    lines = launch(cluster, "gloo", tmp_path / "runs", steps, "--min-np=2", train=VIRTUAL)
     lines.wait_for(f"step {CHECKPOINT_EVERY + 1}/", END_S)
     cluster.kill_host(2)
-    lines.wait_for(RESTART, 60)
+    restarted_s = lines.wait_for(RESTART, 60)
+    lines.wait_for("step ", END_S, restarted_s)
+    cluster.revive(2)
+    lines.wait_for_steps(CHECKPOINT_EVERY + 1)
+    Scene(cluster, tmp_path / "runs", lines, random.Random(0)).worker(1).kill()
     assert lines.wait(END_S) == 0, lines.text
     assert "left out: gamma: ssh: " in lines.text
-    flags = [*EXPERIMENT, f"--max-steps={steps}", "--dtype=float64"]
+    sizes = [
+        size for size in (2, 3) if f"{size} workers (gloo) for 4 virtual workers" in lines.text
+    ]
+    assert sizes == [2, 3], lines.text
+    flags = [*EXPERIMENT, f"--max-steps={steps}", VIRTUAL]
     assert train(flags, tmp_path / "alone", 1, "none").exit_code == 0
-    summary, weights = summary_and_weights(tmp_path / "runs" / "run")
-    alone, expected = summary_and_weights(tmp_path / "alone")
-    assert (summary["world_size"], alone["world_size"]) == (2, 1)
-    assert summary["samples_seen"] == alone["samples_seen"]
-    assert summary["audit"]["failed"] == 0
-    assert largest_difference(weights, expected) < SAME_IN_FLOAT64
+    summary, _ = summary_and_weights(tmp_path / "runs" / "run")
+    alone, _ = summary_and_weights(tmp_path / "alone")
+    assert (summary["world_size"], alone["world_size"]) == (3, 1)
+    assert summary["audit"]["failed"] == 0 < summary["audit"]["checked"]
+    for name in ("params_sha256", "samples_seen", "valid_loss", "train_loss"):
+        assert summary[name] == alone[name], name

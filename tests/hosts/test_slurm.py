@@ -96,13 +96,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def submit(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submit:
-    """Return a factory of jobs: submit("--nodes=3") with flags of sbatch; `train`: one of train."""
+    """Return a factory of jobs: submit("--nodes=3"), flags of sbatch; `train`: flags of train."""
 
     def submit(*flags: str, recipe: Path = RECIPE, train: str = "--seed=0") -> Job:
         slurm.wait_until_idle()
         folder = tmp_path_factory.mktemp("job")
         slurm.environment |= {GATE: str(folder / "gate"), "OMP_NUM_THREADS": "1"}
-        arguments = [*flags, f"--output={folder / 'output'}", str(recipe), *EXPERIMENT, train]
+        arguments = [
+            *flags,
+            f"--output={folder / 'output'}",
+            str(recipe),
+            *EXPERIMENT,
+            *train.split(),
+        ]
         return Job(slurm, slurm.submit(*arguments, f"--output={folder / 'runs'}"), folder)
 
     return submit
@@ -212,6 +218,35 @@ def test_a_host_that_goes_down_and_scancel(slurm: Slurm, submit: Submit) -> None
         assert slurm.job(job.number)["JobState"] == "CANCELLED"
     finally:
         slurm.ask("scontrol", "update", "NodeName=beta", "State=RESUME")
+
+
+@pytest.mark.timeout(600)
+def test_the_same_bits_after_a_requeue_on_fewer_hosts(
+    slurm: Slurm, submit: Submit, tmp_path: Path
+) -> None:
+    """Fails if a job that goes on with two hosts of three, as Slurm has given up one of them, ends
+    with other bits than one process.
+    """
+    virtual = "--virtual-workers=4 --checkpoint-interval=1"
+    job = submit("--nodes=3", train=virtual)
+    job.wait_for_steps()
+    assert slurm.job(job.number)["NodeList"] == "alpha,beta,gamma"
+    slurm.ask("scontrol", "update", "NodeName=gamma", "State=DOWN", "Reason=test")
+    try:
+        slurm.wait(job.number, states=["PENDING"], timeout_s=GONE_S)
+        slurm.ask("scontrol", "update", f"JobId={job.number}", "NumNodes=2", "NumTasks=2")
+        job.wait_for(RESUMED)
+        summary = job.finish()
+        assert slurm.job(job.number)["NodeList"] == "alpha,beta"
+    finally:
+        slurm.ask("scontrol", "update", "NodeName=gamma", "State=RESUME")
+    command = hvdtrain("train", *EXPERIMENT, *virtual.split(), f"--output={tmp_path}")
+    done = slurm.run(*command, "--experiment=alone", timeout_s=END_S)
+    assert done.exit_code == 0, done.output
+    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
+    assert (summary["world_size"], alone["world_size"]) == (2, 1)
+    for name in ("params_sha256", "samples_seen", "valid_loss"):
+        assert summary[name] == alone[name], job.output
 
 
 @pytest.mark.parametrize(

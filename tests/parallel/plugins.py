@@ -7,8 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from hvdtrain import Splits, Sums, Task, TensorSplit
+from hvdtrain.data import Dataset
 from hvdtrain.models import LeNet
 from hvdtrain.topology import Topology
 
@@ -214,3 +217,49 @@ def lenet_with_dropout(shape, classes) -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Upsample((28, 28)), LeNet(shape[0], classes), torch.nn.Dropout(0.1)
     )
+
+
+def _around(*middle: torch.nn.Module):
+    """Builds a small network for inputs of 16 values, with these modules as its number 2 and on."""
+    layers = [torch.nn.Flatten(), torch.nn.Linear(16, 8), *middle, torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(8, 10))
+
+
+def small_plain(shape, classes) -> torch.nn.Module:
+    return _around()
+
+
+def small_dropout_and_batch_norm(shape, classes) -> torch.nn.Module:
+    return _around(torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8))
+
+
+class MeanLoss(Task):
+    """The mistake of returning a mean where the sum over samples belongs."""
+
+    def build_data(self) -> Splits:
+        x = torch.linspace(-1, 1, 64, dtype=self.settings.dtype)[:, None]
+        split = TensorSplit(x.expand(64, 16), x**2)
+        return Splits("squares", train=split, valid=split)
+
+    def build_model(self) -> torch.nn.Module:
+        return _around()
+
+    def loss(self, model: torch.nn.Module, batch) -> Sums:
+        x, y = batch
+        return Sums((model(x) - y).square().mean(), len(x))
+
+
+class UnseededSplit(TensorSplit):
+    """From the second epoch on it adds noise that differs between processes and readings."""
+
+    def batch(self, indices, epoch=0):
+        inputs, labels = super().batch(indices, epoch)
+        noise = np.random.default_rng().normal(size=tuple(inputs.shape)) * (epoch > 0)
+        return inputs + torch.from_numpy(noise).to(inputs.dtype), labels
+
+
+def unseeded() -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs, labels = torch.randn((48, 1, 4, 4), generator=generator), torch.arange(48) % 10
+    valid = TensorSplit(inputs[:9].clone(), labels[:9])
+    return Dataset("unseeded", (1, 4, 4), 10, UnseededSplit(inputs, labels), valid)

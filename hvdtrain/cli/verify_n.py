@@ -1,0 +1,55 @@
+"""`hvdtrain verify-n -np 1,2,3 -- train ...`: a check that every N learns the same."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hvdtrain.cli.flags import add_trial_flags, read_trial_flags
+from hvdtrain.errors import UsageError
+from hvdtrain.files import json_problems
+from hvdtrain.topology import Topology
+
+HELP = "verify that a configuration learns the same on every N: -- train ..."
+DESCRIPTION = """\
+Train once on each number of workers, in float64, and compare the final parameters: every tensor
+must agree to 1e-9 of its largest magnitude. With --virtual-workers nothing is changed, and the
+parameters must be the same bit for bit.
+
+Exit code 17: they differ. The first step and the parameter are named, and the likely cause, found
+by experiment on that step's batch.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-np", metavar="A,B", help="run on these numbers of workers, such as 1,2,3")
+    parser.add_argument("--json", metavar="FILE", help="write runs, difference and causes to FILE")
+    add_trial_flags(parser)
+
+
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
+    """Verify and return the exit code. Raises UsageError."""
+    counts = _counts(arguments["np"], problems)
+    problems += json_problems(arguments["json"])
+    flags, config = read_trial_flags(arguments, problems, "verify-n", "-np 1,2,3")
+    if config is not None:
+        from hvdtrain.lab.verify_n.command import VerifyNOptions, unfit_for_every_n, verify_n
+
+        problems += unfit_for_every_n(config, counts)
+    if problems or config is None:
+        raise UsageError(*problems)
+    options = VerifyNOptions(flags, config, counts, arguments["controller"], arguments["json"])
+    return verify_n(options)
+
+
+def _counts(text: str | None, problems: list[str]) -> tuple[int, ...]:
+    """Return the numbers of workers, ascending; add to `problems` unless there are two or more."""
+    counts = set()
+    for part in (text or "").split(","):
+        if part.isascii() and part.isdigit() and int(part) > 0:
+            counts.add(int(part))
+        elif text is not None:
+            problems.append(f"-np={text}: {part!r} is not a number of workers, 1 or more")
+    if len(counts) < 2:
+        problems.append("-np: give two or more different numbers of workers, such as -np 1,2,3")
+    return tuple(sorted(counts))

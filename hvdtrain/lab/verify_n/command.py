@@ -1,0 +1,217 @@
+"""The runs of `hvdtrain verify-n`, one for each N, and what is printed and written about them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
+from hvdtrain.files import write_json
+from hvdtrain.lab.trials import Trial, scratch_folder, train_argv
+from hvdtrain.lab.verify_n.causes import Findings, Question, likely_causes
+from hvdtrain.lab.verify_n.parting import (
+    AGREEMENT,
+    PARTS,
+    Gap,
+    Pair,
+    Parting,
+    checkpoint_flags,
+    newest,
+    read_saved,
+)
+from hvdtrain.log import counted, say
+
+# What the runs need to be comparable to rounding errors of float64.
+IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
+
+
+@dataclass(frozen=True)
+class VerifyNOptions:
+    """The checked options of the command."""
+
+    train_flags: list[str]
+    config: TrainConfig  # what the flags mean
+    counts: tuple[int, ...]  # of workers, ascending; the first is the reference
+    controller: str  # gloo or mpi
+    json: str | None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A finished run on N workers, and its largest relative difference from the reference."""
+
+    workers: int
+    params_sha256: str
+    gap: Gap | None  # None: this is the reference
+    same: bool
+
+    def line(self) -> str:
+        """Return the line that is printed."""
+        text, found = f"N={self.workers:<3} {self.params_sha256}", self.gap
+        if found is None:
+            return f"{text}  the reference"
+        if not found.relative:
+            return f"{text}  no difference" + (" but in bits" if not self.same else "")
+        return f"{text}  largest relative difference {found.relative:.1e}, {found.tensor}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where and why two runs part."""
+
+    workers: tuple[int, int]  # of the reference, and of the other
+    parting: Parting
+    findings: Findings
+
+    def lines(self) -> list[str]:
+        """Return the lines that are printed."""
+        one, other = self.workers
+        parting = self.parting
+        lines = [
+            f"first difference: step {parting.step}, {parting.gap.described()} "
+            f"on N={one} and N={other} (relative difference {parting.gap.relative:.1e})"
+        ]
+        if parting.step > parting.last_equal + 1:
+            lines.append(
+                f"Equal after step {parting.last_equal}; in between it did not repeat when both "
+                "runs were made again"
+            )
+        for cause in self.findings.causes:
+            lines += [f"likely cause: {cause.text}", f"what to do: {cause.advice}"]
+        return [*lines, self.findings.note] if self.findings.note else lines
+
+
+def virtual_workers(config: TrainConfig) -> int | None:
+    """Return the number of virtual workers, with which every N must end with the same bits."""
+    found: int | None = getattr(config.batch, "virtual_workers", None)
+    return found
+
+
+def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]:
+    """Return the problems of a configuration that is another experiment for each N."""
+    problems = []
+    if config.batch.batch_size is not None:
+        problems.append(
+            f"--batch-size={config.batch.batch_size}: is per worker, so each N is another "
+            "experiment; give --global-batch-size"
+        )
+    if config.batch.rank_weights is not None:
+        problems.append(
+            f"--rank-weights={config.batch.rank_weights}: holds for one N only; leave it out"
+        )
+    virtual = virtual_workers(config)
+    problems += [
+        f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most {virtual}"
+        for workers in counts
+        if virtual is not None and workers > virtual
+    ]
+    return problems
+
+
+def verify_n(options: VerifyNOptions) -> int:
+    """Run the verification; return the exit code (17: what is learned depends on N).
+
+    Raises UsageError if the configuration is refused for some N, TrainingError if training fails.
+    """
+    exact = virtual_workers(options.config) is not None
+    flags = [*options.train_flags, *(() if exact else IN_FLOAT64)]
+    say(_how(options, exact))
+    with scratch_folder("verify-n") as scratch:
+        results: list[TrialResult] = []
+        for workers in options.counts:
+            run = _run_to_end(options, flags, workers, scratch)
+            results.append(_compare(run, workers, results[:1], exact))
+            say(results[-1].line())
+            if len(results) > 1 and (results[-1].same or not all(it.same for it in results[:-1])):
+                shutil.rmtree(run.path)  # of those that differ, only the first is looked into
+        apart = next((result for result in results if not result.same), None)
+        explained = _explain(options, flags, apart, scratch) if apart else None
+    say(_verdict(results, exact, explained))
+    write_json(options.json, _as_json(results, exact, explained))
+    return EXIT_MISMATCH if explained else EXIT_OK
+
+
+def _how(options: VerifyNOptions, exact: bool) -> str:
+    text = f"verify-n: one run for each N of {_listed(options.counts)}, {options.controller}"
+    if exact:
+        return f"{text}; every N must end with the same bits"
+    text += "; in float64, as float32 rounds differently for each N"
+    precision = options.config.precision
+    flags = (("amp", precision.amp), ("compression", precision.compression))
+    left_out = [f"--{name} {value}" for name, value in flags if value != "none"]
+    return f"{text}, and without {' and '.join(left_out)}" if left_out else text
+
+
+def _run_to_end(options: VerifyNOptions, flags: list[str], workers: int, scratch: Path) -> Trial:
+    """Return the finished run on N workers. Raises UsageError and TrainingError."""
+    steps = options.config.schedule.max_steps  # else checkpoints are those of the evaluations
+    kept = checkpoint_flags(math.ceil(steps / PARTS) if steps else 0)
+    argv = train_argv([*flags, *kept], workers, options.controller)
+    trial = Trial(argv, scratch, str(workers))
+    trial.wait()
+    if refused := trial.refusal():
+        raise UsageError(f"on {counted(workers, 'worker')}: {refused}")
+    try:
+        trial.wait_for_success()
+    except TrainingError as error:
+        raise TrainingError(f"on {counted(workers, 'worker')} {error}") from error
+    return trial
+
+
+def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) -> TrialResult:
+    """Return the difference of a finished run from the `first`, if there is one."""
+    digest = run.summary()["params_sha256"]
+    if not first:
+        return TrialResult(workers, digest, None, same=True)
+    one, other = map(read_saved, map(newest, (run.path.parent / str(first[0].workers), run.path)))
+    above = one.gap_above(AGREEMENT, other)
+    same = digest == first[0].params_sha256 if exact else above is None
+    return TrialResult(workers, digest, above or one.largest_gap(other), same)
+
+
+def _explain(
+    options: VerifyNOptions, flags: list[str], apart: TrialResult, scratch: Path
+) -> Explanation:
+    """Return where the run that differs parts from the reference, and why."""
+    exact = virtual_workers(options.config) is not None
+    workers = (options.counts[0], apart.workers)
+    say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
+    runs = (scratch / str(workers[0]), scratch / str(workers[1]))
+    pair = Pair(flags, options.controller, workers, runs, limit=0.0 if exact else AGREEMENT)
+    parting = pair.first_difference(apart.gap or Gap())
+    question = Question(options.config, parting.last_equal + 1, parting.before, workers[1], exact)
+    return Explanation(workers, parting, likely_causes(question, scratch))
+
+
+def _verdict(results: list[TrialResult], exact: bool, explained: Explanation | None) -> str:
+    counts = _listed([result.workers for result in results])
+    if explained is not None:
+        return "\n".join([*explained.lines(), "verdict: what is learned DEPENDS ON N"])
+    measure = "the same bits" if exact else f"every tensor to {AGREEMENT:g} of its largest value"
+    return f"verdict: the same is learned on {counts} workers ({measure})"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _as_json(
+    results: list[TrialResult], exact: bool, explained: Explanation | None
+) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "same": explained is None,
+        "demanded": "same bits" if exact else AGREEMENT,
+        "runs": [asdict(result) for result in results],
+    }
+    if explained is not None:
+        parting = asdict(explained.parting)
+        del parting["before"]  # a path in the scratch folder
+        content["difference"] = {"workers": explained.workers, **parting}
+        content["causes"] = [asdict(cause) for cause in explained.findings.causes]
+        content["note"] = explained.findings.note
+    return content
