@@ -11,6 +11,9 @@ from typing import NamedTuple
 from hvdtrain.errors import UsageError
 from hvdtrain.slurm import is_step
 
+# Set by `hvdtrain launch` where OMP_NUM_THREADS is its own: a host's cores by its workers.
+CORES_SHARED_OUT = "HVDTRAIN_CORES_SHARED_OUT"
+
 
 class Start(NamedTuple):
     """A launcher of several processes, with the environment variables that it sets in each."""

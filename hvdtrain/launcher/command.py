@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
-from hvdtrain.topology import Topology
+from hvdtrain.topology import CORES_SHARED_OUT, Topology
 
 # User variables that horovodrun and mpirun need; no others, since with Gloo horovodrun puts its
 # whole environment on every worker's command line, where all users of a host can read it.
@@ -176,6 +176,8 @@ def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[s
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
         RING_TOKEN: orders.ring_token,
     }
+    if "OMP_NUM_THREADS" not in of_user:
+        of_job[CORES_SHARED_OUT] = "1"
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // int(local_size))),

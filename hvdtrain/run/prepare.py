@@ -19,7 +19,7 @@ from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import check_sums
-from hvdtrain.topology import Topology
+from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.train.loop import Intervals, Job
 from hvdtrain.train.optimizers import build_optimizer
@@ -42,8 +42,7 @@ def prepare(
     if config.precision.deterministic:
         _demand_repetition(config, exchange)
     device = choose_device(config.model.device, topology)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    _choose_threads(config)
     virtual = config.batch.virtual_workers
     if virtual is not None and exchange.size > virtual:
         raise UsageError(
@@ -132,6 +131,17 @@ def _refuse_small_batches(
                     f"({sampler.samples} samples, {len(shares.weights)} {kind}s, "
                     f"--grad-accum-steps={accum_steps}). {advice}, or choose another batch"
                 )
+
+
+def _choose_threads(config: TrainConfig) -> None:
+    """Compute with one thread, unless the user or the launcher has chosen another number.
+
+    The launcher's number depends on how many workers share a host, and kernels split their sums by
+    thread. So with virtual workers only the user's number counts.
+    """
+    is_virtual = config.batch.virtual_workers is not None
+    if "OMP_NUM_THREADS" not in os.environ or (is_virtual and CORES_SHARED_OUT in os.environ):
+        torch.set_num_threads(1)
 
 
 def _demand_repetition(config: TrainConfig, exchange: Exchange) -> None:

@@ -36,6 +36,16 @@ def test_a_plain_model_learns_the_same(tmp_path: Path) -> None:
     assert 0 < found["runs"][2]["gap"]["relative"] < 1e-12
 
 
+def test_virtual_workers_end_with_the_same_bits(tmp_path: Path) -> None:
+    """Fails if float64 is used in place of the bits that virtual workers promise."""
+    flags = [f"--model={PLUGINS}:small_dropout_and_batch_norm", DATA, "--virtual-workers=3"]
+    finished, found = verify_n("1,2", tmp_path / "found.json", *flags, "--max-steps=4", BATCH)
+    assert finished.exit_code == 0, finished.output
+    assert "every N must end with the same bits" in finished.output
+    assert len({run["params_sha256"] for run in found["runs"]}) == 1
+
+
+BATCH = "--global-batch-size=25"
 SHORT = ["--global-batch-size=24", "--max-steps=3"]
 # The step, how the parameter's name may begin, causes with their modules, and advice for each.
 DIFFERENT = {

@@ -54,6 +54,7 @@ def test_workers_have_their_place(tmp_path: Path) -> None:
                 "HOROVOD_RANK": str(rank),
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+                "HVDTRAIN_CORES_SHARED_OUT": "1",
             }
             assert {name: found.get(name) for name in placed} == placed
     finally:
@@ -90,6 +91,7 @@ def test_whose_variables_win(job: Job) -> None:
     found = environment_of(job)
     assert found["DATA"] == "user's" and found["ONLY_HERE"] == "host's"
     assert found["SECRET_KEY"] == of_user["SECRET_KEY"] and found["OMP_NUM_THREADS"] == "7"
+    assert "HVDTRAIN_CORES_SHARED_OUT" not in found  # the number is the user's
     assert found["HOME"] == "/home/here" and found["SSH_AUTH_SOCK"] == "/tmp/here"
     assert found["HOROVOD_RANK"] == found["RANK"] == "0"
 

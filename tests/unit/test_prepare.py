@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
 from hvdtrain.run.prepare import choose_device, prepare
 from hvdtrain.run.tasks import Source, build_data, build_task
-from hvdtrain.topology import Topology
+from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
 from hvdtrain.train.loop import Job
 from tests.unit.threads import connect
@@ -275,3 +275,37 @@ def test_a_missing_gpu(visible: int, built: bool, expected: str, monkeypatch) ->
     with pytest.raises(UsageError, match=re.escape(f"--device=cuda: {expected}")) as caught:
         choose_device("cuda", Topology(2, 3, 2))
     assert ("per host" in str(caught.value)) == (visible > 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "virtual", "expected"),
+    [
+        ({}, None, 1),
+        ({"OMP_NUM_THREADS": "3"}, None, 3),
+        ({"OMP_NUM_THREADS": "3", CORES_SHARED_OUT: "1"}, None, 3),
+        ({"OMP_NUM_THREADS": "3"}, 4, 3),
+        ({"OMP_NUM_THREADS": "3", CORES_SHARED_OUT: "1"}, 4, 1),
+    ],
+)
+def test_compute_threads(
+    variables: dict[str, str],
+    virtual: int | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails if virtual workers compute with more threads where fewer workers share a host, so that
+    their bits depend on N, or if the number that the user has chosen is replaced.
+    """
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(3)  # as torch reads the variable when it is imported
+    prepared(100, 10, virtual_workers=virtual)
+    assert torch.get_num_threads() == expected
+
+
+def test_more_workers_than_virtual_ones_are_refused() -> None:
+    """Fails if a worker could be left without anything to compute."""
+    with pytest.raises(UsageError, match=r"--virtual-workers=2: of 3 workers some .* at most 2"):
+        prepared(90, 30, workers=3, virtual_workers=2)
+    prepared(90, 30, workers=3, virtual_workers=3)

@@ -86,12 +86,6 @@ class Explanation:
         return [*lines, self.findings.note] if self.findings.note else lines
 
 
-def virtual_workers(config: TrainConfig) -> int | None:
-    """Return the number of virtual workers, with which every N must end with the same bits."""
-    found: int | None = getattr(config.batch, "virtual_workers", None)
-    return found
-
-
 def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]:
     """Return the problems of a configuration that is another experiment for each N."""
     problems = []
@@ -104,7 +98,7 @@ def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]
         problems.append(
             f"--rank-weights={config.batch.rank_weights}: holds for one N only; leave it out"
         )
-    virtual = virtual_workers(config)
+    virtual = config.batch.virtual_workers
     problems += [
         f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most {virtual}"
         for workers in counts
@@ -118,7 +112,7 @@ def verify_n(options: VerifyNOptions) -> int:
 
     Raises UsageError if the configuration is refused for some N, TrainingError if training fails.
     """
-    exact = virtual_workers(options.config) is not None
+    exact = options.config.batch.virtual_workers is not None
     flags = [*options.train_flags, *(() if exact else IN_FLOAT64)]
     say(_how(options, exact))
     with scratch_folder("verify-n") as scratch:
@@ -178,7 +172,7 @@ def _explain(
     options: VerifyNOptions, flags: list[str], apart: TrialResult, scratch: Path
 ) -> Explanation:
     """Return where the run that differs parts from the reference, and why."""
-    exact = virtual_workers(options.config) is not None
+    exact = options.config.batch.virtual_workers is not None
     workers = (options.counts[0], apart.workers)
     say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
     runs = (scratch / str(workers[0]), scratch / str(workers[1]))
