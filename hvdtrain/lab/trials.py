@@ -66,14 +66,15 @@ class Trial:
         self.path = folder / name
         self._log = folder / f"{name}.log"
         self._mark = f"{os.getpid()}-{name}"
-        resume = [] if "--resume" in command else ["--resume", "auto"]
-        self._command = [*command, *resume, "--output", str(folder), "--experiment", name]
+        self._place = ["--output", str(folder), "--experiment", name]
         self._environment = os.environ | {MARK: self._mark, "PATH": search_path(os.environ)}
-        self.start()
+        self.start(command)
 
-    def start(self) -> None:
-        """Start or resume the job, in a session of its own."""
-        self._job = Commanded(self._command, self._log, self._environment)
+    def start(self, command: Sequence[str]) -> None:
+        """Start or resume the job, in a session of its own; `command`: of `train_argv`."""
+        resume = [] if "--resume" in command else ["--resume", "auto"]
+        argv = [*command, *resume, *self._place]
+        self._job = Commanded(argv, self._log, self._environment)
 
     def is_running(self) -> bool:
         return self._job.exit_code() is None

@@ -58,7 +58,7 @@ def _interrupted_hashes(
             if not run.cut(kind, dice, after_checkpoint=done % 4 != 3):
                 break  # the run finished first
             done += 1
-            run.start()
+            run.start(command)
         run.wait_for_success()
         hashes.append(run.summary()["params_sha256"])
         say(f"interrupted:   {hashes[-1]}")

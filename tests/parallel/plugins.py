@@ -213,6 +213,14 @@ def resnet_with_dropout(shape, classes) -> torch.nn.Module:
     return model
 
 
+def resnet18_with_dropout(shape, classes) -> torch.nn.Module:
+    from hvdtrain.models import build_model
+
+    model = build_model("resnet18-small", shape, classes, torch.float32)
+    model.fc = torch.nn.Sequential(torch.nn.Dropout(0.2), model.fc)
+    return model
+
+
 def lenet_with_dropout(shape, classes) -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Upsample((28, 28)), LeNet(shape[0], classes), torch.nn.Dropout(0.1)
