@@ -2,10 +2,8 @@
 
     hvdtrain launch -np 2 -- train --task examples.language_model:BatchFirst --opt adamw --lr 0.003
 
-`WithDropout` drops a tenth of the activations. With --virtual-workers 6 it ends with the same bits
-on 1 to 6 workers. `BatchSecond` learns what `BatchFirst` does. There the batch is dimension 1 of
-the tensors that the network sees, as recurrent and older Transformer code has it: only the data and
-the loss need to know.
+`BatchSecond` learns the same with the batch in dimension 1, as recurrent and older Transformer code
+has it: only data and loss need to know. `WithDropout` is for `--virtual-workers`.
 """
 
 from __future__ import annotations
@@ -60,17 +58,13 @@ class CharacterModel(nn.Module):
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         inputs = self.characters(codes) + self.places.weight.unsqueeze(self.batch_dimension)
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            CONTEXT, device=inputs.device, dtype=inputs.dtype
-        )
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, inputs.device, inputs.dtype)
         return self.head(self.encoder(inputs, mask=mask, is_causal=True))
 
 
 class BatchFirst(Task):
-    """Tensors of shape (batch, place)."""
-
     metrics = ("accuracy",)
-    batch_dimension = 0
+    batch_dimension = 0  # tensors of shape (batch, place)
     dropout = 0.0
 
     def build_data(self) -> Splits:
@@ -85,8 +79,8 @@ class BatchFirst(Task):
     def loss(self, model: nn.Module, batch: torch.Tensor) -> Sums:
         """A sequence's loss is the mean over its characters; the sum is over sequences.
 
-        Where sequences differ in length, count characters instead: `counts_samples = False`, sums
-        over them, and their number as `Sums.samples`. hvdtrain then divides by what all ranks have.
+        Where sequences differ in length, count characters: `counts_samples = False`, sums over
+        them, and their number as `Sums.samples`.
         """
         time = 1 - self.batch_dimension
         known, wanted = batch.narrow(time, 0, CONTEXT), batch.narrow(time, 1, CONTEXT).flatten()
@@ -97,12 +91,8 @@ class BatchFirst(Task):
 
 
 class BatchSecond(BatchFirst):
-    """Tensors of shape (place, batch)."""
-
-    batch_dimension = 1
+    batch_dimension = 1  # tensors of shape (place, batch)
 
 
 class WithDropout(BatchFirst):
-    """The same with dropout in each layer."""
-
     dropout = 0.1

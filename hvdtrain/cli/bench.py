@@ -173,7 +173,7 @@ def _wrong_virtual_workers(checked: dict[str, Any], topology: Topology) -> list[
         return []
     if checked["bench"] != "step":
         return [f"--virtual-workers={virtual}: is for bench step, not for {checked['bench']}"]
-    few = virtual < topology.size
+    few = 0 < virtual < topology.size
     return [f"--virtual-workers={virtual}: fewer than {topology.size} workers"] if few else []
 
 

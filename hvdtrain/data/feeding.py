@@ -53,7 +53,7 @@ class StepData:
     """The data of one step on one rank."""
 
     samples: int  # in the global batch, over all ranks
-    shares: Sequence[int]  # the share that each of this rank's batches is of
+    passes: Sequence[tuple[int, int]]  # for each of this rank's batches: its share, and its number
     batches: Iterator[Loaded]  # each share's part of each micro-batch
 
 
@@ -86,29 +86,28 @@ class Feed:
         batches = list(itertools.islice(self.sampler.global_batches(cursor), steps))
         parts = [self._parts(batch, rank) for batch in batches]
         epoch = cursor // self.sampler.samples
-        indices = [part for own in parts for _, part in own]
+        indices = [part for own in parts for part in own.values()]
         loaded = stream(self.split, indices, epoch)
         for batch, own in zip(batches, parts, strict=True):
-            shares = [share for share, _ in own]
-            yield StepData(len(batch), shares, itertools.islice(loaded, len(own)))
+            yield StepData(len(batch), list(own), itertools.islice(loaded, len(own)))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
-        loaded = stream(self.split, [part for _, part in parts], epoch)
-        return StepData(len(indices), [share for share, _ in parts], loaded)
+        loaded = stream(self.split, list(parts.values()), epoch)
+        return StepData(len(indices), list(parts), loaded)
 
-    def _parts(self, batch: Indices, rank: int) -> list[tuple[int, Indices]]:
-        """Return each of the rank's shares with its part of each micro-batch. Micro-batches are cut
-        from the global batch first, so they are the same for every N.
+    def _parts(self, batch: Indices, rank: int) -> dict[tuple[int, int], Indices]:
+        """Return the parts of the rank's shares, by share and number of the micro-batch. Micro-batches
+        are cut from the global batch first, so they are the same for every N.
         """
         cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
-        return [
-            (share, part)
+        return {
+            (share, number): part
             for share in self.shares.of_rank(rank)
-            for cut in cuts
+            for number, cut in enumerate(cuts)
             if len(part := self.shares.of(cut, share)) or (self.everyone and len(cut))
-        ]
+        }
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.distributed_optimizer import Trainable
 
@@ -106,8 +106,9 @@ class _Bucket:
 class CanonicalSums:
     """The sums of the gradients of one model over the shares of all ranks.
 
-    Per step: `begin`; the backward passes of a share, and `next_share` between shares; `last_pass`
-    before the last backward pass of this rank; `finish`.
+    Per step: `begin`; `begin_pass` before each backward pass, and `next_share` between shares;
+    `finish`. The first step does not overlap: it shows whether a backward pass makes any gradient
+    in several parts, as activation checkpointing can. Then no step does.
     """
 
     def __init__(
@@ -119,21 +120,17 @@ class CanonicalSums:
     ) -> None:
         """Prepare buckets and hooks. `shares`: number of shares over all ranks.
 
-        Raises UsageError for a trainable parameter that is neither float32 nor float64.
+        The trainable parameters must be those of `check_types`.
         """
         self._exchange = exchange
         self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
         self._optimizer = optimizer
         self._trainable = Trainable(model, optimizer)
-        self._overlaps = False
-        named = [(name, it) for name, it in model.named_parameters() if it.requires_grad]
-        if others := [f"{name} ({it.dtype})" for name, it in named if it.dtype not in _FORMATS]:
-            raise UsageError(
-                f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
-                f"{others[0]}: supported types are float32 and float64"
-            )
+        self._may_overlap: bool | None = None  # unknown before the first step has ended
+        self._overlaps = False  # in this pass
+        self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         # Backward passes make the gradients of the last layers first.
-        self._buckets = _make_buckets([parameter for _, parameter in reversed(named)])
+        self._buckets = _make_buckets([it for it in model.parameters() if it.requires_grad][::-1])
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -151,9 +148,10 @@ class CanonicalSums:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def last_pass(self) -> None:
-        """Overlap the exchange with the backward pass that follows, the last one of this rank."""
-        self._overlaps = True
+    def begin_pass(self, is_last: bool) -> None:
+        """Begin a backward pass; the exchange overlaps with the last one of this rank."""
+        self._made.clear()
+        self._overlaps = is_last and self._may_overlap is True
 
     def finish(self) -> None:
         """Collective: make every `.grad` the sum over all shares; zero if no share has a gradient.
@@ -161,6 +159,8 @@ class CanonicalSums:
         Raises TrainingError if the set of trainable parameters has changed.
         """
         self._overlaps = False
+        if self._may_overlap is None:
+            self._may_overlap = True
         self._trainable.check(self._optimizer)
         for bucket in self._buckets:
             if bucket.agreed is None:
@@ -172,7 +172,16 @@ class CanonicalSums:
             self._receive(bucket)
 
     def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
-        def gradient_is_ready(_: torch.Tensor) -> None:
+        def gradient_is_ready(parameter: torch.Tensor) -> None:
+            if parameter in self._made:
+                self._may_overlap = False
+                if bucket.agreed is not None:
+                    raise TrainingError(
+                        f"a backward pass has made the gradient of a parameter of shape "
+                        f"{list(parameter.shape)} in several parts, for the first time: with "
+                        "--virtual-workers it must do so from the first step on, or never"
+                    )
+            self._made.add(parameter)
             if not self._overlaps:
                 return
             bucket.missing -= 1
@@ -235,6 +244,16 @@ class CanonicalSums:
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
             own = total.view(-1)[start * BLOCK : start * BLOCK + parameter.numel()]
             parameter.grad = own.view(parameter.shape)
+
+
+def check_types(model: torch.nn.Module) -> None:
+    """Raise UsageError for a trainable parameter that is neither float32 nor float64."""
+    named = [(name, it) for name, it in model.named_parameters() if it.requires_grad]
+    if others := [f"{name} ({it.dtype})" for name, it in named if it.dtype not in _FORMATS]:
+        raise UsageError(
+            f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
+            f"{others[0]}: supported types are float32 and float64"
+        )
 
 
 def _make_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:

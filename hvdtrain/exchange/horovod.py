@@ -141,7 +141,12 @@ class HorovodExchange:
             tensors = model.state_dict()
             # Horovod does not broadcast bool: its bytes are sent.
             masks = {n: it.view(torch.uint8) for n, it in tensors.items() if it.dtype == torch.bool}
-            hvd.broadcast_parameters(tensors | masks, root_rank=0)
+            # Nor tensors that are not contiguous, such as those of channels_last layers.
+            dense = {n: it.contiguous() for n, it in (tensors | masks).items()}
+            hvd.broadcast_parameters(dense, root_rank=0)
+            for name, tensor in tensors.items():
+                if not tensor.is_contiguous():
+                    tensor.copy_(dense[name].view(tensor.dtype))
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
     @waits

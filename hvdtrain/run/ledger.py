@@ -109,7 +109,7 @@ class RunLedger(Ledger):
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        self._summary = _summary_at_start(exchange, self._evaluated)
+        self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
         self._audit = self._summary["audit"]
         if resumed:
             self._audit |= resumed["progress"]["audit"]
@@ -228,12 +228,15 @@ class RunLedger(Ledger):
         }
 
 
-def _summary_at_start(exchange: Exchange, evaluated: Iterable[str]) -> dict[str, Any]:
+def _summary_at_start(
+    exchange: Exchange, evaluated: Iterable[str], virtual_workers: int | None
+) -> dict[str, Any]:
     """Return the summary of a run that ends before its first step; `evaluated`: figures."""
     return {
         "status": "failed",
         "world_size": exchange.size,
         "controller": exchange.controller,
+        "virtual_workers": virtual_workers,
         "epochs": 0,
         "steps": 0,
         "samples_seen": 0,

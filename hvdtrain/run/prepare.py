@@ -14,7 +14,7 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import BadSample, Feed, may_skip, to_device
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
-from hvdtrain.log import say
+from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.tasks import Source, build_model
@@ -25,7 +25,7 @@ from hvdtrain.train.loop import Intervals, Job
 from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.schedules import make_schedule, scaled_lr
 from hvdtrain.train.update import Update
-from hvdtrain.train.workers import seed_all
+from hvdtrain.train.workers import check_model, seed_all
 from hvdtrain.weights import load_pretrained
 
 TRIED_SAMPLES = 2
@@ -49,8 +49,15 @@ def prepare(
             f"--virtual-workers={virtual}: of {exchange.size} workers some would have none "
             f"to compute: start at most {virtual}"
         )
+    if virtual is not None and virtual > global_batch_size:
+        raise UsageError(
+            f"--virtual-workers={virtual}: more than the samples of a global batch, which they "
+            f"share out: give at most {global_batch_size}"
+        )
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
     model = _make_model(config, source, exchange, device)
+    if virtual is not None:
+        check_model(model)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
@@ -127,8 +134,8 @@ def _refuse_small_batches(
                 kind = "virtual worker" if virtual else "worker"
                 advice = "Choose fewer of them" if virtual else "Add --sync-bn"
                 raise UsageError(
-                    f"{text} of a batch of {size} samples some {kind} gets {smallest} at a time "
-                    f"({sampler.samples} samples, {len(shares.weights)} {kind}s, "
+                    f"{text} of a batch of {counted(size, 'sample')} some {kind} gets {smallest} "
+                    f"at a time ({sampler.samples} samples, {counted(len(shares.weights), kind)}, "
                     f"--grad-accum-steps={accum_steps}). {advice}, or choose another batch"
                 )
 
@@ -166,7 +173,10 @@ def _try_once(
     Running statistics do not change. Random generators may advance, so seed them afterwards.
     """
     name, split = config.model.task, source.data.train
-    own = source.shares.of(np.arange(len(split)), rank)[:TRIED_SAMPLES]
+    shares = source.shares.of_rank(rank)
+    every = np.arange(len(split))
+    own = np.concatenate([every[:0], *(source.shares.of(every, share) for share in shares[:1])])
+    own = own[:TRIED_SAMPLES]
     if len(own) == 0:
         return
     model.eval()

@@ -150,8 +150,8 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [
-        f"--{option.name.replace('_', '-')}={wanted[option.name]}: the run in {path} was started "
-        f"with {stored[option.name]}; a resumed run is the same experiment: "
+        f"{_as_given(option, wanted[option.name])}: the run in {path} was started "
+        f"{_with(stored[option.name])}; a resumed run is the same experiment: "
         f"{_as_flag(option, stored[option.name])}"
         for option in train_options().values()
         if option.learns and wanted[option.name] != stored[option.name]
@@ -159,6 +159,15 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
     if problems:
         problems[-1] += f"; or give all its options: --config {path / 'config.yaml'}"
         raise UsageError(*problems)
+
+
+def _as_given(option: Option, value: Any) -> str:
+    flag = f"--{option.name.replace('_', '-')}"
+    return f"{flag} is not given" if value is None else f"{flag}={value}"
+
+
+def _with(value: Any) -> str:
+    return "without it" if value is None else f"with {value}"
 
 
 def _as_flag(option: Option, value: Any) -> str:

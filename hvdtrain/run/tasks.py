@@ -59,7 +59,8 @@ class Source:
         if global_batch_size > samples:
             text = f"--global-batch-size={global_batch_size}"
             if given.batch_size is not None:
-                workers = counted(len(self.shares.weights), "worker")
+                kind = "virtual worker" if isinstance(self.shares, VirtualShares) else "worker"
+                workers = counted(len(self.shares.weights), kind)
                 text = f"--batch-size={given.batch_size}: on {workers} that is {global_batch_size}"
             elif given.global_batch_size is None:
                 text += " (the default)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from hvdtrain.tasks import Task, check_sums, valid_metrics_of
 
 EVALUATION_BATCH = 512  # samples at a time on one rank: limits memory, does not affect results
 STOP, SAMPLES, COUNT, LOSS = range(4)
+
+Seed = Callable[[int, int, bool], None]  # share, number of its batch, whether it is being read
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,29 @@ def evaluate(
     exchange: Exchange,
     device: torch.device,
     stop_requested: Callable[[], bool] = lambda: False,
+    seed: Seed = lambda share, number, reading: None,
     waits: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
-    added over ranks, in float64, where counts are exact up to 2^53. `waits` is called before
-    waiting for other ranks. Raises Interrupted on all ranks if `stop_requested()` is true on any.
+    added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before
+    a batch is read, and before it is used; `waits` before waiting for other ranks. Raises
+    Interrupted on all ranks if `stop_requested()` is true on any.
     """
     was_training = model.training
     model.eval()
     names = valid_metrics_of(task)
     sizes = [1] * len(names) + [math.prod(shape) for shape in task.tables.values()]
     rows = torch.zeros((shares.rows, 4 + sum(sizes)), dtype=torch.float64)
-    parts = list(_parts(len(split), shares, exchange.rank))
+    parts = _parts(len(split), shares, exchange.rank)
     with torch.no_grad():
-        batches = stream(split, [part for _, part in parts], epoch=0)
-        for (row, _), loaded in zip(parts, batches, strict=True):
-            heads, *rest = rows[row].split([4, *sizes])
+        batches = stream(split, list(parts.values()), epoch=0)
+        for share, number in parts:
+            seed(share, number, True)
+            loaded = next(batches)
+            seed(share, number, False)
+            heads, *rest = rows[shares.row(share)].split([4, *sizes])
             if stop_requested():
                 heads[STOP] = 1
                 break
@@ -85,12 +92,14 @@ def evaluate(
     return _as_evaluation(totals, task)
 
 
-def _parts(samples: int, shares: SharesLike, rank: int) -> Iterator[tuple[int, Indices]]:
-    """Yield the samples of a rank, EVALUATION_BATCH at a time, with the row of their sums."""
-    for share in shares.of_rank(rank):
-        own = shares.of(np.arange(samples), share)
-        for start in range(0, len(own), EVALUATION_BATCH):
-            yield shares.row(share), own[start : start + EVALUATION_BATCH]
+def _parts(samples: int, shares: SharesLike, rank: int) -> dict[tuple[int, int], Indices]:
+    """Return the samples of a rank, EVALUATION_BATCH at a time, by share and number."""
+    return {
+        (share, number): own[start : start + EVALUATION_BATCH]
+        for share in shares.of_rank(rank)
+        for own in [shares.of(np.arange(samples), share)]
+        for number, start in enumerate(range(0, len(own), EVALUATION_BATCH))
+    }
 
 
 def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:

@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -147,6 +148,14 @@ class Job:
         return self.workers.statistics(average.module if average else self.model)
 
 
+class Pass(NamedTuple):
+    """A forward and backward pass of this rank."""
+
+    share: int
+    number: int  # within the share
+    loaded: Loaded
+
+
 @dataclass
 class State:
     """The progress and sums of a run; steps and samples seen determine the data that follow."""
@@ -238,6 +247,7 @@ def _evaluate(job: Job, meter: Meter, exchange: Exchange, keeper: Keeper) -> Eva
             exchange,
             job.device,
             stop_requested=keeper.stop_requested,
+            seed=partial(job.workers.seed, 0),
             waits=lambda: pulse.beat("exchange"),
         )
     if evaluation.samples == 0:
@@ -280,16 +290,18 @@ def train_step(
     shares = job.feed.shares
     sums = StepSums(job.device, job.task.metrics, shares.rows)
     weight = job.reduction.weight(exchange.size) / data.samples
-    own: list[Loaded] = []
+    own: list[Pass] = []
     job.workers.begin_step()
-    for number, (share, loaded) in enumerate(zip(data.shares, data.batches, strict=True), start=1):
+    for place, (share, number) in enumerate(data.passes, start=1):
+        job.workers.seed(step, share, number, reading=True)
+        loaded = next(data.batches)
         clock.enter("compute")
         if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-            job.workers.begin_pass(step, share, is_last=number == len(data.shares))
+            job.workers.begin_pass(step, share, number, is_last=place == len(data.passes))
             audit.begin_pass(share)
             _backward(job, loaded, weight, sums, shares.row(share))
             if exchange.size > 1:  # needed to find the rank of a gradient that is not finite
-                own.append(loaded)
+                own.append(Pass(share, number, loaded))
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
@@ -301,7 +313,7 @@ def train_step(
     clock.enter("update")
     found = job.update.not_finite()
     if found:
-        faulty = exchange.size == 1 or _own_are_faulty(job, found, own, weight)
+        faulty = exchange.size == 1 or _own_are_faulty(job, step, found, own, weight)
         _refuse_gradients(job, exchange, step, sums, found, faulty)
     logged = step % job.intervals.log == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
@@ -332,13 +344,14 @@ def _refuse_gradients(
     )
 
 
-def _own_are_faulty(job: Job, names: list[str], own: list[Loaded], weight: float) -> bool:
+def _own_are_faulty(job: Job, step: int, names: list[str], own: list[Pass], weight: float) -> bool:
     """Recompute this rank's own gradients, which the reduction has overwritten. Returns whether a
     gradient of `names` is not finite. Collective if layers are synchronised.
     """
     parameters = [job.model.get_parameter(name) for name in names]
     faulty = False
-    for loaded in own:
+    for share, number, loaded in own:
+        job.workers.repeat_pass(step, share, number)
         with job.update.autocast():
             loss = job.task.loss(job.model, to_device(loaded.batch, job.device)).loss
         gradients = torch.autograd.grad(loss * weight, parameters, allow_unused=True)

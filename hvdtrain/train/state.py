@@ -76,10 +76,11 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
         tensors |= {
             f"the moving average of {name}": average[f"module.{name}"] for name in trainable
         }
-    for rank, of_rank in enumerate(state["ranks"]):
-        for name, value in of_rank["buffers"].items():
+    for number, own_state in enumerate(state["ranks"]):
+        kind = "rank" if own_state["rng"] else "virtual worker"
+        for name, value in own_state["buffers"].items():
             if name.endswith(RUNNING):
-                tensors[f"{name} of rank {rank}"] = value
+                tensors[f"{name} of {kind} {number}"] = value
     found = not_finite({name: it for name, it in tensors.items() if isinstance(it, torch.Tensor)})
     more = f" (and {len(found) - 1} more)" if found[1:] else ""
     return f"{found[0]} is not finite{more}" if found else None

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from hvdtrain.data import VirtualShares
-from hvdtrain.errors import name_ranks
-from hvdtrain.exchange import Exchange, copied_to_cpu
-from hvdtrain.exchange.canonical import CanonicalSums
+from hvdtrain.errors import TrainingError, UsageError, name_ranks
+from hvdtrain.exchange import Exchange, copied_to_cpu, params_sha256
+from hvdtrain.exchange.canonical import CanonicalSums, check_types
 from hvdtrain.log import counted
 from hvdtrain.train.batchnorm import (
     SyncBatchNorm,
@@ -50,10 +50,20 @@ class Workers(Protocol):
     def begin_step(self) -> None:
         """Begin a step, before its first backward pass."""
 
-    def begin_pass(self, step: int, share: int, is_last: bool) -> None:
+    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         """Prepare the model for a pass over a part of `share`; passes of a share are adjacent.
 
-        `is_last`: it is this rank's last pass of the step.
+        `number`: of the pass within the share, from 0. `is_last`: it is this rank's last pass of
+        the step.
+        """
+
+    def repeat_pass(self, step: int, share: int, number: int) -> None:
+        """Prepare the model for the same pass again, whose gradients are not reduced."""
+
+    def seed(self, step: int, share: int, number: int, reading: bool) -> None:
+        """Seed the random generators for a pass, or for the reading of its data.
+
+        `step`: 0 in evaluations.
         """
 
     def reduce_gradients(self) -> None:
@@ -91,13 +101,17 @@ class RankWorker:
 
     def begin_step(self) -> None: ...
 
-    def begin_pass(self, step: int, share: int, is_last: bool) -> None: ...
+    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None: ...
+
+    def repeat_pass(self, step: int, share: int, number: int) -> None: ...
+
+    def seed(self, step: int, share: int, number: int, reading: bool) -> None: ...
 
     def reduce_gradients(self) -> None:
         self._exchange.reduce_gradients(self._optimizer)
 
     def states(self) -> list[WorkerState]:
-        buffers = copied_to_cpu(dict(self._model.named_buffers()))
+        buffers = copied_to_cpu(_buffers_of(self._model))
         return [{"buffers": buffers, "rng": _rng_state(self._device)}]
 
     def restore(
@@ -143,23 +157,53 @@ class VirtualWorkers:
         self._buffers = {share: _buffers_of(model) for share in self._own}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
+        self._versions: list[int] = []  # of the parameters, when the step began
+        self._first_hash: str | None = ""  # of the parameters, when the first step began
 
     def begin_step(self) -> None:
         self._current = None
+        self._versions = [parameter._version for parameter in self._model.parameters()]
+        if self._first_hash == "":
+            self._first_hash = params_sha256(self._model, with_buffers=False)
         self._sums.begin()
 
-    def begin_pass(self, step: int, share: int, is_last: bool) -> None:
-        if share != self._current:
-            if self._current is not None:
-                self._sums.next_share()
-            self._current = share
-            self._load(share)
-            seed_all(self._seed, step, share)
-        if is_last:
-            self._sums.last_pass()
+    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
+        if self._current not in (None, share):
+            self._sums.next_share()
+        self._current = share
+        self._sums.begin_pass(is_last)
+        self.repeat_pass(step, share, number)
+
+    def repeat_pass(self, step: int, share: int, number: int) -> None:
+        self._load(share)
+        self.seed(step, share, number, reading=False)
+
+    def seed(self, step: int, share: int, number: int, reading: bool) -> None:
+        # Reading has numbers of its own: a data loader draws some each time that it starts.
+        seed_all(self._seed, step, share, number, int(reading))
 
     def reduce_gradients(self) -> None:
+        self._refuse_changed_parameters()
         self._sums.finish()
+
+    def _refuse_changed_parameters(self) -> None:
+        """Raise TrainingError if a pass has changed parameters: each share would see other ones.
+
+        Changes through `.data` are detected in the first step only.
+        """
+        named = zip(self._model.named_parameters(), self._versions, strict=True)
+        changed = [name for (name, it), version in named if it._version != version]
+        if self._first_hash and not changed:
+            now = params_sha256(self._model, with_buffers=False)
+            changed = ["one that is changed through .data"] if now != self._first_hash else []
+        self._first_hash = None
+        if changed:
+            raise TrainingError(
+                "--virtual-workers: a forward pass has changed "
+                f"{counted(len(changed), 'parameter')} ({changed[0]}). Virtual workers compute one "
+                "after another, so later ones would see other values. Change parameters by the "
+                "optimizer alone, or make it a buffer, of which each virtual worker has its own"
+            )
 
     def states(self) -> list[WorkerState]:
         self._keep()
@@ -169,21 +213,23 @@ class VirtualWorkers:
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
         for share in self._own:
-            for name, buffer in self._buffers[share].items():
-                buffer.copy_(states[share]["buffers"][name])
+            _load_buffers(self._model, states[share]["buffers"])
+            self._buffers[share] = _buffers_of(self._model)
         self._loaded = None  # the model has other buffers than any worker
         return None
 
     @contextmanager
     def statistics(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Collective: yield `model` with averaged running statistics; other buffers: worker 0's."""
-        before = _buffers_of(model)
+        """Collective: yield `model` with averaged running statistics, and otherwise the buffers of
+        the last worker, which has samples in every batch.
+        """
+        before, last = _buffers_of(model), len(self._samples) - 1
         if before:
             self._keep()
-            buffers = [copied_to_cpu(self._buffers[0])] if 0 in self._own else []
+            buffers = [copied_to_cpu(self._buffers[last])] if last in self._own else []
             gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
-            (first,) = itertools.chain.from_iterable(gathered)
-            _load_buffers(model, first | self._averages())
+            (common,) = itertools.chain.from_iterable(gathered)
+            _load_buffers(model, common | self._averages())
         try:
             yield model
         finally:
@@ -197,8 +243,8 @@ class VirtualWorkers:
         lengths = [self._model.get_buffer(name).numel() for name in names]
         table = torch.zeros((len(self._samples), sum(lengths)), dtype=torch.float64)
         for share in self._own:
-            own = [self._buffers[share][name].reshape(-1) for name in names]
-            table[share] = torch.cat(own)
+            own = [self._buffers[share][name] for name in names]
+            table[share] = torch.cat([it.reshape(-1) for it in own if it is not None])
         table = self._exchange.sum_later(table, "hvdtrain.virtual.statistics")()
         weights = torch.tensor(self._samples, dtype=torch.float64)
         averages = (table * weights[:, None]).sum(0) / weights.sum()
@@ -214,17 +260,52 @@ class VirtualWorkers:
     def _keep(self) -> None:
         """Copy the model's buffers back to the worker that they are of."""
         if self._loaded is not None:
-            for name, kept in self._buffers[self._loaded].items():
-                kept.copy_(self._model.get_buffer(name))
+            self._buffers[self._loaded] = _buffers_of(self._model)
 
 
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+Buffers = dict[str, torch.Tensor | None]
 
 
-def _load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+def _slots(model: torch.nn.Module) -> Iterator[tuple[str, Buffers, str]]:
+    """Yield the full name of each buffer, the dictionary that holds it, and its key."""
+    for path, module in model.named_modules():
+        for key in module._buffers:
+            yield f"{path}.{key}" if path else key, module._buffers, key
+
+
+def _buffers_of(model: torch.nn.Module) -> Buffers:
+    return {
+        name: None if (buffer := held[key]) is None else buffer.clone()
+        for name, held, key in _slots(model)
+    }
+
+
+def _load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+    """Copy into the model's buffers; replace one that had none, another shape or another type."""
+    for name, held, key in _slots(model):
+        if name not in buffers:
+            continue
+        own, new = held[key], buffers[name]
+        if new is None:
+            held[key] = None
+        elif own is not None and own.is_contiguous() and own.numel() == new.numel():
+            own.copy_(new.view_as(own))
+        else:
+            device = own.device if own is not None else next(model.parameters()).device
+            held[key] = new.to(device, copy=True)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise UsageError for a model that virtual workers cannot share."""
+    check_types(model)
+    storages = {it.untyped_storage().data_ptr(): name for name, it in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name].view_as(buffer))
+        if buffer.numel() and (parameter := storages.get(buffer.untyped_storage().data_ptr())):
+            raise UsageError(
+                f"--virtual-workers: the buffer {name} shares memory with the parameter "
+                f"{parameter}: each virtual worker has its own buffers, but all share the "
+                "parameters. Clone it"
+            )
 
 
 def _describe_loss(before: int, now: int, own_statistics: bool) -> str:

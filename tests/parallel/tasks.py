@@ -7,6 +7,15 @@ import torch
 from hvdtrain import Splits, Sums, Task, TensorSplit
 
 
+class Noisy(TensorSplit):
+    """Replaces one token of each sequence at random, by torch's own generator."""
+
+    def batch(self, indices, epoch=0):
+        tokens = super().batch(indices, epoch)[0].clone()
+        tokens[:, 0] = torch.randint(0, 8, (len(tokens),))
+        return tokens, tokens
+
+
 class Tokens(Task):
     """Sequences of 1 to 9 tokens, padded with -1: the loss is the mean over all tokens."""
 
@@ -18,7 +27,7 @@ class Tokens(Task):
         tokens = torch.randint(0, 8, (170, 9), generator=generator)
         lengths = torch.randint(1, 10, (170, 1), generator=generator)
         tokens[torch.arange(9) >= lengths] = -1
-        train, valid = (TensorSplit(part, part) for part in (tokens[:133], tokens[133:]))
+        train, valid = (Noisy(part, part) for part in (tokens[:133], tokens[133:]))
         return Splits("tokens", train, valid)
 
     def build_model(self) -> torch.nn.Module:

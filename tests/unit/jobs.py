@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.audit import NoAudit
-from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
+from hvdtrain.data import GlobalBatchSampler, Shares, SharesLike, TensorSplit, VirtualShares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset
@@ -116,6 +116,7 @@ def make_job(
     total_steps: int = 10,
     accum: int = 1,
     weights: Sequence[float] | None = None,
+    virtual: int | None = None,
     sync_bn: bool = False,
     dtype: torch.dtype = torch.float64,
     **update: Any,
@@ -126,7 +127,9 @@ def make_job(
     if sync_bn:
         model = convert_to_sync(model, exchange)
     task = classification(dataset, dtype)
-    shares = Shares(exchange.size, weights)
+    shares: SharesLike = Shares(exchange.size, weights)
+    if virtual is not None:
+        shares = VirtualShares(Shares(virtual), shares.sizes(virtual))
     sampler = GlobalBatchSampler(len(dataset.train), batch, seed=5)
     job = Job(
         model=model,

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess, canonical
-from hvdtrain.exchange.canonical import CanonicalSums
+from hvdtrain.exchange.canonical import CanonicalSums, check_types
 from hvdtrain.ring.canonical import canonical_sum
 from hvdtrain.ring.operations import split_evenly
 from hvdtrain.ring.orders import differing_bits
@@ -96,8 +97,7 @@ def sums_of_rank(
         for number, factors in enumerate(own, start=1):
             if number > 1:
                 sums.next_share()
-            if number == len(own) and overlap:
-                sums.last_pass()
+            sums.begin_pass(is_last=overlap and number == len(own))
             if any(it is not None for it in factors):
                 model.loss([None if f is None else f * step for f in factors]).backward()
         sums.finish()
@@ -138,9 +138,53 @@ def test_sums_are_those_of_the_reference(
 def test_a_parameter_of_another_type_is_refused() -> None:
     """Fails if a gradient that cannot be rounded to integers begins to be summed."""
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"2 parameters .* such as weight \(torch.bfloat16\)"):
-        CanonicalSums(model, optimizer, 2, SingleProcess())
+        check_types(model)
+
+
+class TwoSegments(nn.Module):
+    """A layer in two segments of reentrant checkpoints: its gradient is made in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.is_checkpointed = True
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if self.is_checkpointed:
+                values = checkpoint(self.layer, values, use_reentrant=True)
+            else:
+                values = self.layer(values)
+        return values
+
+
+def test_a_gradient_made_in_several_parts() -> None:
+    """Fails if a gradient is sent before its last part, or if parts that begin only later, when
+    the first of them may have been sent, are not reported.
+    """
+    torch.manual_seed(2)
+    values = torch.randn(5, 3, requires_grad=True)
+    for first in (True, False):
+        model = TwoSegments()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sums = CanonicalSums(model, optimizer, 1, SingleProcess())
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            sums.begin()
+            sums.begin_pass(is_last=True)
+            model.is_checkpointed = first or step == 3
+            if not first and step == 3:
+                with pytest.raises(TrainingError, match="in several parts, for the first time"):
+                    model(values).sum().backward()
+                return
+            model(values).sum().backward()
+            sums.finish()
+            found = model.layer.weight.grad.clone()
+            model.is_checkpointed = False
+            optimizer.zero_grad()
+            expected = torch.autograd.grad(model(values).sum(), model.layer.weight)[0]
+            torch.testing.assert_close(found, expected)
 
 
 def test_a_parameter_that_is_unfrozen_later_is_reported() -> None:

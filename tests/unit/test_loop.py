@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.loop import Job, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture, restore
+from hvdtrain.train.workers import check_model
 from tests.unit.jobs import (
     Ran,
     equal,
@@ -286,3 +289,40 @@ def test_ranks_that_drift_apart_are_found_on_the_way() -> None:
         assert "after step 3" in str(caught.value)
 
     run_ranks(exchanges, work)
+
+
+class Teacher(nn.Module):
+    """Moves a frozen copy towards its own layer in each forward pass."""
+
+    def __init__(self, through_data: bool) -> None:
+        super().__init__()
+        self.layer, self.copy = nn.Linear(16, 7), nn.Linear(16, 7).requires_grad_(False)
+        self.through_data = through_data
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for own, other in zip(self.layer.parameters(), self.copy.parameters(), strict=True):
+            if self.through_data:
+                own.data.mul_(0.99)
+            else:
+                other.lerp_(own.detach(), 0.01)
+        return self.layer(images.flatten(1)) + self.copy(images.flatten(1))
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_parameters_that_a_pass_changes_are_refused(through_data: bool) -> None:
+    """Fails if virtual workers go on although the values that they see depend on N."""
+    data, build = made_up_data(20), partial(Teacher, through_data)
+    job = make_job(data, 8, SINGLE, build=build)
+    run_job(job, SINGLE)
+    job = make_job(data, 8, SINGLE, build=build, virtual=3)
+    with pytest.raises(TrainingError, match=r"a forward pass has changed .* parameter"):
+        run_job(job, SINGLE)
+
+
+def test_a_buffer_that_is_part_of_a_parameter_is_refused() -> None:
+    """Fails if the buffers of one virtual worker would undo updates of a parameter."""
+    model = nn.Linear(3, 3)
+    check_model(model)
+    model.register_buffer("diagonal", model.weight.detach().diagonal())
+    with pytest.raises(UsageError, match=r"the buffer diagonal shares memory .* weight: .* Clone"):
+        check_model(model)

@@ -98,7 +98,7 @@ def test_shares_of_two_are_enough(samples, batch, workers, options) -> None:
 def test_a_last_batch_that_is_not_reached_is_no_matter() -> None:
     """Fails when a run is refused for a batch after its end, or let go to meet it."""
     assert not prepared(101, 10, max_steps=10).feed.everyone
-    with pytest.raises(UsageError, match="of a batch of 1 samples some worker gets 1"):
+    with pytest.raises(UsageError, match="of a batch of 1 sample some worker gets 1"):
         prepared(101, 10, max_steps=11)
 
 

@@ -215,7 +215,7 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
 def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -> Measured:
     """Collective: measure virtual workers against a step of as many passes without them."""
     passes = -(-virtual // exchange.size)
-    plain = f"{OURS}, {counted(passes, 'pass')}" if passes > 1 else OURS
+    plain = f"{OURS}, {passes} passes" if passes > 1 else OURS
     contestants = {
         VIRTUAL: our_step(make_job(options, exchange, 1, virtual), exchange),
         plain: our_step(make_job(options, exchange, passes), exchange),
