@@ -98,7 +98,7 @@ class Feed:
         return StepData(len(indices), list(parts), loaded)
 
     def _parts(self, batch: Indices, rank: int) -> dict[tuple[int, int], Indices]:
-        """Return the parts of the rank's shares, by share and number of the micro-batch. Micro-batches
+        """Return the parts of the rank's shares, by share and micro-batch. Micro-batches
         are cut from the global batch first, so they are the same for every N.
         """
         cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]

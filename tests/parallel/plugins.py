@@ -180,11 +180,12 @@ def small_transformer(shape, classes) -> torch.nn.Module:
 class PixelCount(torch.nn.Module):
     """Has buffers of its own that the scores depend on, and random numbers, in evaluations too.
 
-    Buffers count the training passes and sum their pixels. One is made by the first pass.
+    Buffers count the training passes and sum their pixels. With `lazy`, the first pass makes one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: bool) -> None:
         super().__init__()
+        self.lazy = lazy
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         self.register_buffer("pixels", torch.zeros(()))
         self.register_buffer("darkest", None, persistent=False)
@@ -193,16 +194,17 @@ class PixelCount(torch.nn.Module):
         if self.training:
             self.passes += 1
             self.pixels += images.detach().mean()
+        if self.training and self.lazy:
             self.darkest = images.detach().amin(0) * (1 if self.darkest is None else 2)
         noise = 0.1 * torch.rand_like(images)
         darkest = 0 if self.darkest is None else self.darkest
         return images * (1 + 0.01 * self.pixels) + 0.001 * self.passes + noise + darkest
 
 
-def dropout_everywhere(shape, classes) -> torch.nn.Module:
+def dropout_everywhere(shape, classes, lazy=False) -> torch.nn.Module:
     """Batch norm, dropout of elements and of channels, and buffers of its own."""
     return torch.nn.Sequential(
-        PixelCount(),
+        PixelCount(lazy),
         torch.nn.Conv2d(shape[0], 4, 3, padding=1),
         torch.nn.BatchNorm2d(4),
         torch.nn.Dropout2d(0.2),
@@ -212,6 +214,10 @@ def dropout_everywhere(shape, classes) -> torch.nn.Module:
         torch.nn.Dropout(0.3),
         torch.nn.Linear(300, classes),
     )
+
+
+def dropout_and_lazy_buffer(shape, classes) -> torch.nn.Module:
+    return dropout_everywhere(shape, classes, lazy=True)
 
 
 def resnet_with_dropout(shape, classes) -> torch.nn.Module:

@@ -54,7 +54,11 @@ BITS = {
     "folder": ["--model=tests.unit.jobs:with_dropout", "--image-size=12", "--epochs=3"]
     + ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=22", "--workers=1"]
     + ["--virtual-workers=4"],
-    "double": [f"--model={PLUGINS}:dropout_everywhere", "--dtype=float64", "--virtual-workers=5"]
+    "double": [
+        f"--model={PLUGINS}:dropout_and_lazy_buffer",
+        "--dtype=float64",
+        "--virtual-workers=5",
+    ]
     + ["--global-batch-size=96", "--max-steps=5", "--lr=0.05"],
 }
 FEATURES = {

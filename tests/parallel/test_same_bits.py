@@ -11,7 +11,11 @@ from tests.parallel.experiments import summary_and_weights, train
 from tests.parallel.launching import horovodrun
 
 # 100 samples in 12 shares: 8 or 9 each, which are others where 33 samples are cut in 4.
-RUN = ["--model=tests.parallel.plugins:dropout_everywhere", "--virtual-workers=12", "--lr=0.05"]
+RUN = [
+    "--model=tests.parallel.plugins:dropout_and_lazy_buffer",
+    "--virtual-workers=12",
+    "--lr=0.05",
+]
 RUN += ["--global-batch-size=100", "--seed=6"]
 
 
