@@ -20,7 +20,7 @@ from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.loop import Job
+from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Totals
 
 SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import resource
 import sys
 import time
@@ -13,10 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from hvdtrain import __version__
 from hvdtrain.audit import AuditRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
@@ -25,10 +21,12 @@ from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
+from hvdtrain.run.machine import machine, print_changes, versions
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
-from hvdtrain.train.loop import Job, Outcome
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import Outcome
 from hvdtrain.train.metering import Totals
 
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
@@ -114,7 +112,7 @@ class RunLedger(Ledger):
         if resumed:
             self._audit |= resumed["progress"]["audit"]
             self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
-            _print_changes(resumed["progress"].get("machine", {}), self._summary["machine"])
+            print_changes(resumed["progress"].get("machine", {}), self._summary["machine"])
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -249,42 +247,9 @@ def _summary_at_start(
         "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
-        "versions": _versions(),
-        "machine": _machine(),
+        "versions": versions(),
+        "machine": machine(),
     }
-
-
-def _machine() -> dict[str, str]:
-    """Return what the bits of results depend on, besides the configuration and the data."""
-    processor = platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line[:10] == "model name"]
-        processor = next(iter(models), processor)
-    return {
-        "processor": f"{processor}, {torch.backends.cpu.get_cpu_capability()}",
-        "compute_threads": str(torch.get_num_threads()),
-        "torch": str(torch.__version__),
-    }
-
-
-def _print_changes(before: dict[str, str], now: dict[str, str]) -> None:
-    """Print a notice for each property of the machine that has changed since the checkpoint."""
-    for name, value in before.items():
-        if now.get(name) != value:
-            say(
-                f"resume: {name.replace('_', ' ')}: {value} then, {now.get(name)} now: bits may "
-                "differ from those of the uninterrupted run"
-            )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"hvdtrain": __version__, "python": platform.python_version()}
-    versions["torch"] = str(torch.__version__)
-    for package in ("horovod", "mpi4py"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def take_cause(folder: Path) -> str | None:

@@ -21,7 +21,7 @@ from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
-from hvdtrain.train.loop import Intervals, Job
+from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.optimizers import build_optimizer
 from hvdtrain.train.schedules import make_schedule, scaled_lr
 from hvdtrain.train.update import Update
@@ -43,21 +43,9 @@ def prepare(
         _demand_repetition(config, exchange)
     device = choose_device(config.model.device, topology)
     _choose_threads(config)
-    virtual = config.batch.virtual_workers
-    if virtual is not None and exchange.size > virtual:
-        raise UsageError(
-            f"--virtual-workers={virtual}: of {exchange.size} workers some would have none "
-            f"to compute: start at most {virtual}"
-        )
-    if virtual is not None and virtual > global_batch_size:
-        raise UsageError(
-            f"--virtual-workers={virtual}: more than the samples of a global batch, which they "
-            f"share out: give at most {global_batch_size}"
-        )
+    _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
     model = _make_model(config, source, exchange, device)
-    if virtual is not None:
-        check_model(model)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
@@ -94,6 +82,22 @@ def prepare(
     )
 
 
+def _refuse_virtual_workers(virtual: int | None, workers: int, global_batch_size: int) -> None:
+    """Raise UsageError for fewer virtual workers than workers, or more than samples."""
+    if virtual is None:
+        return
+    if workers > virtual:
+        raise UsageError(
+            f"--virtual-workers={virtual}: of {workers} workers some would have none to compute: "
+            f"start at most {virtual}"
+        )
+    if virtual > global_batch_size:
+        raise UsageError(
+            f"--virtual-workers={virtual}: more than the samples of a global batch, which they "
+            f"share out: give at most {global_batch_size}"
+        )
+
+
 def _make_model(
     config: TrainConfig, source: Source, exchange: Exchange, device: torch.device
 ) -> torch.nn.Module:
@@ -106,6 +110,8 @@ def _make_model(
         for note in load_pretrained(model, Path(config.model.pretrained)):
             if exchange.rank == 0:
                 say(f"pretrained: {note}")
+    if config.batch.virtual_workers is not None:
+        check_model(model)
     _try_once(model, source, config, exchange.rank, device)
     seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
     return model

@@ -28,7 +28,8 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.run.ledger import Ledger
 from hvdtrain.slurm import in_job
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.loop import Job, State
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import State
 from hvdtrain.train.state import capture
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

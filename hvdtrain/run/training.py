@@ -35,7 +35,8 @@ from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_chang
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.train.loop import Hooks, Job, Outcome, State
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
 

@@ -61,9 +61,9 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    names = valid_metrics_of(task)
-    sizes = [1] * len(names) + [math.prod(shape) for shape in task.tables.values()]
-    rows = torch.zeros((shares.rows, 4 + sum(sizes)), dtype=torch.float64)
+    names = (*valid_metrics_of(task), *task.tables)
+    width = 4 + len(valid_metrics_of(task)) + sum(map(math.prod, task.tables.values()))
+    rows = torch.zeros((shares.rows, width), dtype=torch.float64)
     parts = _parts(len(split), shares, exchange.rank)
     with torch.no_grad():
         batches = stream(split, list(parts.values()), epoch=0)
@@ -71,19 +71,19 @@ def evaluate(
             seed(share, number, True)
             loaded = next(batches)
             seed(share, number, False)
-            heads, *rest = rows[shares.row(share)].split([4, *sizes])
+            row = rows[shares.row(share)]
             if stop_requested():
-                heads[STOP] = 1
+                row[STOP] = 1
                 break
             if loaded.samples == 0:
                 continue  # none of the batch could be read
             sums = task.evaluate(model, to_device(loaded.batch, device))
             sums = check_sums(sums, task, loaded.samples, training=False)
-            heads[SAMPLES] += loaded.samples
-            heads[COUNT] += sums.samples
-            heads[LOSS] += sums.loss.double().cpu()
-            for total, name in zip(rest, (*names, *task.tables), strict=True):
-                total += sums.metrics[name].double().reshape(-1).cpu()
+            figures = [sums.metrics[name].double().reshape(-1).cpu() for name in names]
+            row[SAMPLES] += loaded.samples
+            row[COUNT] += sums.samples
+            row[LOSS] += sums.loss.double().cpu()
+            row[4:] += torch.cat(figures) if figures else 0
     model.train(was_training)
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)

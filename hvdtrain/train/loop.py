@@ -13,31 +13,21 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
-from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
-from hvdtrain.data.feeding import Feed, Loaded, StepData, may_skip, to_device
-from hvdtrain.data.splits import Splits
+from hvdtrain.data.feeding import Loaded, StepData, may_skip, to_device
 from hvdtrain.errors import TrainingError, name_ranks
-from hvdtrain.exchange import (
-    SUM,
-    Exchange,
-    Reduction,
-    check_equal_on_all_ranks,
-    make_gradients_dense,
-)
-from hvdtrain.tasks import Task, check_sums
+from hvdtrain.exchange import Exchange, check_equal_on_all_ranks
+from hvdtrain.tasks import check_sums
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
+from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, Meter, PhaseClock, StepSums, Totals
-from hvdtrain.train.schedules import Schedule
-from hvdtrain.train.update import Update, not_finite
-from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
+from hvdtrain.train.update import not_finite
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
 
@@ -90,69 +80,12 @@ class Hooks:
     profiler: StepHook  # called before and after the whole step
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Intervals of recurring actions, in steps (`evaluation`: in epochs); 0 means never."""
-
-    log: int
-    evaluation: int
-    checkpoint: int
-    hash: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training job: model, data, update rule and length."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    update: Update
-    task: Task
-    data: Splits
-    feed: Feed
-    valid_shares: SharesLike
-    schedule: Schedule
-    total_steps: int
-    device: torch.device
-    intervals: Intervals
-    reduction: Reduction = SUM
-    fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
-    seed: int = 0  # of the virtual workers' random numbers
-    workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
-
-    def distributed(self, exchange: Exchange) -> Job:
-        """Collective: return this job with an optimizer that reduces gradients over ranks."""
-        model, shares, batch = self.model, self.feed.shares, self.sampler.global_batch_size
-        if isinstance(shares, VirtualShares):
-            make_gradients_dense(model, self.optimizer)
-            exchange.broadcast_state(model, self.optimizer)
-            virtual = VirtualWorkers(model, self.optimizer, exchange, shares, self.seed, batch)
-            return replace(self, workers=virtual)
-        optimizer = exchange.distribute(
-            self.optimizer, model, self.feed.micro_batches, self.reduction
-        )
-        samples = shares.sizes(batch)[exchange.rank]
-        worker = RankWorker(model, optimizer, exchange, self.device, samples)
-        return replace(self, optimizer=optimizer, workers=worker)
-
-    @property
-    def sampler(self) -> GlobalBatchSampler:
-        """The order of the samples."""
-        return self.feed.sampler
-
-    def evaluated_model(self) -> AbstractContextManager[torch.nn.Module]:
-        """Collective: return a context of the model to save (the average, if any), which has the
-        statistics of all workers.
-        """
-        average = self.update.average
-        return self.workers.statistics(average.module if average else self.model)
-
-
 class Pass(NamedTuple):
     """A forward and backward pass of this rank."""
 
     share: int
     number: int  # within the share
+    is_last: bool  # of this rank in the step
     loaded: Loaded
 
 
@@ -287,21 +220,18 @@ def train_step(
         group["lr"] = job.schedule(step - 1)
     job.optimizer.zero_grad()
     audit.begin(step)
-    shares = job.feed.shares
-    sums = StepSums(job.device, job.task.metrics, shares.rows)
+    sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
     weight = job.reduction.weight(exchange.size) / data.samples
     own: list[Pass] = []
     job.workers.begin_step()
-    for place, (share, number) in enumerate(data.passes, start=1):
-        job.workers.seed(step, share, number, reading=True)
-        loaded = next(data.batches)
+    for it in _passes(job, step, data):
         clock.enter("compute")
-        if loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-            job.workers.begin_pass(step, share, number, is_last=place == len(data.passes))
-            audit.begin_pass(share)
-            _backward(job, loaded, weight, sums, shares.row(share))
+        if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+            job.workers.begin_pass(step, it.share, it.number, it.is_last)
+            audit.begin_pass(it.share)
+            _backward(job, it, weight, sums)
             if exchange.size > 1:  # needed to find the rank of a gradient that is not finite
-                own.append(Pass(share, number, loaded))
+                own.append(it)
         clock.enter("data")
     clock.enter("exchange")
     sums.start(exchange, step, stop_requested, clock.take())
@@ -350,21 +280,28 @@ def _own_are_faulty(job: Job, step: int, names: list[str], own: list[Pass], weig
     """
     parameters = [job.model.get_parameter(name) for name in names]
     faulty = False
-    for share, number, loaded in own:
-        job.workers.repeat_pass(step, share, number)
+    for it in own:
+        job.workers.repeat_pass(step, it.share, it.number)
         with job.update.autocast():
-            loss = job.task.loss(job.model, to_device(loaded.batch, job.device)).loss
+            loss = job.task.loss(job.model, to_device(it.loaded.batch, job.device)).loss
         gradients = torch.autograd.grad(loss * weight, parameters, allow_unused=True)
         known = {str(i): it for i, it in enumerate(gradients) if it is not None}
         faulty = faulty or bool(not_finite(known))
     return faulty
 
 
-def _backward(job: Job, loaded: Loaded, weight: float, sums: StepSums, row: int) -> None:
-    """Add the weighted gradient of a part of a micro-batch to `.grad`, and its sums to `row`."""
-    batch = to_device(loaded.batch, job.device)
+def _passes(job: Job, step: int, data: StepData) -> Iterator[Pass]:
+    """Read and yield the passes of this rank, one after another."""
+    for place, (share, number) in enumerate(data.passes, start=1):
+        job.workers.seed(step, share, number, reading=True)
+        yield Pass(share, number, place == len(data.passes), next(data.batches))
+
+
+def _backward(job: Job, own: Pass, weight: float, sums: StepSums) -> None:
+    """Add the weighted gradient of a part of a micro-batch to `.grad`, and its sums to `sums`."""
+    batch = to_device(own.loaded.batch, job.device)
     with job.update.autocast():
         found = job.task.loss(job.model, batch)
-    found = check_sums(found, job.task, loaded.samples, training=True)
+    found = check_sums(found, job.task, own.loaded.samples, training=True)
     job.update.scale(found.loss * weight).backward()
-    sums.add(found, loaded.bad, row)
+    sums.add(found, own.loaded.bad, job.feed.shares.row(own.share))

@@ -11,7 +11,8 @@ import torch
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
 from hvdtrain.train.checkpoint import Snapshot
-from hvdtrain.train.loop import Job, State
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import State
 from hvdtrain.train.update import not_finite
 
 # Statistics of normalisation layers; other buffers may be infinite.

@@ -31,7 +31,8 @@ from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.train.loop import Job, train_step
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import train_step
 from hvdtrain.train.metering import PhaseClock
 
 PLUGINS = "tests.parallel.plugins"

@@ -49,7 +49,8 @@ from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.train.evaluate import Interrupted
-from hvdtrain.train.loop import Intervals, Job, State
+from hvdtrain.train.job import Intervals, Job
+from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter, StepSums
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE
 from hvdtrain.train.state import capture

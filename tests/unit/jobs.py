@@ -24,7 +24,8 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.loop import Hooks, Intervals, Job, Outcome, State, StepHook, train, train_step
+from hvdtrain.train.job import Intervals, Job
+from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, train, train_step
 from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
 from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore

@@ -13,7 +13,8 @@ from torch import nn
 from hvdtrain.audit import NoAudit
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train.loop import Job, State
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture, find_not_finite
 from hvdtrain.train.update import not_finite

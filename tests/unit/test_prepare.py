@@ -19,7 +19,7 @@ from hvdtrain.run.prepare import choose_device, prepare
 from hvdtrain.run.tasks import Source, build_data, build_task
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
-from hvdtrain.train.loop import Job
+from hvdtrain.train.job import Job
 from tests.unit.threads import connect
 
 NORMALISES = "tests.unit.jobs:with_batch_norm"

@@ -21,7 +21,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.tasks import Settings, Sums, Task, check_sums
 from hvdtrain.train.evaluate import evaluate
-from hvdtrain.train.loop import Job
+from hvdtrain.train.job import Job
 from tests.unit.jobs import CPU, made_up_data, make_job, one_step
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hvdtrain.audit import NoAudit
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train.loop import Job
+from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT
 from tests.unit.jobs import (
     CLASSES,

@@ -41,7 +41,8 @@ from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.loop import Audit, Intervals, Job, State, train_step
+from hvdtrain.train.job import Intervals, Job
+from hvdtrain.train.loop import Audit, State, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update

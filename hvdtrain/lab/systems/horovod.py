@@ -16,7 +16,8 @@ from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.lab.systems.contract import Parameters, Place, RingTraffic, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
-from hvdtrain.train.loop import Intervals, Job, train_step
+from hvdtrain.train.job import Intervals, Job
+from hvdtrain.train.loop import train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.update import Update
 

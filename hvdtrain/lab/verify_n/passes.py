@@ -20,7 +20,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import copied_to_cpu
 from hvdtrain.tasks import Sums
 from hvdtrain.train.batchnorm import SyncBatchNorm
-from hvdtrain.train.loop import Job
+from hvdtrain.train.job import Job
 
 OUTSIDE = "the task's loss, outside of its modules"
 

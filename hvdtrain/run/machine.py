@@ -1,0 +1,47 @@
+"""The machine and the software of a run, which are recorded, and compared on resume."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from hvdtrain import __version__
+from hvdtrain.log import say
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of hvdtrain, Python and the libraries that compute and exchange."""
+    found = {"hvdtrain": __version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
+    for package in ("horovod", "mpi4py"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Return what the bits of results depend on, besides the configuration and the data."""
+    processor = platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line[:10] == "model name"]
+        processor = next(iter(models), processor)
+    return {
+        "processor": f"{processor}, {torch.backends.cpu.get_cpu_capability()}",
+        "compute_threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+    }
+
+
+def print_changes(before: dict[str, str], now: dict[str, str]) -> None:
+    """Print a notice for each property of the machine that has changed since the checkpoint."""
+    for name, value in before.items():
+        if now.get(name) != value:
+            say(
+                f"resume: {name.replace('_', ' ')}: {value} then, {now.get(name)} now: bits may "
+                "differ from those of the uninterrupted run"
+            )
