@@ -144,7 +144,7 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
     for (name, samples, accum_steps, shares), reduction in product(cases, (SUM, AVERAGE)):
         dataset = made_up_images(samples)
         indices = np.arange(samples)
-        alone = make_job(dataset, name)
+        alone = make_job(dataset, name).distributed(SingleProcess())
         one_step(alone, SingleProcess(), NoAudit(), 1, indices)
         together = make_job(dataset, name, accum_steps, shares)
         together = distributed(replace(together, reduction=reduction), exchange)
@@ -548,6 +548,9 @@ class FaultyExchangeAudit:
 
     def begin(self, step: int) -> None:
         self._audit.begin(step)
+
+    def begin_pass(self, share: int) -> None:
+        self._audit.begin_pass(share)
 
     def end(self, step: int) -> None:
         if self._fault:
