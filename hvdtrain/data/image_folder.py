@@ -299,7 +299,7 @@ class ImageSamples:
         picture = read_image(path, self.form.channels, self.max_pixels)
         with torch.random.fork_rng(devices=[]):
             (own,) = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)
-            torch.manual_seed(int(own >> np.uint64(1)))
+            torch.default_generator.manual_seed(int(own >> np.uint64(1)))
             pixels = _changes(self.form, self.hflip, self.crop_scale)(picture)
         return pixels, label
 

@@ -32,7 +32,7 @@ from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.distributed_optimizer import Trainable
 
 BLOCK = 256  # elements of a parameter that share an exponent
-BUCKET_BYTES = 1 << 20  # smaller parameters travel together
+BUCKET_BYTES = 1 << 18  # smaller parameters travel together
 ROWS_AT_A_TIME = 256  # blocks converted at a time, so that they stay in a core's cache
 
 
@@ -257,18 +257,17 @@ def check_types(model: torch.nn.Module) -> None:
 
 
 def _make_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
-    """Group parameters of one type and device, in order, to buckets of about BUCKET_BYTES."""
+    """Group parameters of one type and device, in order, to buckets of BUCKET_BYTES or more."""
     groups: list[list[torch.nn.Parameter]] = []
-    room = 0
+    size = 0  # of the last one
     for it in parameters:
-        size = it.numel() * it.element_size()
         same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (it.dtype, it.device)
-        if same and size <= room:
+        if same and size < BUCKET_BYTES:
             groups[-1].append(it)
         else:
             groups.append([it])
-            room = BUCKET_BYTES
-        room -= size
+            size = 0
+        size += it.nbytes
     return [_make_bucket(number, group) for number, group in enumerate(groups)]
 
 
