@@ -8,6 +8,7 @@ HvdtrainError             1   the run failed
 ├── TransportError        1   a ring neighbour timed out, disconnected or sent invalid data
 ├── AuditMismatch        17   reduced gradients differ from the reference by more than rounding
 ├── VerifyMismatch       17   the result of a collective differs from the ring reference
+├── ReplayMismatch       17   a recorded step differs when it is computed again
 ├── Stopped           128+n   signal n arrived
 └── AgreedFailure         *   failures of one or more ranks, raised on all; their highest code
 """
@@ -66,6 +67,12 @@ class AuditMismatch(HvdtrainError):
 
 class VerifyMismatch(HvdtrainError):
     """A collective of this installation whose result differs from the ring reference."""
+
+    exit_code = EXIT_MISMATCH
+
+
+class ReplayMismatch(HvdtrainError):
+    """A recorded step, or its record, is not what is found when it is computed again."""
 
     exit_code = EXIT_MISMATCH
 

@@ -13,6 +13,6 @@ script      the audit of any other training loop: `from hvdtrain import Gradient
 An audit of the exchange cannot detect a wrong local backward pass.
 """
 
-from hvdtrain.audit.auditor import Auditor, AuditRecord, NoAudit
+from hvdtrain.audit.auditor import Auditor, AuditRecord, Audits
 
-__all__ = ["AuditRecord", "Auditor", "NoAudit"]
+__all__ = ["AuditRecord", "Auditor", "Audits"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,11 @@ from hvdtrain.audit.mismatch import (
 )
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.ring import Transport
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feeding import StepData
+    from hvdtrain.train.loop import Audit
+    from hvdtrain.train.metering import StepSums
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -87,7 +93,7 @@ class Auditor:
         self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
         self._local.begin(self._pieces)
 
-    def begin_pass(self, share: int) -> None:
+    def begin_pass(self, share: int, batch: Any = None) -> None:
         """Copy the gradients of each share on its own; has no effect unless the step is audited."""
         self._local.begin_share(share)
 
@@ -120,6 +126,8 @@ class Auditor:
             return
         focus = self._blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
         self._explain(step, focus, list(table[:, focus.number]))
+
+    def updated(self, step: int, data: StepData, sums: StepSums) -> None: ...
 
     def look(self) -> None:
         """Check whether code has changed a gradient since the backward pass.
@@ -191,13 +199,28 @@ class Auditor:
         return [f"Each rank's local and reduced gradients of that parameter are in {folder}"]
 
 
-class NoAudit:
-    """The audit of runs without audits, and of a single process, which exchanges nothing."""
+class Audits:
+    """The audits and traces of a run, one after another, or none."""
 
-    def begin(self, step: int) -> None: ...
+    def __init__(self, *each: Audit) -> None:
+        self._each = each
 
-    def begin_pass(self, share: int) -> None: ...
+    def begin(self, step: int) -> None:
+        for audit in self._each:
+            audit.begin(step)
 
-    def end(self, step: int) -> None: ...
+    def begin_pass(self, share: int, batch: Any) -> None:
+        for audit in self._each:
+            audit.begin_pass(share, batch)
 
-    def close(self) -> None: ...
+    def end(self, step: int) -> None:
+        for audit in self._each:
+            audit.end(step)
+
+    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+        for audit in self._each:
+            audit.updated(step, data, sums)
+
+    def close(self) -> None:
+        for audit in self._each:
+            audit.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trust_code
-from hvdtrain.config.options import MAY_NAME_CODE, train_options
+from hvdtrain.cli.flags import add_replacements, add_trust_code
+from hvdtrain.config.options import MAY_NAME_CODE
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
@@ -23,17 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="evaluate this run or checkpoint"
     )
-    options = train_options()
-    for name in VALUES:
-        option = options[name]
-        flags = [f"--{name.replace('_', '-')}"] + ([option.short] if option.short else [])
-        parser.add_argument(
-            *flags,
-            dest=name,
-            type=option.type,
-            choices=option.choices or None,
-            help="replace the value used in training, as in train",
-        )
+    add_replacements(parser, VALUES)
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",

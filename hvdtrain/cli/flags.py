@@ -167,6 +167,21 @@ def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
         return None
 
 
+def add_replacements(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the flags of `train` that replace what a run was trained with; without defaults."""
+    options = train_options()
+    for name in names:
+        option = options[name]
+        parser.add_argument(
+            *([option.short] if option.short else []),
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            type=option.type,
+            choices=option.choices or None,
+            help="replace the value used in training, as in train",
+        )
+
+
 def add_trust_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",

@@ -242,6 +242,11 @@ class CheckConfig(FlagGroup):
     audit_parts: int = free_flag(
         1, "audit one of this many parts of the gradients at a time, in turn", POSITIVE
     )
+    trace_every: int = free_flag(
+        0,
+        "record digests of every K-th step, which hvdtrain replay computes again (0: never)",
+        NOT_NEGATIVE,
+    )
     hash_every: int = free_flag(
         1000, "compare all ranks' parameters every so many steps (0: only at saves)", NOT_NEGATIVE
     )

@@ -52,9 +52,14 @@ class StreamingSplit(Protocol):
 class StepData:
     """The data of one step on one rank."""
 
-    samples: int  # in the global batch, over all ranks
+    indices: Indices  # of the samples of the global batch, over all ranks
     passes: Sequence[tuple[int, int]]  # for each of this rank's batches: its share, and its number
     batches: Iterator[Loaded]  # each share's part of each micro-batch
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples in the global batch."""
+        return len(self.indices)
 
 
 def stream(split: Split, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
@@ -89,13 +94,13 @@ class Feed:
         indices = [part for own in parts for part in own.values()]
         loaded = stream(self.split, indices, epoch)
         for batch, own in zip(batches, parts, strict=True):
-            yield StepData(len(batch), list(own), itertools.islice(loaded, len(own)))
+            yield StepData(batch, list(own), itertools.islice(loaded, len(own)))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
         loaded = stream(self.split, list(parts.values()), epoch)
-        return StepData(len(indices), list(parts), loaded)
+        return StepData(indices, list(parts), loaded)
 
     def _parts(self, batch: Indices, rank: int) -> dict[tuple[int, int], Indices]:
         """Return the parts of the rank's shares, by share and micro-batch. Micro-batches

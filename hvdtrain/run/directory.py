@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ LOCK = ".lock"
 LOCK_RETRY_S = 0.5
 LOGS = "logs"  # the launcher writes there before the run starts
 CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
-METRICS, AUDITS = "metrics.jsonl", "audit.jsonl"
+METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
-    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS),
-    *("trace.jsonl", "tensorboard", "profile", "checkpoints"),
+    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE),
+    *("tensorboard", "profile", "checkpoints"),
 )
 
 
@@ -82,6 +83,12 @@ class RunDirectory:
                 stream = self._streams[name] = open_kept(self.path / name)
             stream.write(json.dumps(json_ready(record)) + "\n")
             stream.flush()
+
+    def sync(self, name: str) -> None:
+        """Wait until the records of a `.jsonl` file are on disk."""
+        with self._naming_failures():
+            if stream := self._streams.get(name):
+                os.fsync(stream.fileno())
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.audit import AuditRecord
+from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
@@ -21,7 +22,8 @@ from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
-from hvdtrain.run.machine import machine, print_changes, versions
+from hvdtrain.run.machine import changes, machine, versions
+from hvdtrain.run.trace_file import TraceFile, origin_of
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
@@ -50,6 +52,9 @@ class Ledger:
 
     def audited(self, record: AuditRecord) -> None:
         """Count an audit's result."""
+
+    def traced(self, record: TraceRecord) -> None:
+        """Add a record to the run's trace."""
 
     def progress(self) -> dict[str, Any]:
         """Return the values that the ledger of a resumed run continues from."""
@@ -109,10 +114,15 @@ class RunLedger(Ledger):
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
         self._audit = self._summary["audit"]
+        head = resumed["progress"].get("trace") if resumed else None
+        self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
         if resumed:
             self._audit |= resumed["progress"]["audit"]
             self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
-            print_changes(resumed["progress"].get("machine", {}), self._summary["machine"])
+            self._summary["trace"] = head
+            before = resumed["progress"].get("machine", {})
+            for change in changes(before, self._summary["machine"]):
+                say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -142,11 +152,16 @@ class RunLedger(Ledger):
         self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
         self._recorder.audited(record)
 
+    def traced(self, record: TraceRecord) -> None:
+        self._trace.append(record)
+        self._summary["trace"] = self._trace.head
+
     def progress(self) -> dict[str, Any]:
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
             "audit": dict(self._audit),
             "machine": dict(self._summary["machine"]),
+            "trace": self._trace.head if self._trace.head["records"] else None,
             "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
             "best": (self._summary["best"] or {}).get(f"valid_{self._task.best}"),
         }
@@ -158,7 +173,9 @@ class RunLedger(Ledger):
             self._note_best(evaluation, snapshot.step)
         best = self._summary["best"] or {}
         is_best = evaluation is not None and best.get("step") == snapshot.step
-        self._checkpoints.save(snapshot, is_best, self._takeaway)
+        self._trace.sync()
+        takeaway = self._takeaway | {"trace": self._summary["trace"]}
+        self._checkpoints.save(snapshot, is_best, takeaway)
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
@@ -245,6 +262,7 @@ def _summary_at_start(
         "samples_per_s": None,
         "params_sha256": None,
         "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
+        "trace": None,
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
         "versions": versions(),

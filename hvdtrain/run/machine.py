@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from hvdtrain import __version__
-from hvdtrain.log import say
 
 
 def versions() -> dict[str, str]:
@@ -37,11 +36,10 @@ def machine() -> dict[str, str]:
     }
 
 
-def print_changes(before: dict[str, str], now: dict[str, str]) -> None:
-    """Print a notice for each property of the machine that has changed since the checkpoint."""
-    for name, value in before.items():
-        if now.get(name) != value:
-            say(
-                f"resume: {name.replace('_', ' ')}: {value} then, {now.get(name)} now: bits may "
-                "differ from those of the uninterrupted run"
-            )
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return a line for each property of the machine that has changed since `before`."""
+    return [
+        f"{name.replace('_', ' ')}: {value} then, {now.get(name)} now"
+        for name, value in before.items()
+        if now.get(name) != value
+    ]

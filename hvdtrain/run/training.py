@@ -12,8 +12,9 @@ from typing import Any
 from torch import cuda
 from torch.profiler import ProfilerActivity, profile
 
-from hvdtrain.audit import Auditor, NoAudit
+from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
+from hvdtrain.audit.trace import Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
@@ -36,7 +37,7 @@ from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Hooks, Outcome, State
+from hvdtrain.train.loop import Audit, Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
 
@@ -156,7 +157,7 @@ def _make_ready(
         lost = restore(saved, job, state)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
-    audit = make_audit(config, job, exchange, order, ledger)
+    audit = make_audits(config, job, exchange, order, ledger)
 
     def give_up(error: Stopped) -> None:
         ledger.fail(error)
@@ -209,15 +210,25 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
     return exchange.summation_order()
 
 
-def make_audit(
+def make_audits(
     config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
-) -> Auditor | NoAudit:
+) -> Audits:
+    """Collective: return the audits and the trace of the run."""
+    each: list[Audit] = []
+    if _has_audits(config, exchange):
+        each.append(_make_auditor(config, job, exchange, order, ledger))
+    if every := config.check.trace_every:
+        each.append(Tracer(job, exchange, lambda step: step % every == 0, ledger.traced))
+    return Audits(*each)
+
+
+def _make_auditor(
+    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
+) -> Auditor:
     """Collective: return the auditor: bit by bit with an `order`, else within a bound.
 
     Canonical sums are always checked bit by bit.
     """
-    if not _has_audits(config, exchange):
-        return NoAudit()
     settings, reduction = config.check, job.reduction
     ring = exchange.ring()
     check: BoundCheck | CanonicalCheck | ExactCheck = BoundCheck(ring, reduction)

@@ -174,15 +174,8 @@ def load_weights(
 
     Raises DamagedCheckpoint unless the files to verify match the manifest; others may be missing.
     """
-    place = path / MANIFEST_FILE
-    try:
-        manifest = json.loads(place.read_text("utf-8"))
-        digest = manifest.pop("manifest_sha256")
-        expected = {name: manifest["files"][name] for name in verify}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
-    if digest != _digest_of(manifest):
-        raise DamagedCheckpoint(f"{place} is not what was written")
+    manifest = read_manifest(path)
+    expected = {name: manifest["files"][name] for name in verify}
     for name, described in expected.items():
         with suppress(OSError):
             if described == _describe(path / name):
@@ -192,6 +185,20 @@ def load_weights(
         return load_file(path / MODEL_FILE), manifest.get("takeaway", {})
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the verified manifest of a checkpoint. Raises DamagedCheckpoint."""
+    place = path / MANIFEST_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(place.read_text("utf-8"))
+        digest = manifest.pop("manifest_sha256")
+        manifest["files"][MODEL_FILE], manifest["files"][STATE_FILE]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
+    if digest != _digest_of(manifest):
+        raise DamagedCheckpoint(f"{place} is not what was written")
+    return manifest
 
 
 def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, Any]) -> Path:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -43,10 +43,16 @@ class StepHook(Protocol):
 
 
 class Audit(StepHook, Protocol):
-    """An audit of chosen steps (`hvdtrain.audit.Auditor`): `end` checks the reduced gradients."""
+    """An audit or a trace of chosen steps (`hvdtrain.audit`); `end`: gradients are reduced."""
 
-    def begin_pass(self, share: int) -> None:
-        """Prepare for a backward pass over a part of `share`; passes of a share are adjacent."""
+    def begin_pass(self, share: int, batch: Any) -> None:
+        """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
+
+    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+        """Collective: examine the step once the parameters are updated."""
+
+    def close(self) -> None:
+        """Collective: end, after the last step."""
 
 
 class Observer(Protocol):
@@ -121,7 +127,7 @@ def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
         if _epoch_ends(job, state) and meter.has_open_epoch:  # stopped during its evaluation
             evaluation = _end_epoch(job, meter, exchange, hooks)
             keeper.save(job, state, evaluation)
-        for data in _steps(job, state, exchange.rank):
+        for data in steps_from(job, state, exchange.rank):
             step = state.step + 1
             hooks.profiler.begin(step)
             meter.begin_step(step)
@@ -197,7 +203,7 @@ def _lr_in_use(job: Job) -> float:
     return float(job.optimizer.param_groups[0]["lr"])
 
 
-def _steps(job: Job, state: State, rank: int) -> Iterator[StepData]:
+def steps_from(job: Job, state: State, rank: int) -> Iterator[StepData]:
     """Yield the data of each step from `state`, which the caller advances, to the run's end."""
     while state.step < job.total_steps:
         yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, rank)
@@ -228,7 +234,7 @@ def train_step(
         clock.enter("compute")
         if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
             job.workers.begin_pass(step, it.share, it.number, it.is_last)
-            audit.begin_pass(it.share)
+            audit.begin_pass(it.share, it.loaded.batch)
             _backward(job, it, weight, sums)
             if exchange.size > 1:  # needed to find the rank of a gradient that is not finite
                 own.append(it)
@@ -247,6 +253,7 @@ def train_step(
         _refuse_gradients(job, exchange, step, sums, found, faulty)
     logged = step % job.intervals.log == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
+    audit.updated(step, data, sums)
     clock.leave()
     return sums
 

@@ -102,6 +102,11 @@ class StepSums:
         """Collective: wait for the reduction; return the sums over all ranks."""
         return self._total()
 
+    def mean_loss(self) -> float:
+        """Collective: return the mean loss over all ranks; NaN without samples."""
+        loss, count = self.total()[[LOSS, COUNT]].tolist()
+        return loss / count if count else math.nan
+
     def check_losses(self, exchange: Exchange, step: int) -> None:
         """Collective: raise TrainingError, naming the ranks, unless all losses are finite."""
         if not self.total()[NOT_FINITE]:

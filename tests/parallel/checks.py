@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import hvdtrain
-from hvdtrain.audit import Auditor, AuditRecord, NoAudit
+from hvdtrain.audit import Auditor, AuditRecord, Audits
 from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
 from hvdtrain.data.feeding import Feed
@@ -145,10 +145,10 @@ def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
         dataset = made_up_images(samples)
         indices = np.arange(samples)
         alone = make_job(dataset, name).distributed(SingleProcess())
-        one_step(alone, SingleProcess(), NoAudit(), 1, indices)
+        one_step(alone, SingleProcess(), Audits(), 1, indices)
         together = make_job(dataset, name, accum_steps, shares)
         together = distributed(replace(together, reduction=reduction), exchange)
-        one_step(together, exchange, NoAudit(), 1, indices).total()
+        one_step(together, exchange, Audits(), 1, indices).total()
         for (key, expected), actual in zip(
             alone.model.named_parameters(), together.model.parameters(), strict=True
         ):
@@ -176,7 +176,7 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             job = replace(job, model=model, optimizer=optimizer, update=update)
             job = distributed(replace(job, schedule=lambda step: 0.1, reduction=SUM), where)
-            audit = NoAudit()
+            audit = Audits()
             if where is exchange:
                 audit = Auditor(model, ring, 1, records.append, check)
             for step in (1, 2, 3):
@@ -414,7 +414,7 @@ def an_unused_layer_stays_the_same_for_every_n(exchange: Exchange) -> None:
         optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
         job = replace(job, optimizer=optimizer, schedule=lambda step: 0.1)
         job = distributed(job, where)
-        one_step(job, where, NoAudit(), 1, np.arange(8))
+        one_step(job, where, Audits(), 1, np.arange(8))
         results.append(job.model.unused.weight.detach())
     assert torch.equal(*results)
 
@@ -542,7 +542,7 @@ class FaultyExchangeAudit:
         weight = self._job.model.output.weight
         hook = weight.register_post_accumulate_grad_hook(lambda p: own.append(p.grad.clone()))
         samples = len(self._job.data.train)
-        one_step(self._job, exchange, NoAudit(), 1, np.arange(samples)).total()
+        one_step(self._job, exchange, Audits(), 1, np.arange(samples)).total()
         hook.remove()
         return exchange.all_gather_object(own[0].reshape(-1), "test.local")[-1]
 

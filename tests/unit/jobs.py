@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from hvdtrain.audit import NoAudit
+from hvdtrain.audit import Audits
 from hvdtrain.data import GlobalBatchSampler, Shares, SharesLike, TensorSplit, VirtualShares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
@@ -239,7 +239,7 @@ def run_job(
     profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None
     try:
-        outcome = train(job, at, exchange, Hooks(NoAudit(), recording, keeper, profiler))
+        outcome = train(job, at, exchange, Hooks(Audits(), recording, keeper, profiler))
     except Stopped:
         assert stop_at is not None
     return Ran(outcome, keeper.snapshot, recording, keeper.asked)

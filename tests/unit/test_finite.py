@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.audit import NoAudit
+from hvdtrain.audit import Audits
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.job import Job
@@ -67,10 +67,10 @@ def state_of(job: Job) -> Any:
 def refused_step(job: Job, exchange: Any, samples: int) -> str:
     """The error of the second step, once it is sure that it was not made."""
     job = job.distributed(exchange)
-    one_step(job, exchange, NoAudit(), 1, np.arange(samples, 2 * samples))
+    one_step(job, exchange, Audits(), 1, np.arange(samples, 2 * samples))
     before = state_of(job)
     with pytest.raises(TrainingError) as caught:
-        one_step(job, exchange, NoAudit(), 2, np.arange(samples))
+        one_step(job, exchange, Audits(), 2, np.arange(samples))
     torch.testing.assert_close(state_of(job), before, rtol=0, atol=0)
     return str(caught.value)
 
@@ -116,7 +116,7 @@ def test_a_sum_that_overflows_is_no_ranks_fault() -> None:
     def step(exchange: ThreadExchange) -> str:
         with pytest.raises(TrainingError) as caught:
             job = jobs[exchange.rank].distributed(exchange)
-            one_step(job, exchange, NoAudit(), 1, np.arange(12))
+            one_step(job, exchange, Audits(), 1, np.arange(12))
         return str(caught.value)
 
     for text in run_ranks(exchanges, step):
@@ -198,6 +198,6 @@ def test_a_skipped_fp16_step_is_saved() -> None:
     state = job.update.state_dict()
     state["scaler"]["scale"] = 2.0**40
     job.update.load_state_dict(state)
-    one_step(job, SINGLE, NoAudit(), 1, np.arange(12))
+    one_step(job, SINGLE, Audits(), 1, np.arange(12))
     assert job.update.state_dict()["scaler"]["scale"] == 2.0**39  # it was skipped
     assert capture(job, State(Meter(SINGLE, 12), 1, 12), SINGLE, {}) is not None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.audit import NoAudit
+from hvdtrain.audit import Audits
 from hvdtrain.data import GlobalBatchSampler, Shares, Splits
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.sampler import Indices
@@ -108,7 +108,7 @@ def test_the_mean_over_words_is_that_of_one_process(size: int, samples: int) -> 
     jobs = [words_job(ex, accum=2) for ex in exchanges]
 
     def work(exchange: ThreadExchange) -> torch.Tensor:
-        one_step(jobs[exchange.rank], exchange, NoAudit(), 1, indices)
+        one_step(jobs[exchange.rank], exchange, Audits(), 1, indices)
         return gradient_of(jobs[exchange.rank])
 
     found = run_ranks(exchanges, work) if size > 1 else [work(SINGLE)]

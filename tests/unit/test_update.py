@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.audit import NoAudit
+from hvdtrain.audit import Audits
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.job import Job
@@ -51,7 +51,7 @@ def gradient_of_the_mean(job: Job, indices: np.ndarray) -> dict[str, torch.Tenso
 
 
 def step_gradient(job: Job, indices: np.ndarray, exchange: Any = SINGLE) -> dict[str, torch.Tensor]:
-    one_step(job, exchange, NoAudit(), 1, indices).total()
+    one_step(job, exchange, Audits(), 1, indices).total()
     return gradients(job.model)
 
 
@@ -139,7 +139,7 @@ def test_the_moving_average_is_the_one_by_hand() -> None:
     job = make_job(made_up_data(12), 12, SINGLE, ema_decay=decay, build=with_batch_norm)
     average: dict[str, torch.Tensor] = {}
     for step in range(1, 6):
-        one_step(job, SINGLE, NoAudit(), step, np.arange(12))
+        one_step(job, SINGLE, Audits(), step, np.arange(12))
         now = {name: p.detach().clone() for name, p in job.model.named_parameters()}
         average = {
             name: decay * average[name] + (1 - decay) * value if average else value
@@ -165,7 +165,7 @@ def test_synchronised_layers_go_together_with_the_average() -> None:
 
     def work(exchange: ThreadExchange) -> None:
         job = jobs[exchange.rank]
-        one_step(job, exchange, NoAudit(), 1, np.arange(12))
+        one_step(job, exchange, Audits(), 1, np.arange(12))
         with job.evaluated_model() as model:
             evaluate_on(model, data, exchange)
 
@@ -182,7 +182,7 @@ def test_reduced_precision_trains(amp: str) -> None:
     seen = set()
     job.model[1].register_forward_hook(lambda module, given, output: seen.add(output.dtype))
     losses = [
-        float(one_step(job, SINGLE, NoAudit(), step, np.arange(24)).total()[0]) / 24
+        float(one_step(job, SINGLE, Audits(), step, np.arange(24)).total()[0]) / 24
         for step in range(1, 31)
     ]
     assert losses[-1] < 0.8 * losses[0]
@@ -194,18 +194,18 @@ def test_infinite_fp16_gradients_skip_the_step() -> None:
     """Fails when an overflow reaches parameters or momentum, or the loss scale stays as it is."""
     data = made_up_data(12, torch.float32)
     job = make_job(data, 12, SINGLE, dtype=torch.float32, amp="fp16", clip_grad=1.0)
-    one_step(job, SINGLE, NoAudit(), 1, np.arange(12))
+    one_step(job, SINGLE, Audits(), 1, np.arange(12))
     state = job.update.state_dict()
     state["scaler"]["scale"] = 2.0**40
     job.update.load_state_dict(state)
     before = copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()["state"]))
-    sums = one_step(job, SINGLE, NoAudit(), 2, np.arange(12)).total()
+    sums = one_step(job, SINGLE, Audits(), 2, np.arange(12)).total()
     after = (job.model.state_dict(), job.optimizer.state_dict()["state"])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.isfinite(sums[0]) and sums[3] == 0
     assert job.update.state_dict()["scaler"]["scale"] == 2.0**39
     for step in range(3, 45):
-        one_step(job, SINGLE, NoAudit(), step, np.arange(12))
+        one_step(job, SINGLE, Audits(), step, np.arange(12))
     assert not torch.equal(job.model[1].weight, before[0]["1.weight"])
 
 
@@ -253,5 +253,5 @@ def test_a_pass_without_samples_is_left_out_with_sync_bn() -> None:
     """Fails when a last batch smaller than --grad-accum-steps ends in an error of batch norm."""
     job = make_job(made_up_data(12), 12, SINGLE, build=images_norm, sync_bn=True, accum=3)
     indices = np.arange(2)
-    sums = one_step(job, SINGLE, NoAudit(), 1, indices).total()
+    sums = one_step(job, SINGLE, Audits(), 1, indices).total()
     assert sums[COUNT] == 2 and job.model[1].num_batches_tracked == 2

@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from hvdtrain.audit import Auditor, NoAudit
+from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.data import Shares, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, StepData
@@ -50,7 +50,7 @@ from hvdtrain.train.update import Update
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
 ENDLESS = 2**62  # steps
-NO_AUDITS = NoAudit()
+NO_AUDITS = Audits()
 PARTS = 100
 RARELY = 100  # steps between whole audits
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdtrain.audit import NoAudit
+from hvdtrain.audit import Audits
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.lab.systems.contract import Parameters, Place, RingTraffic, Traffic
@@ -22,7 +22,7 @@ from hvdtrain.train.metering import Meter
 from hvdtrain.train.update import Update
 
 LOG_INTERVAL = 10
-NO_AUDIT = NoAudit()
+NO_AUDIT = Audits()
 
 
 class Horovod(RingTraffic):

@@ -1,0 +1,123 @@
+"""Digests of what a step computes: batches, local gradients, reduced gradients, parameters.
+
+A tensor's digest is the first 64 bits of the SHA-256 of its bytes, as WORDS integers (int32), so
+that ranks can exchange tables of them. Zeros stand for a tensor that does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+WORDS = 2
+Words = NDArray[np.int32]  # of shape (..., WORDS)
+
+
+def digest_of(tensor: torch.Tensor | None) -> Words:
+    """Return the digest of a tensor's bytes, of shape (WORDS,); zeros for None."""
+    if tensor is None:
+        return np.zeros(WORDS, np.int32)
+    return _words(hashlib.sha256(_bytes(tensor)))
+
+
+def text_of(words: Words) -> str:
+    """Return a digest as 16 hexadecimal digits; an empty text if the tensor does not exist."""
+    return words.astype("<i4").tobytes().hex() if words.any() else ""
+
+
+class BatchDigest:
+    """The digest of several batches: tensors with their types and shapes, in nested structures."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, batch: Any) -> None:
+        """Add a batch: a tensor, or a list, tuple or dict of such."""
+        if isinstance(batch, torch.Tensor):
+            self._hash.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
+            self._hash.update(_bytes(batch))
+        elif isinstance(batch, dict):
+            for key in batch:
+                self._hash.update(repr(key).encode())
+                self.add(batch[key])
+        elif isinstance(batch, list | tuple):
+            self._hash.update(f"{len(batch)}:".encode())
+            for item in batch:
+                self.add(item)
+        else:
+            self._hash.update(repr(batch).encode())
+
+    def words(self) -> Words:
+        """Return the digest of all batches so far, of shape (WORDS,)."""
+        return _words(self._hash)
+
+
+class ShareDigests:
+    """The digests of each share's batches and local gradients, taken during the backward pass.
+
+    With accumulation the last pass of a share counts, whose gradients are the accumulated ones.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._hooks: list[Any] = []
+        self._batches: dict[int, BatchDigest] = {}
+        self._gradients: dict[int, Words] = {}
+        self._share = 0
+
+    def begin(self) -> None:
+        """Forget the last step, and digest gradients from now on until `end`.
+
+        The hooks run before those of Horovod, which change the gradients.
+        """
+        self.end()
+        self._batches.clear()
+        self._gradients.clear()
+        for number, parameter in enumerate(self._parameters):
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(number))
+            self._hooks.append(hook)
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        """Prepare for a backward pass over a batch of a share."""
+        self._share = share
+        self._batches.setdefault(share, BatchDigest()).add(batch)
+
+    def end(self) -> None:
+        """Stop; the digests are kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def table(self, shares: int) -> Words:
+        """Return digests, of shape (shares, 1 + parameters, WORDS): batches, then each gradient.
+
+        Zeros for shares of other ranks, and for missing gradients.
+        """
+        table = np.zeros((shares, 1 + len(self._parameters), WORDS), np.int32)
+        for share, batches in self._batches.items():
+            table[share, 0] = batches.words()
+        for share, gradients in self._gradients.items():
+            table[share, 1:] = gradients
+        return table
+
+    def _hook(self, number: int) -> Any:
+        def gradient_is_ready(parameter: torch.Tensor) -> None:
+            if self._share not in self._gradients:
+                self._gradients[self._share] = np.zeros((len(self._parameters), WORDS), np.int32)
+            self._gradients[self._share][number] = digest_of(parameter.grad)
+
+        return gradient_is_ready
+
+
+def _words(digest: Any) -> Words:
+    return np.frombuffer(digest.digest()[: 4 * WORDS], "<i4").astype(np.int32)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    dense = tensor.detach().cpu().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,162 @@
+"""The trace of a run: digests of recorded steps, from which each of them can be checked later.
+
+A record holds the digests of the sample numbers, of each share's batches and local gradients, of
+the reduced gradients, and of the parameters after the update, with the loss and the learning rate.
+Whoever computes the step again, on any number of workers, finds the same digests, or learns what
+was the first to differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.audit.digests import WORDS, ShareDigests, Words, digest_of, text_of
+from hvdtrain.data.feeding import StepData
+from hvdtrain.exchange import Exchange
+from hvdtrain.train.job import Job
+from hvdtrain.train.metering import StepSums
+
+
+@dataclass(frozen=True)
+class TraceRecord:
+    """The digests of one step, as hexadecimal texts; empty ones for what does not exist."""
+
+    step: int
+    samples: str  # the numbers of the global batch, in order
+    batches: Sequence[str]  # by share
+    gradients: Sequence[Sequence[str]]  # by share and parameter, before they are reduced
+    reduced: Sequence[str]  # by parameter
+    parameters: Sequence[str]  # after the update
+    loss: float  # mean over the global batch
+    lr: float
+
+
+class Tracer:
+    """A trace of chosen steps: `on_record` is called with each record, on every rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        exchange: Exchange,
+        is_due: Callable[[int], bool],
+        on_record: Callable[[TraceRecord], None],
+    ) -> None:
+        """`is_due`: whether a step is recorded."""
+        self._parameters = [it for it in job.model.parameters() if it.requires_grad]
+        self._optimizer, self._exchange = job.optimizer, exchange
+        self._shares = len(job.feed.shares.weights)
+        self._is_due, self._on_record = is_due, on_record
+        self._records = False  # this step
+        self._local = ShareDigests(self._parameters)
+        self._reduced = self._own_digests([])
+
+    def begin(self, step: int) -> None:
+        """Begin to digest, if the step is due."""
+        self._records = self._is_due(step)
+        if self._records:
+            self._local.begin()
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        if self._records:
+            self._local.begin_pass(share, batch)
+
+    def end(self, step: int) -> None:
+        """Digest the reduced gradients."""
+        if self._records:
+            self._local.end()
+            self._reduced = self._own_digests([it.grad for it in self._parameters])
+
+    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+        """Collective: record the step, if it is due."""
+        if not self._records:
+            return
+        # Rows of one length: those of the shares, of the reduced gradients, and of the parameters.
+        local, after = self._local.table(self._shares), self._own_digests(self._parameters)
+        table = torch.from_numpy(np.concatenate([local, self._reduced, after]))
+        table = self._exchange.begin_reduction(table, "sum", "hvdtrain.trace").wait()
+        texts = [[text_of(digest) for digest in row] for row in table.numpy()]
+        *of_shares, reduced, parameters = texts
+        self._on_record(
+            TraceRecord(
+                step=step,
+                samples=text_of(digest_of(torch.from_numpy(data.indices))),
+                batches=[row[0] for row in of_shares],
+                gradients=[row[1:] for row in of_shares],
+                reduced=reduced[1:],
+                parameters=parameters[1:],
+                loss=sums.mean_loss(),
+                lr=float(self._optimizer.param_groups[0]["lr"]),
+            )
+        )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._local.end()
+
+    def _own_digests(self, tensors: Sequence[torch.Tensor | None]) -> Words:
+        """Return a row of digests of tensors that all ranks hold: each rank digests some of them.
+
+        The first place stays empty, as a row of a share has its batches there.
+        """
+        row = np.zeros((1, 1 + len(self._parameters), WORDS), np.int32)
+        for number in range(self._exchange.rank, len(tensors), self._exchange.size):
+            row[0, 1 + number] = digest_of(tensors[number])
+        return row
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first thing by which two computations of a step differ."""
+
+    what: str  # one of: data order, data, gradient, reduction, update, loss
+    text: str
+    share: int | None = None
+    parameter: str | None = None
+
+
+def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) -> Parting | None:
+    """Return the first difference of two records of a step, in the order of computation, or None.
+
+    `names`: the trainable parameters.
+    """
+    if one.samples != other.samples:
+        return Parting("data order", "the numbers of the samples differ")
+    if len(one.batches) != len(other.batches):
+        text = f"{len(one.batches)} and {len(other.batches)} shares: other batches of each"
+        return Parting("data", text)
+    shares = _unequal(one.batches, other.batches)
+    if shares:
+        return Parting("data", f"the batch of {_counted(shares, one.batches, 'share')}", shares[0])
+    shares = _unequal(one.gradients, other.gradients)
+    if shares:
+        own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
+        text = f"{_of(names, own)} of {_counted(shares, one.batches, 'share')}, from equal data"
+        return Parting("gradient", text, shares[0], names[own[0]])
+    if reduced := _unequal(one.reduced, other.reduced):
+        text = f"{_of(names, reduced)}, from equal gradients of all shares"
+        return Parting("reduction", text, parameter=names[reduced[0]])
+    if one.lr != other.lr:
+        return Parting("update", f"the learning rate: {one.lr} and {other.lr}")
+    if updated := _unequal(one.parameters, other.parameters):
+        text = f"{_of(names, updated)}, from equal reduced gradients"
+        return Parting("update", text, parameter=names[updated[0]])
+    if one.loss != other.loss:
+        return Parting("loss", f"{one.loss} and {other.loss}, although all parameters agree")
+    return None
+
+
+def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
+    return [place for place, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]]
+
+
+def _of(names: Sequence[str], places: Sequence[int]) -> str:
+    return f"{names[places[0]]} ({len(places)} of {len(names)} parameters)"
+
+
+def _counted(places: Sequence[int], of: Sequence[Any], what: str) -> str:
+    return f"{what} {places[0]} ({len(places)} of {len(of)} {what}s)"

@@ -1,0 +1,241 @@
+"""`hvdtrain replay`: recorded steps of a run, computed again on one process and compared.
+
+With virtual workers, and on one worker, a step computed again has the same bits, whatever the
+number of workers was. So the digests of its record must be found again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.audit import Audits
+from hvdtrain.audit.digests import digest_of, text_of
+from hvdtrain.audit.trace import Tracer, TraceRecord, first_parting
+from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
+from hvdtrain.data.splits import difference
+from hvdtrain.errors import EXIT_OK, ReplayMismatch, UsageError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.files import write_json
+from hvdtrain.log import counted, say
+from hvdtrain.plugins import refuse_code_of
+from hvdtrain.run.machine import changes, machine
+from hvdtrain.run.prepare import prepare
+from hvdtrain.run.tasks import find_source
+from hvdtrain.run.trace_file import RecordedRun, origin_of
+from hvdtrain.topology import Topology
+from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
+from hvdtrain.train.job import Job
+from hvdtrain.train.loop import State, steps_from, train_step
+from hvdtrain.train.metering import Meter
+from hvdtrain.train.state import restore
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The recorded steps to compute again: all, a range, or some at random."""
+
+    first: int = 1
+    last: int = 2**62
+    sample: int | None = None
+    seed: int = 0
+
+    def of(self, recorded: Sequence[int]) -> list[int]:
+        """Return the chosen steps, ascending. Raises UsageError if there is none."""
+        found = [step for step in recorded if self.first <= step <= self.last]
+        if not found:
+            raise UsageError(
+                f"--steps={self.first}-{self.last}: none of these is recorded; recorded are "
+                f"{counted(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
+            )
+        if self.sample is not None and self.sample < len(found):
+            found = sorted(random.Random(self.seed).sample(found, self.sample))
+        return found
+
+
+def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) -> int:
+    """Check the chain, the checkpoints and the data of a run, then compute steps again.
+
+    `overrides`: the training options that `arguments` may replace. Returns the exit code; raises
+    UsageError for a run that cannot be computed again.
+    """
+    run = RecordedRun(Path(arguments["source"]))
+    config = _config(run, arguments, overrides)
+    steps = choice.of([record.step for record in run.records])
+    agreed: list[int] = []
+    report: dict[str, Any] = {"run": str(run.path), "steps": agreed, "difference": None}
+    try:
+        run.check()
+        say(
+            f"replay: {run.path}: {counted(len(run.records), 'record')}, to step "
+            f"{run.records[-1].step}: an unbroken chain"
+        )
+        replayer = Replayer(run, config)
+        for line, found in replayer.compare(steps):
+            say(line)
+            agreed += found
+    except ReplayMismatch as error:
+        report["difference"] = str(error)
+        write_json(arguments["json"], report)
+        say(f"replay: {error}")
+        return error.exit_code
+    shares, names = len(run.records[0].batches), replayer.names
+    say(
+        f"replay: {counted(len(agreed), 'step')} agreed bit for bit: sample numbers, batches, "
+        f"gradients ({counted(shares, 'share')} of {counted(len(names), 'parameter')}), update"
+    )
+    write_json(arguments["json"], report)
+    return EXIT_OK
+
+
+def _config(run: RecordedRun, arguments: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:
+    """Return the run's configuration for one process. Raises UsageError if it cannot have one."""
+    known = train_options()
+    stored = {name: value for name, value in run.config.items() if name in known}
+    given = {name: arguments[name] for name in overrides if arguments.get(name) is not None}
+    if not arguments["trust_code"]:
+        left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in given}
+        refuse_code_of(run.path, left)
+    alone = {"resume": None, "rank_weights": None, "device": "auto", "workers": 0}
+    config = build_config(stored | alone | given)
+    workers = len(run.records[0].batches)
+    if config.batch.virtual_workers is None and workers > 1:
+        raise UsageError(
+            f"{run.path}: {workers} workers without --virtual-workers: their sums depend on the "
+            "number of workers, so one process cannot compute them again"
+        )
+    if config.data.data_placement != "shared":
+        raise UsageError(
+            f"{run.path}: --data-placement={config.data.data_placement}: its samples are on "
+            "several hosts, and one process cannot read them"
+        )
+    return config
+
+
+class Replayer:
+    """A run's job on one process, which computes steps again from the run's checkpoints."""
+
+    def __init__(self, run: RecordedRun, config: TrainConfig) -> None:
+        """Build the job. Raises ReplayMismatch if the data are not those of the run."""
+        self._run, self._exchange, topology = run, SingleProcess(), Topology()
+        source = find_source(config, self._exchange, 0)
+        self._data, self._splits = source.fingerprints, source.data
+        if run.origin != origin_of(run.config, source.fingerprints):
+            raise ReplayMismatch(self._describe_origin())
+        batch_size = run.config["global_batch_size"]
+        job = prepare(config, batch_size, source, self._exchange, topology)
+        self._job: Job = job.distributed(self._exchange)
+        self._state = self._new_state()
+        self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
+        self._found: TraceRecord | None = None
+
+    def compare(self, steps: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
+        """Compute these recorded steps again; yield a line and the steps for each checkpoint used.
+
+        Raises ReplayMismatch at the first step that is not found again.
+        """
+        starts = [0, *sorted(self._run.checkpoints)]
+        groups: dict[int, list[int]] = {}
+        for step in steps:
+            groups.setdefault(max(it for it in starts if it < step), []).append(step)
+        recorded = {record.step: record for record in self._run.records}
+        for start, own in groups.items():
+            if start:
+                self._restore(self._run.checkpoints[start])
+            for step in own:
+                found = self._compute(step)
+                parting = first_parting(recorded[step], found, self.names)
+                if parting:
+                    raise ReplayMismatch(
+                        f"step {step}, computed from {_place(start)}: {parting.what}: "
+                        f"{parting.text} (recorded, and computed again). "
+                        + self._since(recorded, start, step)
+                    )
+            yield f"from {_place(start)}: {_named(own)} agreed", own
+
+    def _describe_origin(self) -> str:
+        """Return why the trace does not begin with the run's configuration and these data."""
+        for path in self._run.checkpoints.values():
+            if changed := self._changed_data(_load(path)):
+                return changed
+        return (
+            f"{self._run.path}: the trace began with another configuration, or with other data: "
+            "config.yaml or the data were changed since"
+        )
+
+    def _changed_data(self, state: dict[str, Any]) -> str | None:
+        """Return how the data differ from those of a checkpoint, if they do."""
+        splits = {"train": self._splits.train, "valid": self._splits.valid}
+        for part, split in splits.items():
+            if changed := difference(state["data"][0][part], self._data[0][part], split):
+                return f"the {part} data are not those of the run: {changed}"
+        return None
+
+    def _since(self, recorded: dict[int, TraceRecord], start: int, step: int) -> str:
+        """Return which steps may have caused a difference at `step`."""
+        before = max([start, *(it for it in recorded if start <= it < step)])
+        if before == step - 1:
+            return "The steps before it agree"
+        return f"The cause may be in any step from {before + 1} on: those between are not recorded"
+
+    def _restore(self, path: Path) -> None:
+        """Continue from a checkpoint. Raises ReplayMismatch if it is not what was written."""
+        state = _load(path)
+        self._compare_with_record(path, state)
+        if changed := self._changed_data(state):
+            raise ReplayMismatch(changed)
+        for line in changes(state["progress"].get("machine", {}), machine()):
+            say(f"replay: {line}: bits may differ")
+        self._state = self._new_state()
+        restore(state, self._job, self._state)
+
+    def _compare_with_record(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise ReplayMismatch unless a checkpoint has the parameters of its step's record."""
+        record = next((it for it in self._run.records if it.step == state["step"]), None)
+        if record is None:
+            return
+        own = [text_of(digest_of(state["model"][name])) for name in self.names]
+        pairs = zip(self.names, own, record.parameters, strict=True)
+        if names := [name for name, found, recorded in pairs if found != recorded]:
+            raise ReplayMismatch(
+                f"{path}: {names[0]} ({len(names)} of {len(own)} parameters) is not that of the "
+                f"record of step {record.step}"
+            )
+
+    def _compute(self, step: int) -> TraceRecord:
+        """Compute up to and including `step`, and return its record."""
+        records: list[TraceRecord] = []
+        audits = Audits(Tracer(self._job, self._exchange, lambda it: it == step, records.append))
+        state, clock = self._state, self._state.meter.clock
+        for data in steps_from(self._job, state, 0):
+            state.step += 1
+            train_step(self._job, self._exchange, audits, state.step, data, clock)
+            state.samples_seen += data.samples
+            if state.step == step:
+                break
+        return records[0]
+
+    def _new_state(self) -> State:
+        job = self._job
+        return State(Meter(self._exchange, job.sampler.samples, job.task.metrics))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint. Raises ReplayMismatch if it is not what was written."""
+    try:
+        return load_checkpoint(path)[1]
+    except DamagedCheckpoint as error:
+        raise ReplayMismatch(str(error)) from error
+
+
+def _named(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:8])) + (f", ... {steps[-1]}" if steps[8:] else "")
+    return f"{counted(len(steps), 'step')} ({shown})"
+
+
+def _place(start: int) -> str:
+    return f"the checkpoint of step {start}" if start else "the beginning"
