@@ -302,13 +302,13 @@ def test_what_went_wrong_while_it_ran_is_named(patch: str, expected: str, tmp_pa
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("RELABEL", "with other names or labels; the first that differs is number 7"),
+        ("RELABEL", "with other names or labels; the first that differs is number 21"),
         ("BRIGHTER", "step 2, computed from the beginning: data: the batch of share"),
     ],
 )
 def test_changed_data_are_named(change: str, expected: str, run: Path) -> None:
     """Fails if the labels or the pixels of today are taken for those of the run."""
-    code, output = replay(run, variables={change: "7"})
+    code, output = replay(run, variables={change: "21"})
     assert code == 17, output
     assert expected in output, output
 
