@@ -152,7 +152,7 @@ def _ask(
             found.cores[host] = [Core(host=host, **core) for core in state["cores"]]
             found.traces |= state["traces"]
         else:
-            text = f"trainings cannot be started: {answer.errors.get(request['do'])}"
+            text = f"trainings cannot be started: {'; '.join(answer.errors.values())}"
             found.lost[host] = Finding(CHECK, "fail", host, text, ENDED_FIX)
 
 
@@ -203,24 +203,27 @@ def _describe(found: BurnIn, kind: Kind, core: Core) -> str:
 
 
 def _check_kinds(found: BurnIn, kinds: Sequence[Kind]) -> list[Finding]:
-    """Return a finding for each kind: its cores, and whether they have a majority."""
+    """Return a finding for each kind: what was compared, or that there is no majority."""
     findings = []
     for kind in kinds:
+        if kind.right is None:
+            text = f"{_disagreement(found, kind)}: no majority ({kind.name})"
+            findings.append(Finding(CHECK, "fail", ALL_HOSTS, text, UNDECIDED_FIX))
+            continue
         names = _few(list(dict.fromkeys(core.host for core in kind.cores)))
         among = "one another" if len(kind.cores) > 1 else "itself only"
-        text = f"{names}: {counted(len(kind.cores), 'core')} compared with {among}"
-        if len(kinds) > 1:
-            text += f", and with no core of the {counted(len(kinds) - 1, 'other kind')}"
-        text += f" ({kind.name})"
-        if kind.right is not None:
-            findings.append(Finding(CHECK, "ok", ALL_HOSTS, text))
-            continue
-        answers = list(dict.fromkeys(answer for core in kind.cores for answer in core.answers))
-        groups = [_few([core for core in kind.cores if it in core.answers]) for it in answers]
-        text += f": no majority, {' against '.join(groups[:SHOWN])}"
-        text += found.difference(answers[1], answers[0])
-        findings.append(Finding(CHECK, "fail", ALL_HOSTS, text, UNDECIDED_FIX))
+        others = f", not with {counted(len(kinds) - 1, 'other kind')}" if len(kinds) > 1 else ""
+        compared = f"{counted(len(kind.cores), 'core')} compared with {among}{others}"
+        findings.append(Finding(CHECK, "ok", ALL_HOSTS, f"{names}: {compared} ({kind.name})"))
     return findings
+
+
+def _disagreement(found: BurnIn, kind: Kind) -> str:
+    answers = list(dict.fromkeys(answer for core in kind.cores for answer in core.answers))
+    groups = [_few([core for core in kind.cores if it in core.answers]) for it in answers[:SHOWN]]
+    alone = f"{kind.cores[0]} disagrees with itself"
+    who = alone if len(kind.cores) == 1 else f"{' and '.join(groups)} disagree"
+    return who + found.difference(answers[1], answers[0])
 
 
 def _few(items: Sequence[object], separator: str = ", ") -> str:

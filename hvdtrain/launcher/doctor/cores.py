@@ -40,12 +40,13 @@ class CoreTraining:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                self._found = self._found | json.loads(line)
-                self._heard_s = time.monotonic()
-            except (ValueError, TypeError):  # a warning, or the reason of its end
-                self._last_words = line.strip()[:300] or self._last_words
+        with self._process.stdout as lines:
+            for line in lines:
+                try:
+                    self._found = self._found | json.loads(line)
+                    self._heard_s = time.monotonic()
+                except (ValueError, TypeError):  # a warning, or the reason of its end
+                    self._last_words = line.strip()[:300] or self._last_words
 
     def state(self) -> dict[str, Any]:
         """Return all results so far. A process that hangs is ended."""
@@ -68,6 +69,7 @@ class CoreTraining:
     def end(self) -> int:
         """Kill the process, if it runs; return its exit code."""
         self._process.kill()
+        self._reader.join(END_S)
         return self._process.wait()
 
 
