@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -13,7 +16,8 @@ from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
-from hvdtrain.launcher.doctor.examination import Wishes, as_json, examine
+from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json, check_burn_in
+from hvdtrain.launcher.doctor.examination import Examination, Wishes, as_json, examine
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import say
@@ -43,6 +47,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="check this one; auto: gloo",
     )
     parser.add_argument("--no-ring", action="store_true", help="start no workers")
+    parser.add_argument(
+        "--burn-in",
+        type=float,
+        metavar="MINUTES",
+        help="then train on every core for so long, and compare the results bit by bit: finds a "
+        "processor or memory that computes wrong results",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all findings and facts to FILE")
 
 
@@ -52,6 +63,9 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a valid name of a network interface")
     problems += json_problems(arguments["json"])
+    minutes = arguments["burn_in"]
+    if minutes is not None and not 0 < minutes < math.inf:
+        problems.append(f"--burn-in={minutes:g}: must be a number of minutes above 0")
     hosts = attempt(problems, lambda: find_hosts(arguments))
     options = attempt(problems, lambda: ssh_options(arguments))
     if problems or hosts is None or options is None:
@@ -68,10 +82,23 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
         found = examine(hosts, ssh, wishes)
-    say(format_findings(found.findings))
+        say(format_findings(found.findings))
+        if minutes is not None and found.facts:
+            _burn_in(found, hosts, ssh, minutes)
     write_json(arguments["json"], as_json(found))
     say(format_verdict(found.findings, found.seconds))
     return EXIT_PREFLIGHT if failed(found.findings) else EXIT_OK
+
+
+def _burn_in(found: Examination, hosts: Sequence[Host], ssh: SshSetup, minutes: float) -> None:
+    """Burn in the hosts that answered; print the findings, and add them to the others."""
+    began = time.monotonic()
+    burned = burn_in([host for host in hosts if host.address in found.facts], ssh, minutes * 60)
+    findings = check_burn_in(burned)
+    say(format_findings(findings))
+    found.findings += findings
+    found.burn_in = burn_in_json(burned)
+    found.seconds += time.monotonic() - began
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

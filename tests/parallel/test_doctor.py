@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import time
 import uuid
 from pathlib import Path
 
+import pytest
+
+from hvdtrain.log import counted
+from tests.parallel.bad_core import FIRST, write_fault
 from tests.parallel.launching import (
+    CHECKOUT,
     MARK,
     environment_of,
     hvdtrain,
@@ -18,12 +25,16 @@ from tests.parallel.launching import (
     run,
     wait_until_gone,
 )
+from tests.unit.sshd import ADDRESS, running_sshd
 
 
 def test_a_good_machine_passes(tmp_path: Path) -> None:
-    """Fails when a check complains of a machine that trains, or the ring is not really run."""
+    """Fails when a check complains of a machine that trains, the ring is not really run, or a core
+    is left out of the burn-in.
+    """
     file = tmp_path / "doctor.json"
     flags = ["--controller", "mpi", "--json", str(file), "--output", str(tmp_path)]
+    flags += ["--burn-in", "0.02"]
     finished = run(hvdtrain("doctor", *flags), cwd=tmp_path)
     assert finished.exit_code == 0, finished.output
     assert "ok    ring            2 workers" in finished.output
@@ -31,6 +42,58 @@ def test_a_good_machine_passes(tmp_path: Path) -> None:
     assert found["ring"]["controller"] == found["ring"]["measured"]["controller"] == "mpi"
     assert found["ring"]["measured"]["workers"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
+    cores, (answer,) = found["burn_in"]["cores"]["localhost"], found["burn_in"]["right"].values()
+    assert [core["number"] for core in cores] == sorted(os.sched_getaffinity(0))
+    assert all(core["answers"][answer]["count"] == core["repetitions"] > 1 for core in cores)
+    assert f"localhost: {counted(len(cores), 'core')}, " in finished.output
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a majority needs several cores")
+def test_burn_in_names_the_bad_cores(tmp_path: Path) -> None:
+    """Fails when a wrong bit of one core goes unnoticed, or another core or host is named for it,
+    or another place in the training than the one where the bit was wrong.
+    """
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    write_fault(tmp_path, {("local", first): {2}, ("ssh", second): None})
+    with running_sshd(tmp_path) as sshd:
+        flags = ["-H", f"localhost:1,{ADDRESS}:1", "-p", str(sshd.port), "-i", f"{tmp_path}/key"]
+        flags += ["--no-ring", "--burn-in", "0.02"]
+        variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+        finished = run(hvdtrain("doctor", *flags), variables=variables)
+    assert finished.exit_code == 3, finished.output
+    here, there = re.findall(r"^fail  burn-in         ([\w.]+: .*)", finished.output, re.MULTILINE)
+    assert re.fullmatch(
+        rf"localhost: .*, 1 wrong; core {first} wrong in 1 of \d+ repetitions \(transient: 2\), "
+        rf"{FIRST}",
+        here,
+    )
+    assert re.fullmatch(
+        rf"{ADDRESS}: .*; core {second} wrong in (\d+) of \1 repetitions \(repeatable\), {FIRST}",
+        there,
+    )
+    assert "fix: take the host out of the hostfile, and test its memory" in finished.output
+
+
+def test_a_stop_ends_the_burn_in(tmp_path: Path) -> None:
+    """Fails when Ctrl-C leaves a training behind, or does not end the doctor."""
+    mark = uuid.uuid4().hex
+    command = hvdtrain("doctor", "--no-ring", "--burn-in", "9")
+    doctor = subprocess.Popen(
+        command, cwd=tmp_path, env=environment_of(mark), stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not any("known_answer" in command_of(str(it.pid)) for it in marked(mark)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        doctor.send_signal(signal.SIGINT)
+        assert doctor.wait(20) == 128 + signal.SIGINT
+    finally:
+        doctor.kill()
+        doctor.wait()
+        left = wait_until_gone(mark)
+        kill_all(left)
+    assert left == []
 
 
 def test_a_stop_leaves_no_worker(tmp_path: Path) -> None:

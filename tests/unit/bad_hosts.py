@@ -189,6 +189,10 @@ CASES = [
     ),
     # doctor
     doctor("flag", "--wild", "--wild|hvdtrain doctor --help"),
+    *(
+        doctor(f"burn-in-{value}", f"--burn-in={value}", f"--burn-in={value}: must be a number of")
+        for value in ("0", "-1", "nan", "inf")
+    ),
     doctor("word", "hosts", "not understood: hosts (see hvdtrain doctor --help)"),
     doctor(
         "hostfile", "--hostfile no/hosts", "no/hosts: there is no such hostfile; check the path"

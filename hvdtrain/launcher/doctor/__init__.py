@@ -6,6 +6,8 @@ sessions         the launcher's end of a probe; the findings for hosts that do n
 checks           facts -> findings: software, users, paths, the network between hosts
 machine_checks   facts -> findings: cores, memory, disks, GPUs, libraries, clocks
 ring             `hvdtrain verify` over all hosts
+burn_in          `--burn-in`: trainings with a known answer on all cores, and their comparison
+cores            the host's end of it: one training on each core, run by the probe
 examination      all checks, and `preflight`, the quick part with which `launch` begins
 """
 

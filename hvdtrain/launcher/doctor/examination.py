@@ -133,6 +133,7 @@ class Examination:
     interface: str | None = None
     shared: dict[str, bool] = field(default_factory=dict)
     ring: RingTrial | None = None
+    burn_in: dict[str, Any] | None = None
     seconds: float = 0.0
 
 
@@ -279,4 +280,5 @@ def as_json(found: Examination) -> dict[str, Any]:
             for host, facts in found.facts.items()
         },
         "ring": ring,
+        "burn_in": found.burn_in,
     }

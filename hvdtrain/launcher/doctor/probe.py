@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.addresses import interface_of
+from hvdtrain.launcher.doctor.cores import Cores
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.processes import marked
 from hvdtrain.launcher.protocol import write_ticket
@@ -30,7 +31,7 @@ MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its own processes
 CONNECT_S = 2.0
 AT_ONCE = 64  # threads that connect
-LONGEST_LIFE_S = 180
+LONGEST_LIFE_S = 180  # after the last request
 
 Request = dict[str, Any]
 Answer = dict[str, Any]  # `values` and `errors`
@@ -190,6 +191,7 @@ def sweep(mark: str) -> int:
     return len(found)
 
 
+CORES = Cores()
 HANDLERS: dict[str, Callable[[Request], Any]] = {
     "ping": lambda request: None,
     "reach": lambda request: reach_all(request["targets"]),
@@ -198,18 +200,24 @@ HANDLERS: dict[str, Callable[[Request], Any]] = {
     "make_file": make_file,
     "take_file": take_file,
     "sweep": lambda request: sweep(request["mark"]),
+    "burn_in": lambda request: CORES.start(request["seconds"]),
+    "burn_in_state": lambda request: CORES.state(),
 }
 
 
 def main() -> int:
     """Answer requests until the input ends; return the exit code."""
     signal.alarm(LONGEST_LIFE_S)  # leaves nothing behind, even if the connection hangs
-    for line in sys.stdin:
-        began = time.time()
-        found = answer(json.loads(line))
-        found["values"] |= {"began": began, "ended": time.time()}
-        sys.stdout.write(f"\n{MARKER}\n{json.dumps(found)}\n")
-        sys.stdout.flush()
+    try:
+        for line in sys.stdin:
+            signal.alarm(LONGEST_LIFE_S)  # anew: a burn-in takes longer, and is asked all the time
+            began = time.time()
+            found = answer(json.loads(line))
+            found["values"] |= {"began": began, "ended": time.time()}
+            sys.stdout.write(f"\n{MARKER}\n{json.dumps(found)}\n")
+            sys.stdout.flush()
+    finally:
+        CORES.end()
     return 0
 
 
