@@ -20,7 +20,7 @@ OPTIONS = train_options()
 ZERO_IS_FINE = {
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
-    *("audit_every", "hash_every", "checkpoint_interval"),
+    *("audit_every", "hash_every", "trace_every", "checkpoint_interval"),
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -110,7 +110,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
-        *("pretrained", "profile", "max_image_pixels"),
+        *("pretrained", "profile", "max_image_pixels", "trace_every"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
