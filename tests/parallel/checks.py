@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -23,7 +24,7 @@ import hvdtrain
 from hvdtrain.audit import Auditor, AuditRecord, Audits
 from hvdtrain.audit.checks import BoundCheck, ExactCheck
 from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
-from hvdtrain.data.feeding import Feed
+from hvdtrain.data.feeding import Feed, StepData
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import (
     AgreedFailure,
@@ -549,8 +550,10 @@ class FaultyExchangeAudit:
     def begin(self, step: int) -> None:
         self._audit.begin(step)
 
-    def begin_pass(self, share: int) -> None:
-        self._audit.begin_pass(share)
+    def begin_pass(self, share: int, batch: Any) -> None:
+        self._audit.begin_pass(share, batch)
+
+    def updated(self, step: int, data: StepData, sums: StepSums) -> None: ...
 
     def end(self, step: int) -> None:
         if self._fault:
