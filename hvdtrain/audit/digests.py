@@ -119,5 +119,6 @@ def _words(digest: Any) -> Words:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    dense = tensor.detach().cpu().contiguous()
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    dense = dense.cpu().contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy()

@@ -52,13 +52,15 @@ class Tracer:
         self._shares = len(job.feed.shares.weights)
         self._is_due, self._on_record = is_due, on_record
         self._records = False  # this step
+        self._samples = ""
         self._local = ShareDigests(self._parameters)
         self._reduced = self._own_digests([])
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, data: StepData) -> None:
         """Begin to digest, if the step is due."""
         self._records = self._is_due(step)
         if self._records:
+            self._samples = text_of(digest_of(torch.from_numpy(data.indices)))
             self._local.begin()
 
     def begin_pass(self, share: int, batch: Any) -> None:
@@ -71,7 +73,7 @@ class Tracer:
             self._local.end()
             self._reduced = self._own_digests([it.grad for it in self._parameters])
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+    def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
         if not self._records:
             return
@@ -84,7 +86,7 @@ class Tracer:
         self._on_record(
             TraceRecord(
                 step=step,
-                samples=text_of(digest_of(torch.from_numpy(data.indices))),
+                samples=self._samples,
                 batches=[row[0] for row in of_shares],
                 gradients=[row[1:] for row in of_shares],
                 reduced=reduced[1:],

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
+from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
@@ -30,11 +31,12 @@ from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.ledger import Ledger, RunLedger
+from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.stop import RunKeeper, StopSignals
-from hvdtrain.run.tasks import find_source
+from hvdtrain.run.tasks import find_source, hosts_of
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Audit, Hooks, Outcome, State
@@ -157,7 +159,7 @@ def _make_ready(
         lost = restore(saved, job, state)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
-    audit = make_audits(config, job, exchange, order, ledger)
+    audit = make_audits(config, job, exchange, session.topology.local_rank, order, ledger)
 
     def give_up(error: Stopped) -> None:
         ledger.fail(error)
@@ -211,7 +213,12 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
 
 
 def make_audits(
-    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    local_rank: int,
+    order: KnownOrder | None,
+    ledger: Ledger,
 ) -> Audits:
     """Collective: return the audits and the trace of the run."""
     each: list[Audit] = []
@@ -219,7 +226,30 @@ def make_audits(
         each.append(_make_auditor(config, job, exchange, order, ledger))
     if every := config.check.trace_every:
         each.append(Tracer(job, exchange, lambda step: step % every == 0, ledger.traced))
+    if config.check.audit_compute and exchange.size > 1:
+        each.append(_make_compute_audit(config, job, exchange, local_rank, ledger))
     return Audits(*each)
+
+
+def _make_compute_audit(
+    config: TrainConfig, job: Job, exchange: Exchange, local_rank: int, ledger: Ledger
+) -> ComputeAudit:
+    """Collective: return the audit of the computation. Raises AgreedFailure where bits of equal
+    computations may differ.
+    """
+    hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.compute_audit.hosts"))
+    machines = exchange.all_gather_object(machine(), "hvdtrain.compute_audit.machines")
+
+    def make() -> ComputeAudit:
+        if others := changes(machines[0], machines[exchange.rank]):
+            raise UsageError(
+                f"--audit-compute: bits of this rank may differ from those of rank 0: {others[0]}. "
+                "Leave --audit-compute out, or use equal workers"
+            )
+        every, seed = config.check.audit_compute, config.run.seed
+        return ComputeAudit(job, exchange, hosts, every, seed, ledger.recomputed)
+
+    return agree(exchange, "compute_audit", make)
 
 
 def _make_auditor(
