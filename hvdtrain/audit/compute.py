@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hvdtrain.train.metering import StepSums
 
 CLEARLY = 4.0  # times as far from the slope: more than rounding can explain
-SLOPE_STEP = 1e-5  # in the space of the parameters
+SLOPE_STEP = 1e-6  # in the space of the parameters
 Gradients = list[torch.Tensor | None]  # by trainable parameter
 
 

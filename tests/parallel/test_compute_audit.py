@@ -20,7 +20,7 @@ VIRTUAL = "--virtual-workers=7"
         (2, "mpi", 1, 30, "owner", []),
         (2, "gloo", 0, 12, "always", []),
         (2, "gloo", 1, 22, "always", [VIRTUAL]),
-        (3, "gloo", 2, 31, "owner", [VIRTUAL, "--amp=bf16"]),
+        (3, "gloo", 2, 31, "owner", [VIRTUAL, "--clip-grad=1"]),
         (3, "gloo", 0, 16, "checker", ["--grad-accum-steps=2"]),
         (4, "mpi", 3, 20, "always", []),
     ],
