@@ -134,6 +134,9 @@ def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) ->
     shares = _unequal(one.batches, other.batches)
     if shares:
         return Parting("data", f"the batch of {_counted(shares, one.batches, 'share')}", shares[0])
+    if len(one.reduced) != len(other.reduced):
+        text = f"{len(one.reduced)} and {len(other.reduced)} trainable parameters: other models"
+        return Parting("gradient", text)
     shares = _unequal(one.gradients, other.gradients)
     if shares:
         own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])

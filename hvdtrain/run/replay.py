@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.audit import Audits
 from hvdtrain.audit.digests import digest_of, text_of
 from hvdtrain.audit.trace import Tracer, TraceRecord, first_parting
 from hvdtrain.config import TrainConfig
@@ -30,7 +29,7 @@ from hvdtrain.run.trace_file import RecordedRun, origin_of
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State, steps_from, train_step
+from hvdtrain.train.loop import Audit, State, steps_from, train_step
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
 
@@ -64,7 +63,7 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     UsageError for a run that cannot be computed again.
     """
     run = RecordedRun(Path(arguments["source"]))
-    config = _config(run, arguments, overrides)
+    config = config_of(run, arguments, overrides)
     steps = choice.of([record.step for record in run.records])
     agreed: list[int] = []
     report: dict[str, Any] = {"run": str(run.path), "steps": agreed, "difference": None}
@@ -92,7 +91,9 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     return EXIT_OK
 
 
-def _config(run: RecordedRun, arguments: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:
+def config_of(
+    run: RecordedRun, arguments: dict[str, Any], overrides: Sequence[str] = ()
+) -> TrainConfig:
     """Return the run's configuration for one process. Raises UsageError if it cannot have one."""
     known = train_options()
     stored = {name: value for name, value in run.config.items() if name in known}
@@ -128,34 +129,61 @@ class Replayer:
             raise ReplayMismatch(self._describe_origin())
         batch_size = run.config["global_batch_size"]
         job = prepare(config, batch_size, source, self._exchange, topology)
-        self._job: Job = job.distributed(self._exchange)
+        self.job: Job = job.distributed(self._exchange)
         self._state = self._new_state()
         self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
-        self._found: TraceRecord | None = None
 
     def compare(self, steps: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
         """Compute these recorded steps again; yield a line and the steps for each checkpoint used.
 
         Raises ReplayMismatch at the first step that is not found again.
         """
-        starts = [0, *sorted(self._run.checkpoints)]
         groups: dict[int, list[int]] = {}
         for step in steps:
-            groups.setdefault(max(it for it in starts if it < step), []).append(step)
+            groups.setdefault(self._start_of(step), []).append(step)
         recorded = {record.step: record for record in self._run.records}
         for start, own in groups.items():
-            if start:
-                self._restore(self._run.checkpoints[start])
+            self.start_before(own[0])
             for step in own:
-                found = self._compute(step)
+                (found,) = self.records(step, step)
                 parting = first_parting(recorded[step], found, self.names)
                 if parting:
                     raise ReplayMismatch(
-                        f"step {step}, computed from {_place(start)}: {parting.what}: "
+                        f"step {step}, computed from {place_of(start)}: {parting.what}: "
                         f"{parting.text} (recorded, and computed again). "
                         + self._since(recorded, start, step)
                     )
-            yield f"from {_place(start)}: {_named(own)} agreed", own
+            yield f"from {place_of(start)}: {_named(own)} agreed", own
+
+    def start_before(self, step: int) -> int:
+        """Continue from the nearest checkpoint before `step`, if any, and return its step, or 0.
+
+        Raises ReplayMismatch if it is not what was written.
+        """
+        start = self._start_of(step)
+        if start:
+            self._restore(self._run.checkpoints[start])
+        return start
+
+    def records(self, first: int, last: int) -> list[TraceRecord]:
+        """Compute up to and including step `last`; return the records from step `first` on."""
+        found: list[TraceRecord] = []
+        is_due = range(first, last + 1).__contains__
+        self.advance(last, Tracer(self.job, self._exchange, is_due, found.append))
+        return found
+
+    def advance(self, last: int, audit: Audit) -> None:
+        """Compute up to and including step `last`, each step with the audit."""
+        state, clock = self._state, self._state.meter.clock
+        for data in steps_from(self.job, state, 0):
+            state.step += 1
+            train_step(self.job, self._exchange, audit, state.step, data, clock)
+            state.samples_seen += data.samples
+            if state.step == last:
+                break
+
+    def _start_of(self, step: int) -> int:
+        return max(it for it in (0, *self._run.checkpoints) if it < step)
 
     def _describe_origin(self) -> str:
         """Return why the trace does not begin with the run's configuration and these data."""
@@ -191,7 +219,7 @@ class Replayer:
         for line in changes(state["progress"].get("machine", {}), machine()):
             say(f"replay: {line}: bits may differ")
         self._state = self._new_state()
-        restore(state, self._job, self._state)
+        restore(state, self.job, self._state)
 
     def _compare_with_record(self, path: Path, state: dict[str, Any]) -> None:
         """Raise ReplayMismatch unless a checkpoint has the parameters of its step's record."""
@@ -206,21 +234,8 @@ class Replayer:
                 f"record of step {record.step}"
             )
 
-    def _compute(self, step: int) -> TraceRecord:
-        """Compute up to and including `step`, and return its record."""
-        records: list[TraceRecord] = []
-        audits = Audits(Tracer(self._job, self._exchange, lambda it: it == step, records.append))
-        state, clock = self._state, self._state.meter.clock
-        for data in steps_from(self._job, state, 0):
-            state.step += 1
-            train_step(self._job, self._exchange, audits, state.step, data, clock)
-            state.samples_seen += data.samples
-            if state.step == step:
-                break
-        return records[0]
-
     def _new_state(self) -> State:
-        job = self._job
+        job = self.job
         return State(Meter(self._exchange, job.sampler.samples, job.task.metrics))
 
 
@@ -237,5 +252,6 @@ def _named(steps: Sequence[int]) -> str:
     return f"{counted(len(steps), 'step')} ({shown})"
 
 
-def _place(start: int) -> str:
+def place_of(start: int) -> str:
+    """Return the name of the place that a replay starts from."""
     return f"the checkpoint of step {start}" if start else "the beginning"
