@@ -121,7 +121,7 @@ def first_tensor(one: PassDigests, other: PassDigests, share: int) -> str | None
         return None
     place = f", in pass {number}" if len(one.passes[share]) > 1 else ""
     if takers := one.takers.get(found):
-        found += f", which the backward pass of {' and '.join(dict.fromkeys(takers))} computes"
+        found += f", coming back from {' and '.join(dict.fromkeys(takers))}"
     if buffer := _first(one.buffers[share], other.buffers[share]):
         place += f". Before the pass {buffer} differs already"
     return f"{found}{place}"

@@ -8,7 +8,8 @@ Then the first step that differs is computed once more, with digests of all its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from hvdtrain.audit.digests import BatchDigest, text_of
 from hvdtrain.audit.passes import PassDigests, first_tensor
 from hvdtrain.audit.trace import Parting, TraceRecord, first_parting
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import ReplayMismatch
-from hvdtrain.log import counted, say
+from hvdtrain.log import say
 from hvdtrain.run.replay import Replayer, place_of
 from hvdtrain.run.trace_file import RecordedRun
+from hvdtrain.train.job import Job
 
 SHOWN = 8  # samples
 
@@ -30,9 +33,9 @@ def bisect(
 ) -> dict[str, Any]:
     """Compute the steps after `agreed`, up to `last`, of both runs, and print where they part.
 
-    Returns the report: "wrong" lists runs whose trace is not what their replay gives.
+    Returns the report: "wrong" lists the runs whose trace is not what their replay gives.
     """
-    report: dict[str, Any] = {"wrong": [], "step": None, "parting": None, "tensor": None}
+    wrong: list[str] = []
     found = []
     for letter, run, config in zip("AB", runs, configs, strict=True):
         try:
@@ -40,29 +43,26 @@ def bisect(
             start = replayer.start_before(agreed + 1)
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
-            return report | {"wrong": [letter]}
+            return {"wrong": [letter]}
         found.append(replayer.records(agreed + 1, last))
-        wrong = _first_wrong(run, found[-1], replayer.names)
+        reason = _first_wrong(run, found[-1], replayer.names)
         steps = f"steps {agreed + 1} to {last}" if last > agreed + 1 else f"step {last}"
         text = f"bisect: {letter}, {steps}, computed again from {place_of(start)}: "
-        say(text + (f"its trace is not what this gives: {wrong}" if wrong else "as recorded"))
-        report["wrong"] += [letter] if wrong else []
+        say(text + (f"its trace is not what this gives: {reason}" if reason else "as recorded"))
+        wrong += [letter] if reason else []
     for ours, theirs in zip(*found, strict=False):
         if parting := first_parting(ours, theirs, replayer.names):
-            report |= {"step": ours.step, "parting": parting}
             say(f"bisect: they part at step {ours.step}: {parting.what}: {parting.text}")
-            report |= _name_first(runs, configs, ours.step, parting)
-            return report
-    blamed = " and ".join(report["wrong"])
-    say(
-        "bisect: computed again, both runs agree at every one of these steps. "
-        + (
-            f"So {blamed} was computed wrongly, or with other code, or its trace was changed"
-            if blamed
-            else "So the final parameters of one are not what it computed"
-        )
-    )
-    return report
+            first = _name_first(runs, configs, ours.step, parting)
+            if first:
+                say(f"bisect: {first}")
+            return {"wrong": wrong, "step": ours.step, **asdict(parting), "first": first}
+    cause = "So the final parameters of one run are not those that it computed"
+    if wrong:
+        names = " and ".join(wrong)
+        cause = f"So {names} was computed wrongly, or with other code, or its trace was changed"
+    say(f"bisect: computed again, both runs agree at every one of these steps. {cause}")
+    return {"wrong": wrong}
 
 
 def _first_wrong(
@@ -79,46 +79,46 @@ def _first_wrong(
 
 def _name_first(
     runs: Sequence[RecordedRun], configs: Sequence[TrainConfig], step: int, parting: Parting
-) -> dict[str, Any]:
-    """Compute a step again, and print the first samples or the first tensor that differ."""
+) -> str | None:
+    """Compute a step again, and return the first samples or the first tensor that differ."""
     passes, samples = [], []
     for run, config in zip(runs, configs, strict=True):
         replayer = Replayer(run, config)
         replayer.start_before(step)
         passes.append(PassDigests(replayer.job.model, step))
         replayer.advance(step, passes[-1])
-        samples.append(_sample_digests(replayer, step, passes[-1].indices))
-    one, other = passes
+        samples.append(_sample_digests(replayer.job, step, passes[-1].indices))
     if parting.what == "data order":
-        pairs = zip(one.indices.tolist(), other.indices.tolist(), strict=False)
-        place, both = next(((i, it) for i, it in enumerate(pairs) if it[0] != it[1]), (0, None))
-        text = f"{len(one.indices)} and {len(other.indices)} samples"
-        if both:
-            text = f"at place {place} of the global batch, the samples {both[0]} and {both[1]}"
-        say(f"bisect: the order differs first {text}" if both else f"bisect: batches of {text}")
-        return {"samples": both}
-    ours, theirs = samples
-    if parting.what == "data" and parting.share is not None:
-        numbers = [number for number, digest in ours.items() if theirs.get(number) != digest]
-        shown = ", ".join(map(str, numbers[:SHOWN])) + ", ..." * bool(numbers[SHOWN:])
-        batch = f"of the {counted(len(ours), 'sample')} of the global batch"
-        say(
-            f"bisect: the samples that differ are number {shown} of the data set, {len(numbers)} "
-            f"{batch}"
-            if numbers
-            else f"bisect: read one by one, all {batch} agree: only their batch differs"
-        )
-        return {"samples": numbers}
+        return _first_place(*(it.indices.tolist() for it in passes))
     if parting.share is None:
-        return {}
-    tensor = first_tensor(one, other, parting.share)
-    say(f"bisect: the first tensor that differs, of share {parting.share}: {tensor}")
-    return {"tensor": tensor}
+        return None
+    if parting.what == "data":
+        return _other_samples(*samples)
+    tensor = first_tensor(passes[0], passes[1], parting.share)
+    return f"the first tensor that differs, of share {parting.share}: {tensor}"
 
 
-def _sample_digests(replayer: Replayer, step: int, indices: Any) -> dict[int, str]:
+def _first_place(one: Sequence[int], other: Sequence[int]) -> str:
+    """Return where two global batches first have different samples."""
+    for place, (ours, theirs) in enumerate(zip(one, other, strict=False)):
+        if ours != theirs:
+            text = f"at place {place} of the global batch: samples {ours} and {theirs}"
+            return f"the order differs first {text}"
+    return f"global batches of {len(one)} and {len(other)} samples"
+
+
+def _other_samples(one: Mapping[int, str], other: Mapping[int, str]) -> str:
+    """Return which samples of a global batch differ; `one`, `other`: their digests by number."""
+    numbers = [number for number, digest in one.items() if other.get(number) != digest]
+    if not numbers:
+        return "its samples, read one by one, agree: what is made of them differs"
+    shown = ", ".join(map(str, numbers[:SHOWN])) + ", ..." * bool(numbers[SHOWN:])
+    return f"the samples that differ: number {shown} of the data set, {len(numbers)} of {len(one)}"
+
+
+def _sample_digests(job: Job, step: int, indices: Indices) -> dict[int, str]:
     """Return the digest of each sample of a step's batch, read one by one, by its number."""
-    job, found = replayer.job, {}
+    found = {}
     epoch = (step - 1) // job.sampler.steps_per_epoch
     for number in indices.tolist():
         digest = BatchDigest()

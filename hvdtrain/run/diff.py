@@ -29,12 +29,12 @@ LENGTH = ("epochs", "max_steps")  # by which a schedule decides what is learned
 def diff(arguments: dict[str, Any]) -> int:
     """Compare two runs, print how they differ, and return the exit code. Raises UsageError."""
     one, other = runs = _read([Path(arguments["one"]), Path(arguments["other"])])
-    configs = [config_of(run, arguments) for run in runs] if arguments["bisect"] else []
     states = [_newest_state(run) for run in runs]
     facts, names = Facts.of(runs, states), _parameter_names(runs, states)
     traces = Traces.of(one, other, names)
     if arguments["bisect"] and not traces.common:
         raise UsageError("--bisect: the runs recorded no common step: train with --trace-every")
+    configs = [config_of(run, arguments) for run in runs] if arguments["bisect"] else []
     same, verdict = _verdict(runs, facts, traces)
     for letter, run in zip("AB", runs, strict=True):
         steps = counted(run.summary.get("steps", 0), "step")
@@ -69,7 +69,7 @@ class Facts:
         scheduled = any(config["sched"] != "constant" for config in configs)
         learning = [it for it in known if known[it].learns or (scheduled and it in LENGTH)]
         options = _pairs(configs, learning)
-        installed = [it.summary.get("versions", {}) | it.summary.get("machine", {}) for it in runs]
+        installed = [it.summary.get("machine", {}) | it.summary.get("versions", {}) for it in runs]
         return cls(
             options={f"--{name.replace('_', '-')}": pair for name, pair in options.items()},
             versions=_pairs(installed, dict.fromkeys([*installed[0], *installed[1]])),
@@ -133,10 +133,8 @@ class Traces:
     def lines(self) -> list[str]:
         found = [f"  {'trace':13}  {text}" for text in self.broken]
         if self.parting:
-            before = (
-                f"step {self.agreed} agrees" if self.agreed else "no step before it is recorded"
-            )
-            text = f"step {self.step} differs first, {before}: {self.parting.what}: "
+            before = f"step {self.agreed} agrees" if self.agreed else "the first that is recorded"
+            text = f"step {self.step} differs first ({before}): {self.parting.what}: "
             found.append(f"  {'trace':13}  {text}{self.parting.text}")
         elif self.common:
             steps = f"all {counted(len(self.common), 'step')} that both recorded agree"

@@ -26,8 +26,8 @@ def diff(one: Path, other: Path, *flags: str) -> tuple[int, str]:
     return call(other.parents[1], "diff", one, other, *flags)
 
 
-def bisect(one: Path, other: Path) -> tuple[int, str]:
-    return diff(one, other, "--bisect", "--trust-code")
+def bisect(one: Path, other: Path, *flags: str) -> tuple[int, str]:
+    return diff(one, other, "--bisect", "--trust-code", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,17 @@ def edit_summary(run: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def install_torch(run: Path, version: str) -> None:
+    """Let the run's summary say that it was made by another version of torch."""
+    versions = json.loads((run / "summary.json").read_text())["versions"]
+    edit_summary(run, versions=versions | {"torch": version})
+
+
 def test_equal_runs(honest: Path, run: Path) -> None:
     """Fails if equal runs differ, or the number of workers or a version alone makes them differ."""
-    edit_summary(run, world_size=3, controller="gloo", versions={"torch": "9.9"})
-    code, output = diff(honest, run, "--bisect", "--trust-code", "--json=found.json")
+    edit_summary(run, world_size=3, controller="gloo")
+    install_torch(run, "9.9")
+    code, output = bisect(honest, run, "--json=found.json")
     assert (code, SAME_STEPS in output) == (0, True), output
     assert "world size: 1 and 3 (should not matter: --virtual-workers)" in output
     assert "and 9.9" in output
@@ -69,8 +76,8 @@ PARTED = {
         ["they part at step 1: update: the learning rate: 0.1 and 0.2"],
     ),
     "schedule": (
-        ["--sched=step"],
-        ["one of the steps 5 to 6; at step 6 ", "--sched: constant and step"],
+        ["--sched=step", "--max-steps=12"],
+        ["(step 4 agrees)", "differ in --max-steps: 13 and 12, --sched: constant and step"],
         [
             "A, steps 5 to 6, computed again from the checkpoint of step 4: as recorded",
             "they part at step 5: update: the learning rate",
@@ -89,12 +96,18 @@ PARTED = {
     "label": (
         ["--data=mine:relabelled"],
         ["but with other names or labels; the first that differs is number 21", "their data"],
-        [": data: the batch of share", "the samples that differ are number 21 of the data set, 1"],
+        [
+            ": data: the batch of share",
+            "samples that differ: number 21 of the data set, 1 of 20",
+        ],
     ),
     "pixels": (
         ["--data=mine:brighter"],
         ["--data: mine:pictures and mine:brighter"],
-        [": data: the batch of share", "the samples that differ are number 21 of the data set, 1"],
+        [
+            ": data: the batch of share",
+            "samples that differ: number 21 of the data set, 1 of 20",
+        ],
     ),
     "random numbers": (
         ["--model=mine:other_drop"],
@@ -111,8 +124,8 @@ PARTED = {
         ["gradient"],
         [
             "they part at step 1: gradient: first.weight (4 of 6 parameters)",
-            "of share 0: the gradient of the output of drop (call 1), which the backward pass of "
-            "last (call 1) computes\n",
+            "of share 0: the gradient of the output of drop (call 1), coming back from "
+            "last (call 1)\n",
         ],
     ),
 }
@@ -123,8 +136,10 @@ def test_what_parts_two_runs_is_named(change: str, honest: Path, tmp_path: Path)
     """Fails if the files show another difference, or another step, sample or tensor is named."""
     flags, shown, found = PARTED[change]
     other = train(tmp_path, *VIRTUAL, *flags)
-    code, output = bisect(honest, other)
+    code, output = bisect(honest, other, "--json=found.json")
     assert code == 17, output
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert f"part at step {report['bisect']['step']}: {report['bisect']['what']}" in output
     assert [text for text in [*shown, *found] if text not in output] == [], output
     assert output.count("as recorded") == 2
 
@@ -132,14 +147,13 @@ def test_what_parts_two_runs_is_named(change: str, honest: Path, tmp_path: Path)
 def test_files_alone_run_no_code(honest: Path, run: Path) -> None:
     """Fails if the code of a run is imported without leave, or needed to compare files."""
     forge(run, lambda records: records[3]["gradients"][2].__setitem__(1, "0" * 16))
-    edit_summary(run, versions={"torch": "9.9"})
+    install_torch(run, "9.9")
     for flags in ([], ["--trust-code"]):
         code, output = diff(honest, run, *flags)
         assert code == 17, output
         assert "step 8 differs first (step 6 agrees): gradient: first.bias" in output
         assert "of share 2 (1 of 3 shares), from equal data" in output
-        assert "versions differ in" in output
-        assert "torch" in output
+        assert "the gradient; their versions differ in torch: " in output
     code, output = diff(honest, run, "--bisect")
     assert (code, "names code to run, mine:Net" in output) == (2, True), output
 
