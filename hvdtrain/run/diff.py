@@ -30,18 +30,18 @@ def diff(arguments: dict[str, Any]) -> int:
     """Compare two runs, print how they differ, and return the exit code. Raises UsageError."""
     one, other = runs = _read([Path(arguments["one"]), Path(arguments["other"])])
     states = [_newest_state(run) for run in runs]
-    facts, names = Facts.of(runs, states), _parameter_names(runs, states)
+    around, names = Circumstances.of(runs, states), _parameter_names(runs, states)
     traces = Traces.of(one, other, names)
     if arguments["bisect"] and not traces.common:
         raise UsageError("--bisect: the runs recorded no common step: train with --trace-every")
     configs = [config_of(run, arguments) for run in runs] if arguments["bisect"] else []
-    same, verdict = _verdict(runs, facts, traces)
+    same, verdict = _verdict(runs, around, traces)
     for letter, run in zip("AB", runs, strict=True):
         steps = counted(run.summary.get("steps", 0), "step")
         say(f"{letter}: {run.path}: {steps}, {counted(len(run.records), 'record')}")
-    say("\n".join([*facts.lines(), *traces.lines()]))
+    say("\n".join([*around.lines(), *traces.lines()]))
     report: dict[str, Any] = {"runs": [str(run.path) for run in runs], "same": same}
-    report |= {"facts": asdict(facts), "trace": asdict(traces), "verdict": verdict}
+    report |= {"circumstances": asdict(around), "trace": asdict(traces), "verdict": verdict}
     say(f"diff: {verdict}")
     if configs and (traces.step or _same_end(runs) is False):
         last = traces.step or runs[0].summary["steps"]
@@ -51,8 +51,8 @@ def diff(arguments: dict[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What two runs recorded about themselves, where it differs: a value of each, by name."""
+class Circumstances:
+    """The differences in what two runs recorded about themselves, as pairs of values by name."""
 
     options: Pairs  # that decide what is learned, by flag
     versions: Pairs  # of software and hardware
@@ -61,7 +61,7 @@ class Facts:
     virtual: bool  # the workers should not matter
 
     @classmethod
-    def of(cls, runs: Sequence[RecordedRun], states: Sequence[Mapping[str, Any]]) -> Facts:
+    def of(cls, runs: Sequence[RecordedRun], states: Sequence[Mapping[str, Any]]) -> Circumstances:
         """Compare configurations and summaries; `states`: a checkpoint of each, for the data."""
         known = train_options()
         # An option that is newer than a run had its default value.
@@ -142,11 +142,13 @@ class Traces:
         return found
 
 
-def _verdict(runs: Sequence[RecordedRun], facts: Facts, traces: Traces) -> tuple[bool, str]:
+def _verdict(
+    runs: Sequence[RecordedRun], around: Circumstances, traces: Traces
+) -> tuple[bool, str]:
     """Return whether the runs are the same, and the line that states it. Raises UsageError if
     nothing that they recorded shows it.
     """
-    ends, why = _same_end(runs), facts.reasons()
+    ends, why = _same_end(runs), around.reasons()
     if traces.parting and traces.step:
         text = f"the runs part at step {traces.step}, in the {traces.parting.what}"
         if traces.step > traces.agreed + 1:
@@ -161,7 +163,7 @@ def _verdict(runs: Sequence[RecordedRun], facts: Facts, traces: Traces) -> tuple
             "the final parameters differ; without steps that both recorded (--trace-every), the "
             "step cannot be named"
         )
-    elif facts.options or facts.data:
+    elif around.options or around.data:
         agree = f"the {counted(len(traces.common), 'step')} that both recorded agree, but "
         return False, agree * bool(traces.common) + "; ".join(why)
     elif traces.broken:

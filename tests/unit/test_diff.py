@@ -65,7 +65,7 @@ def test_equal_runs(honest: Path, run: Path) -> None:
     found = json.loads((run.parents[1] / "found.json").read_text())
     assert found["same"] is True
     assert found["trace"]["agreed"] == 12
-    assert found["facts"]["workers"]["world_size"] == [1, 3]
+    assert found["circumstances"]["workers"]["world_size"] == [1, 3]
 
 
 # The change of run B; what its files show, without its code; what --bisect adds.
@@ -168,6 +168,15 @@ def test_a_run_that_was_computed_wrongly_is_named(honest: Path, tmp_path: Path) 
     assert "A, steps 7 to 8, computed again from the checkpoint of step 4: as recorded" in output
     assert "its trace is not what this gives: step 8: gradient: first.weight" in output
     assert "So B was computed wrongly, or with other code, or its trace was changed" in output
+
+
+def test_a_difference_after_the_last_record(honest: Path, run: Path) -> None:
+    """Fails if other final parameters count as equal, or a run is blamed without a wrong record."""
+    edit_summary(run, params_sha256="0" * 64)
+    code, output = bisect(honest, run)
+    assert (code, "part after step 12, the last that both recorded" in output) == (17, True), output
+    assert "B, step 13, computed again from the checkpoint of step 12: as recorded" in output
+    assert "So the final parameters of one run are not those that it computed" in output
 
 
 def test_a_changed_trace_is_named(honest: Path, run: Path) -> None:
