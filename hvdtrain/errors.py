@@ -69,6 +69,11 @@ class AuditMismatch(HvdtrainError):
 class ComputeMismatch(AuditMismatch):
     """A gradient that another rank, which computed it again, found to be different."""
 
+    def __init__(self, text: str, wrong_rank: int | None) -> None:
+        """`wrong_rank`: the one that computed wrongly; None: it cannot be told."""
+        super().__init__(text)
+        self.wrong_rank = wrong_rank
+
 
 class VerifyMismatch(HvdtrainError):
     """A collective of this installation whose result differs from the ring reference."""

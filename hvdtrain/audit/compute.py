@@ -122,7 +122,7 @@ class ComputeAudit:
         agree = np.array_equal(found, work.gradients)
         self._on_record(step, agree)
         if not agree:
-            raise ComputeMismatch(self._verdict(step, share, work, found, order))
+            raise self._verdict(step, share, work, found, order)
 
     def updated(self, step: int, sums: StepSums) -> None: ...
 
@@ -151,8 +151,8 @@ class ComputeAudit:
 
     def _verdict(
         self, step: int, share: int, work: Work, found: Words, order: Sequence[int]
-    ) -> str:
-        """Collective: return which rank is wrong, how often, and the first tensor that differs."""
+    ) -> ComputeMismatch:
+        """Collective: find which rank is wrong, how often, and the first tensor that differs."""
         owner, checker, *further = order
         asked = [owner, checker, *further[:1]]
         again = dict(zip(asked, self._opinions(work, asked), strict=True))
@@ -165,14 +165,15 @@ class ComputeAudit:
             f"({len(places)} of {len(self._names)} parameters)"
         )
         if wrong is None:
-            return f"{what}. {reason}"
+            return ComputeMismatch(f"{what}. {reason}", wrong)
         right = first[checker if wrong == owner else owner]
         repeats = "again wrong" if not np.array_equal(again[wrong], right) else "right"
         kind = "repeatable" if repeats == "again wrong" else "transient"
-        return (
+        return ComputeMismatch(
             f"{what}. Rank {wrong} (host {self._hosts[wrong]}) is wrong: {reason}. Computed once "
             f"more, its result is {repeats}: the fault is {kind}. The optimizer has not used these "
-            "gradients. Examine that host: hvdtrain doctor --burn-in"
+            "gradients. Examine that host: hvdtrain doctor --burn-in",
+            wrong,
         )
 
     def _wrong(

@@ -39,10 +39,11 @@ class PassDigests:
         self._names = WeakTensorKeyDictionary()  # of the tensors whose gradients are digested
         self._own: Digests = {}  # of this pass
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, data: StepData) -> None:
         """Digest the parameters and register the hooks, if it is the step."""
         if step != self._step:
             return
+        self.indices = data.indices
         for name, parameter in self._model.named_parameters():
             self.parameters[f"the parameter {name}"] = _digest(parameter)
             if parameter.requires_grad:
@@ -66,9 +67,7 @@ class PassDigests:
     def end(self, step: int) -> None:
         self.close()
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
-        if step == self._step:
-            self.indices = data.indices
+    def updated(self, step: int, sums: StepSums) -> None: ...
 
     def close(self) -> None:
         """Remove the hooks."""
