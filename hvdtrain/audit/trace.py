@@ -8,6 +8,7 @@ was the first to differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from hvdtrain.data.feeding import StepData
 from hvdtrain.exchange import Exchange
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import StepSums
+
+LOSS_ROUNDING = 1e-12  # of the mean: float64, added in another order
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class TraceRecord:
     parameters: Sequence[str]  # after the update
     loss: float  # mean over the global batch
     lr: float
+    # Of each reduced gradient's elements, if only the run itself knew the order of its additions.
+    sums: Sequence[float] = ()
 
 
 class Tracer:
@@ -45,14 +50,16 @@ class Tracer:
         exchange: Exchange,
         is_due: Callable[[int], bool],
         on_record: Callable[[TraceRecord], None],
+        keeps_sums: bool = False,
     ) -> None:
-        """`is_due`: whether a step is recorded."""
+        """`is_due`: whether a step is recorded. `keeps_sums`: record `sums` as well."""
         self._parameters = [it for it in job.model.parameters() if it.requires_grad]
         self._optimizer, self._exchange = job.optimizer, exchange
         self._shares = len(job.feed.shares.weights)
-        self._is_due, self._on_record = is_due, on_record
+        self._is_due, self._on_record, self._keeps_sums = is_due, on_record, keeps_sums
         self._records = False  # this step
         self._samples = ""
+        self._sums: list[float] = []
         self._local = ShareDigests(self._parameters)
         self._reduced = self._own_digests([])
 
@@ -71,7 +78,10 @@ class Tracer:
         """Digest the reduced gradients."""
         if self._records:
             self._local.end()
-            self._reduced = self._own_digests([it.grad for it in self._parameters])
+            gradients = [it.grad for it in self._parameters]
+            self._reduced = self._own_digests(gradients)
+            if self._keeps_sums:
+                self._sums = [0.0 if it is None else float(it.double().sum()) for it in gradients]
 
     def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
@@ -93,6 +103,7 @@ class Tracer:
                 parameters=parameters[1:],
                 loss=sums.mean_loss(),
                 lr=float(self._optimizer.param_groups[0]["lr"]),
+                sums=list(self._sums),
             )
         )
 
@@ -121,10 +132,17 @@ class Parting:
     parameter: str | None = None
 
 
-def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) -> Parting | None:
+def first_parting(
+    one: TraceRecord,
+    other: TraceRecord,
+    names: Sequence[str],
+    bounds: Sequence[float] | None = None,
+) -> Parting | None:
     """Return the first difference of two records of a step, in the order of computation, or None.
 
-    `names`: the trainable parameters.
+    `names`: the trainable parameters. `bounds`: how far rounding can move the sum of each reduced
+    gradient's elements, if the two added in other orders. Without equal bits of the reduced
+    gradients their updates are not compared.
     """
     if one.samples != other.samples:
         return Parting("data order", "the numbers of the samples differ")
@@ -142,15 +160,20 @@ def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) ->
         own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
         text = f"{_of(names, own)} of {_counted(shares, one.batches, 'share')}, from equal data"
         return Parting("gradient", text, shares[0], names[own[0]])
-    if reduced := _unequal(one.reduced, other.reduced):
+    reduced = _unequal(one.reduced, other.reduced)
+    is_rounded = bool(reduced and bounds)
+    if bounds:
+        reduced = [it for it in reduced if not abs(one.sums[it] - other.sums[it]) <= bounds[it]]
+    if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
         return Parting("reduction", text, parameter=names[reduced[0]])
     if one.lr != other.lr:
         return Parting("update", f"the learning rate: {one.lr} and {other.lr}")
-    if updated := _unequal(one.parameters, other.parameters):
+    updated = _unequal(one.parameters, other.parameters)
+    if updated and not is_rounded:
         text = f"{_of(names, updated)}, from equal reduced gradients"
         return Parting("update", text, parameter=names[updated[0]])
-    if one.loss != other.loss:
+    if not math.isclose(one.loss, other.loss, rel_tol=LOSS_ROUNDING):
         return Parting("loss", f"{one.loss} and {other.loss}, although all parameters agree")
     return None
 

@@ -1,27 +1,34 @@
 """`hvdtrain replay`: recorded steps of a run, computed again on one process and compared.
 
-With virtual workers, and on one worker, a step computed again has the same bits, whatever the
-number of workers was. So the digests of its record must be found again.
+A step computed again has the same bits, so the digests of its record must be found again: with
+virtual workers whatever the number of workers was; without, if the order is known in which its
+workers were added (see `hvdtrain.ring.orders`). If it is not, the first step after each checkpoint
+can be computed again: all local gradients have the same bits, and their sums are within the bound
+of rounding.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hvdtrain.audit.digests import digest_of, text_of
 from hvdtrain.audit.trace import Tracer, TraceRecord, first_parting
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
+from hvdtrain.data import Shares, VirtualShares
 from hvdtrain.data.splits import difference
 from hvdtrain.errors import EXIT_OK, ReplayMismatch, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
 from hvdtrain.plugins import refuse_code_of
+from hvdtrain.ring.orders import KNOWN_ORDERS, KnownOrder
 from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
@@ -31,6 +38,7 @@ from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Audit, State, steps_from, train_step
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.simulated import SimulatedRanks
 from hvdtrain.train.state import restore
 
 
@@ -43,14 +51,22 @@ class Choice:
     sample: int | None = None
     seed: int = 0
 
-    def of(self, recorded: Sequence[int]) -> list[int]:
-        """Return the chosen steps, ascending. Raises UsageError if there is none."""
-        found = [step for step in recorded if self.first <= step <= self.last]
+    def of(self, steps: Sequence[int], recorded: int) -> list[int]:
+        """Return those of `steps` that are chosen. Raises UsageError if there is none.
+
+        `steps`: that can be computed again, ascending, of so many that are `recorded`.
+        """
+        found = [step for step in steps if self.first <= step <= self.last]
         if not found:
-            raise UsageError(
-                f"--steps={self.first}-{self.last}: none of these is recorded; recorded are "
-                f"{counted(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}"
-            )
+            text = f"--steps={self.first}-{self.last}: none of these is recorded; recorded are "
+            if len(steps) < recorded:
+                text = (
+                    f"none of the chosen steps can be computed again: of {recorded} recorded steps "
+                    "only those after the beginning, or a checkpoint that is still there, as the "
+                    "order is not known in which the workers were added. They are "
+                )
+            ends = f" from {steps[0]} to {steps[-1]}" if steps else ""
+            raise UsageError(f"{text}{counted(len(steps), 'step')}{ends}")
         if self.sample is not None and self.sample < len(found):
             found = sorted(random.Random(self.seed).sample(found, self.sample))
         return found
@@ -64,7 +80,8 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     """
     run = RecordedRun(Path(arguments["source"]))
     config = config_of(run, arguments, overrides)
-    steps = choice.of([record.step for record in run.records])
+    ranks = Ranks.of(run)
+    steps = choice.of(ranks.computable(run), len(run.records))
     agreed: list[int] = []
     report: dict[str, Any] = {"run": str(run.path), "steps": agreed, "difference": None}
     try:
@@ -83,12 +100,54 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
         say(f"replay: {error}")
         return error.exit_code
     shares, names = len(run.records[0].batches), replayer.names
+    gradients = f"gradients ({counted(shares, 'share')} of {counted(len(names), 'parameter')})"
+    end = ", update"
+    if not ranks.add_alike:
+        end = (
+            "; the sums of the gradients within the bound of rounding (their order is not known, "
+            "so updates could not be compared)"
+        )
     say(
         f"replay: {counted(len(agreed), 'step')} agreed bit for bit: sample numbers, batches, "
-        f"gradients ({counted(shares, 'share')} of {counted(len(names), 'parameter')}), update"
+        f"{gradients}{end}"
     )
     write_json(arguments["json"], report)
     return EXIT_OK
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run that one process must compute as they did; 1: as a single one does."""
+
+    count: int = 1
+    order: KnownOrder | None = None  # of their sums, if it is known
+
+    @classmethod
+    def of(cls, run: RecordedRun) -> Ranks:
+        """Return the ranks of a run. Raises UsageError if their number changed during the run."""
+        if run.config.get("virtual_workers") is not None:
+            return cls()
+        first = len(run.records[0].batches)
+        for record in run.records:
+            if len(record.batches) != first:
+                raise UsageError(
+                    f"{run.path}: trained on {first} workers, and from step {record.step} on "
+                    f"{len(record.batches)}: without --virtual-workers such a run cannot be "
+                    "computed again"
+                )
+        order = KNOWN_ORDERS["Open MPI's ring"] if first == 2 else None  # a + b = b + a
+        return cls(first, order or KNOWN_ORDERS.get(run.summary.get("summation_order") or ""))
+
+    @property
+    def add_alike(self) -> bool:
+        """Return whether one process can add the gradients to the same bits."""
+        return self.count == 1 or self.order is not None
+
+    def computable(self, run: RecordedRun) -> list[int]:
+        """Return the recorded steps that can be computed again."""
+        after = {0, *run.checkpoints}
+        steps = [record.step for record in run.records]
+        return [step for step in steps if self.add_alike or step - 1 in after]
 
 
 def config_of(
@@ -103,17 +162,20 @@ def config_of(
         refuse_code_of(run.path, left)
     alone = {"resume": None, "rank_weights": None, "device": "auto", "workers": 0}
     config = build_config(stored | alone | given)
-    workers = len(run.records[0].batches)
-    if config.batch.virtual_workers is None and workers > 1:
-        raise UsageError(
-            f"{run.path}: {workers} workers without --virtual-workers: their sums depend on the "
-            "number of workers, so one process cannot compute them again"
-        )
+    problems = []
     if config.data.data_placement != "shared":
-        raise UsageError(
-            f"{run.path}: --data-placement={config.data.data_placement}: its samples are on "
-            "several hosts, and one process cannot read them"
+        problems.append(
+            f"--data-placement={config.data.data_placement}: its samples are on several hosts, and "
+            "one process cannot read them"
         )
+    several = len(run.records[0].batches) > 1
+    if config.precision.sync_bn and several:
+        problems.append("--sync-bn: its layers normalise over ranks, and not in one process")
+    if config.precision.compression != "none" and several:
+        compression = config.precision.compression
+        problems.append(f"--compression={compression}: its sums are not made in one process")
+    if problems:
+        raise UsageError(*(f"{run.path}: {problem}" for problem in problems))
     return config
 
 
@@ -123,13 +185,19 @@ class Replayer:
     def __init__(self, run: RecordedRun, config: TrainConfig) -> None:
         """Build the job. Raises ReplayMismatch if the data are not those of the run."""
         self._run, self._exchange, topology = run, SingleProcess(), Topology()
+        self._ranks = Ranks.of(run)
         source = find_source(config, self._exchange, 0)
         self._data, self._splits = source.fingerprints, source.data
         if run.origin != origin_of(run.config, source.fingerprints):
             raise ReplayMismatch(self._describe_origin())
         batch_size = run.config["global_batch_size"]
         job = prepare(config, batch_size, source, self._exchange, topology)
+        if threads := run.summary.get("machine", {}).get("compute_threads"):
+            torch.set_num_threads(int(threads))
         self.job: Job = job.distributed(self._exchange)
+        self._simulated: SimulatedRanks | None = None
+        if self._ranks.count > 1:
+            self._simulate(config)
         self._state = self._new_state()
         self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
 
@@ -146,7 +214,8 @@ class Replayer:
             self.start_before(own[0])
             for step in own:
                 (found,) = self.records(step, step)
-                parting = first_parting(recorded[step], found, self.names)
+                bounds = self._simulated.bounds if self._simulated else None
+                parting = first_parting(recorded[step], found, self.names, bounds)
                 if parting:
                     raise ReplayMismatch(
                         f"step {step}, computed from {place_of(start)}: {parting.what}: "
@@ -169,7 +238,8 @@ class Replayer:
         """Compute up to and including step `last`; return the records from step `first` on."""
         found: list[TraceRecord] = []
         is_due = range(first, last + 1).__contains__
-        self.advance(last, Tracer(self.job, self._exchange, is_due, found.append))
+        keeps_sums = not self._ranks.add_alike
+        self.advance(last, Tracer(self.job, self._exchange, is_due, found.append, keeps_sums))
         return found
 
     def advance(self, last: int, audit: Audit) -> None:
@@ -181,6 +251,15 @@ class Replayer:
             state.samples_seen += data.samples
             if state.step == last:
                 break
+
+    def _simulate(self, config: TrainConfig) -> None:
+        """Let the job compute the shares of all ranks of the run."""
+        count, job = self._ranks.count, self.job
+        batch = replace(config.batch, rank_weights=self._run.config.get("rank_weights"))
+        shares = VirtualShares(Shares(count, batch.weights(count)), [count])
+        ranks = SimulatedRanks(job.model, count, self._ranks.order, job.device, config.run.seed)
+        self._simulated = ranks
+        self.job = replace(job, feed=replace(job.feed, shares=shares), workers=ranks)
 
     def _start_of(self, step: int) -> int:
         return max(it for it in (0, *self._run.checkpoints) if it < step)
@@ -218,6 +297,11 @@ class Replayer:
             raise ReplayMismatch(changed)
         for line in changes(state["progress"].get("machine", {}), machine()):
             say(f"replay: {line}: bits may differ")
+        if self._simulated and len(state["ranks"]) != self._ranks.count:
+            raise UsageError(
+                f"{path}: of {len(state['ranks'])} workers, but the trace is of "
+                f"{self._ranks.count}: without --virtual-workers it cannot be computed again"
+            )
         self._state = self._new_state()
         restore(state, self.job, self._state)
 

@@ -20,7 +20,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, agree, known_order_of
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
@@ -225,10 +225,29 @@ def make_audits(
     if _has_audits(config, exchange):
         each.append(_make_auditor(config, job, exchange, order, ledger))
     if every := config.check.trace_every:
-        each.append(Tracer(job, exchange, lambda step: step % every == 0, ledger.traced))
+        each.append(_make_tracer(every, config, job, exchange, ledger))
     if config.check.audit_compute and exchange.size > 1:
         each.append(_make_compute_audit(config, job, exchange, local_rank, ledger))
     return Audits(*each)
+
+
+def _make_tracer(
+    every: int, config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
+) -> Tracer:
+    """Return the trace of every K-th step.
+
+    If one process could not add as these ranks do, it can only compute the first step after each
+    checkpoint again, so these are recorded as well, with sums to compare.
+    """
+    is_virtual = config.batch.virtual_workers is not None
+    repeats = is_virtual or known_order_of(exchange, job.device) is not None
+    saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
+
+    def is_due(step: int) -> bool:
+        after_checkpoint = any((step - 1) % interval == 0 for interval in saved_at)
+        return step % every == 0 or (after_checkpoint and not repeats)
+
+    return Tracer(job, exchange, is_due, ledger.traced, keeps_sums=not repeats)
 
 
 def _make_compute_audit(

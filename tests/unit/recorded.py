@@ -139,7 +139,7 @@ def forge(run: Path, change: Callable[[list[dict]], None]) -> None:
         return {"step": own[-1]["step"], "records": len(own), "sha256": digest_of(own[-1])}
 
     summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps(summary | {"trace": head_at(13)}))
+    (run / "summary.json").write_text(json.dumps(summary | {"trace": head_at(records[-1]["step"])}))
     for path in run.glob("checkpoints/step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["takeaway"]["trace"] = head_at(manifest["step"])
