@@ -54,14 +54,14 @@ class ComputeAudit:
         self,
         job: Job,
         exchange: Exchange,
-        hosts: Sequence[int],
+        hosts: Sequence[str],
         every: int,
         seed: int,
         on_record: Callable[[int, bool], None],
     ) -> None:
         """Raise UsageError for a model that cannot be copied.
 
-        `hosts`: the host of each rank. `seed`: of the choice of shares. `on_record`: called on
+        `hosts`: the name of each rank's host. `seed`: of the choice of shares. `on_record`: called on
         every rank with each audited step, and whether all agreed.
         """
         self._job, self._exchange, self._hosts = job, exchange, hosts
@@ -170,7 +170,7 @@ class ComputeAudit:
         repeats = "again wrong" if not np.array_equal(again[wrong], right) else "right"
         kind = "repeatable" if repeats == "again wrong" else "transient"
         return ComputeMismatch(
-            f"{what}. Rank {wrong} (host {self._hosts[wrong]}) is wrong: {reason}. Computed once "
+            f"{what}. Rank {wrong} on {self._hosts[wrong]} is wrong: {reason}. Computed once "
             f"more, its result is {repeats}: the fault is {kind}. The optimizer has not used these "
             "gradients. Examine that host: hvdtrain doctor --burn-in",
             wrong,

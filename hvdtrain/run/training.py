@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.stop import RunKeeper, StopSignals
-from hvdtrain.run.tasks import find_source, hosts_of
+from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Audit, Hooks, Outcome, State
@@ -159,7 +160,7 @@ def _make_ready(
         lost = restore(saved, job, state)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
-    audit = make_audits(config, job, exchange, session.topology.local_rank, order, ledger)
+    audit = make_audits(config, job, exchange, order, ledger)
 
     def give_up(error: Stopped) -> None:
         ledger.fail(error)
@@ -213,12 +214,7 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
 
 
 def make_audits(
-    config: TrainConfig,
-    job: Job,
-    exchange: Exchange,
-    local_rank: int,
-    order: KnownOrder | None,
-    ledger: Ledger,
+    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
 ) -> Audits:
     """Collective: return the audits and the trace of the run."""
     each: list[Audit] = []
@@ -227,7 +223,7 @@ def make_audits(
     if every := config.check.trace_every:
         each.append(_make_tracer(every, config, job, exchange, ledger))
     if config.check.audit_compute and exchange.size > 1:
-        each.append(_make_compute_audit(config, job, exchange, local_rank, ledger))
+        each.append(_make_compute_audit(config, job, exchange, ledger))
     return Audits(*each)
 
 
@@ -251,12 +247,12 @@ def _make_tracer(
 
 
 def _make_compute_audit(
-    config: TrainConfig, job: Job, exchange: Exchange, local_rank: int, ledger: Ledger
+    config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
 ) -> ComputeAudit:
     """Collective: return the audit of the computation. Raises AgreedFailure where bits of equal
     computations may differ.
     """
-    hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.compute_audit.hosts"))
+    hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.compute_audit.hosts")
     machines = exchange.all_gather_object(machine(), "hvdtrain.compute_audit.machines")
 
     def make() -> ComputeAudit:

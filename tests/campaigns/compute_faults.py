@@ -110,7 +110,7 @@ def fault_problem(folder: Path, name: str, fault: dict[str, object], size: int) 
         return "never injected"
     if not error.startswith(f"exit code 17: at step {expected.read_text()} ranks "):
         return f"not found at step {expected.read_text()}: {error or 'no error'}"
-    wrong = re.search(r"Rank (\d+) \(host 0\) is wrong", error)
+    wrong = re.search(r"Rank (\d+) on \S+ is wrong", error)
     repeats = fault["when"] == "always"
     if wrong is None:
         return f"no rank is named: {error}" if size > 2 or repeats else None
@@ -129,14 +129,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     starts = list(itertools.product(arguments.sizes, arguments.controllers))
-    problems = []
+    failures = 0
     for size, controller in starts:
         each = (-(-number // len(starts)) for number in (arguments.faults, arguments.checks))
-        problems += run_start(size, controller, *each, seed=arguments.seed)
-    for problem in problems:
-        print(f"  {problem}")
-    print(f"{len(problems)} problems")
-    return 1 if problems else 0
+        for problem in run_start(size, controller, *each, seed=arguments.seed):
+            print(f"  {problem}", flush=True)
+            failures += 1
+    print(f"{failures} problems")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

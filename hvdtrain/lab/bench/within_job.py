@@ -224,7 +224,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
         contestants[name] = our_step(job, exchange, audit)
     tracer = Tracer(job, exchange, lambda step: True, lambda record: None)
     contestants[TRACED] = our_step(job, exchange, tracer)
-    one_host, every, seed = [0] * exchange.size, 1, 0
+    one_host, every, seed = [""] * exchange.size, 1, 0
     computed = ComputeAudit(job, exchange, one_host, every, seed, lambda step, agree: None)
     contestants[COMPUTED] = our_step(job, exchange, computed)
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
