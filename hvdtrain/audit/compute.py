@@ -61,8 +61,8 @@ class ComputeAudit:
     ) -> None:
         """Raise UsageError for a model that cannot be copied.
 
-        `hosts`: the name of each rank's host. `seed`: of the choice of shares. `on_record`: called on
-        every rank with each audited step, and whether all agreed.
+        `hosts`: the name of each rank's host. `seed`: of the choice of shares. `on_record`: called
+        on every rank with each audited step, and whether all agreed.
         """
         self._job, self._exchange, self._hosts = job, exchange, hosts
         self._every, self._seed, self._on_record = every, seed, on_record

@@ -6,8 +6,9 @@ For each number of workers and controller, one start runs many experiments: LeNe
 Transformer, with dropout, bf16 autocast, accumulation and virtual workers. In most of them one bit
 of an activation's gradient is wrong on one rank, once or always. The audit must find it at the
 first step where it computes a share of that rank, or with that rank; it must name the rank, with
-three ranks or more always, with two if the fault repeats; and report whether it repeats. All other
-experiments check each step, without an alarm. Exits with 1 if anything is missed or wrong.
+three ranks or more always, with two if the fault repeats; and report whether it repeats. (With two
+ranks and bf16 it may also name none, as then a fault can be smaller than the rounding of bf16.) All
+other experiments check each step, without an alarm. Exits with 1 if anything is missed or wrong.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ def run_start(size: int, controller: str, faults: int, checks: int, seed: int) -
                 for it in injected
                 if (text := fault_problem(folder, it, injected[it], size))
             ]
+            named = sum("is wrong: " in (folder / f"{it}.rank-0").read_text() for it in injected)
             done = sum(checks_of(folder, it) for it in honest)
         except FileNotFoundError as error:
             return [f"the job aborted: {error}\n{finished.output[-3000:]}"]
     print(
-        f"N={size} {controller:4}  {faults} faults, {done} honest checks, {len(problems)} problems",
+        f"N={size} {controller:4}  {faults} faults, of {named} the rank was named; {done} honest "
+        f"checks; {len(problems)} problems",
         flush=True,
     )
     return problems
@@ -113,7 +116,8 @@ def fault_problem(folder: Path, name: str, fault: dict[str, object], size: int) 
     wrong = re.search(r"Rank (\d+) on \S+ is wrong", error)
     repeats = fault["when"] == "always"
     if wrong is None:
-        return f"no rank is named: {error}" if size > 2 or repeats else None
+        is_large = repeats and "bf16" not in name
+        return f"no rank is named: {error}" if size > 2 or is_large else None
     if int(wrong[1]) != fault["rank"]:
         return f"the wrong rank is named: {error}"
     kind = "repeatable" if repeats else "transient"
