@@ -70,7 +70,7 @@ class ComputeMismatch(AuditMismatch):
     """A gradient that another rank, which computed it again, found to be different."""
 
     def __init__(self, text: str, wrong_rank: int | None) -> None:
-        """`wrong_rank`: the one that computed wrongly; None: it cannot be told."""
+        """`wrong_rank`: the one that computed wrongly; None: it is not known."""
         super().__init__(text)
         self.wrong_rank = wrong_rank
 

@@ -1,6 +1,6 @@
 """The audit of the computation: another rank computes a share again, and every bit must agree.
 
-The audit of the exchange proves that gradients were added rightly. It cannot see that a gradient
+The audit of the exchange proves that gradients were added correctly. It cannot see that a gradient
 was wrong before, by a defective core or kernel. Here, at a due step, the rank of one share sends
 its batches, buffers and random generators; another rank, on another host if there is one, computes
 the share's gradients from them, with its own copy of the parameters. If a bit differs, further
