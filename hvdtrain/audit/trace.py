@@ -61,7 +61,12 @@ class Tracer:
         self._samples = ""
         self._sums: list[float] = []
         self._local = ShareDigests(self._parameters)
-        self._reduced = self._own_digests([])
+        # Reduced gradients and parameters are on all ranks: each rank digests some of both.
+        sizes = [it.numel() for it in self._parameters]
+        owned = _share_out(sizes + sizes, exchange.size)[exchange.rank]
+        self._own_reduced = [it for it in owned if it < len(sizes)]
+        self._own_updated = [it - len(sizes) for it in owned if it >= len(sizes)]
+        self._reduced = self._digests([], [])
 
     def begin(self, step: int, data: StepData) -> None:
         """Begin to digest, if the step is due."""
@@ -79,7 +84,7 @@ class Tracer:
         if self._records:
             self._local.end()
             gradients = [it.grad for it in self._parameters]
-            self._reduced = self._own_digests(gradients)
+            self._reduced = self._digests(gradients, self._own_reduced)
             if self._keeps_sums:
                 self._sums = [0.0 if it is None else float(it.double().sum()) for it in gradients]
 
@@ -88,7 +93,8 @@ class Tracer:
         if not self._records:
             return
         # Rows of one length: those of the shares, of the reduced gradients, and of the parameters.
-        local, after = self._local.table(self._shares), self._own_digests(self._parameters)
+        local = self._local.table(self._shares)
+        after = self._digests(self._parameters, self._own_updated)
         table = torch.from_numpy(np.concatenate([local, self._reduced, after]))
         table = self._exchange.begin_reduction(table, "sum", "hvdtrain.trace").wait()
         texts = [[text_of(digest) for digest in row] for row in table.numpy()]
@@ -111,15 +117,26 @@ class Tracer:
         """Remove the hooks."""
         self._local.end()
 
-    def _own_digests(self, tensors: Sequence[torch.Tensor | None]) -> Words:
-        """Return a row of digests of tensors that all ranks hold: each rank digests some of them.
+    def _digests(self, tensors: Sequence[torch.Tensor | None], own: Sequence[int]) -> Words:
+        """Return a row of digests of the tensors of this rank, by number; zeros for all others.
 
         The first place stays empty, as a row of a share has its batches there.
         """
         row = np.zeros((1, 1 + len(self._parameters), WORDS), np.int32)
-        for number in range(self._exchange.rank, len(tensors), self._exchange.size):
+        for number in own:
             row[0, 1 + number] = digest_of(tensors[number])
         return row
+
+
+def _share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of the items of each rank: the largest first, to the least loaded one."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda it: -sizes[it]):
+        least = loads.index(min(loads))
+        found[least].append(number)
+        loads[least] += sizes[number]
+    return found
 
 
 @dataclass(frozen=True)
