@@ -7,6 +7,7 @@ HvdtrainError             1   the run failed
 ├── PeerFailure           1   another rank failed first; this one has no cause of its own to report
 ├── TransportError        1   a ring neighbour timed out, disconnected or sent invalid data
 ├── AuditMismatch        17   reduced gradients differ from the reference by more than rounding
+│   └── ComputeMismatch       a local gradient differs when another rank computes it
 ├── VerifyMismatch       17   the result of a collective differs from the ring reference
 ├── ReplayMismatch       17   a recorded step differs when it is computed again
 ├── Stopped           128+n   signal n arrived
@@ -63,6 +64,15 @@ class AuditMismatch(HvdtrainError):
     """A reduced gradient that differs from the ring reference by more than the rounding bound."""
 
     exit_code = EXIT_MISMATCH
+
+
+class ComputeMismatch(AuditMismatch):
+    """A gradient that another rank, which computed it again, found to be different."""
+
+    def __init__(self, text: str, wrong_rank: int | None) -> None:
+        """`wrong_rank`: the one that computed wrongly; None: it is not known."""
+        super().__init__(text)
+        self.wrong_rank = wrong_rank
 
 
 class VerifyMismatch(HvdtrainError):

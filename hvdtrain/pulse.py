@@ -6,7 +6,8 @@ observer. Without a pipe nothing is reported.
 
     +PHASE STEP SECONDS     start of a phase, by the worker's monotonic clock
     ={"loss": ...}          figures to show
-    !{"peer": true}         end with an error, here because another rank has failed
+    !{"peer": true, ...}    end with an error, here because another rank has failed; "wrong_rank":
+                            the rank whose host computes wrongly, as an audit found
     ?PID                    process id of the worker; on SIGUSR2 it writes all threads' stacks to
                             standard error
 """
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain.errors import PeerFailure
+from hvdtrain.errors import ComputeMismatch, PeerFailure
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
@@ -74,7 +75,10 @@ class Pulse:
 
     def end(self, error: Exception) -> None:
         """Report the error that this process ends with."""
-        self._report("!" + json.dumps({"peer": isinstance(error, PeerFailure)}))
+        cause: dict[str, Any] = {"peer": isinstance(error, PeerFailure)}
+        if isinstance(error, ComputeMismatch):
+            cause["wrong_rank"] = error.wrong_rank
+        self._report("!" + json.dumps(cause))
 
     def _report(self, line: str) -> None:
         if self._fd is not None:

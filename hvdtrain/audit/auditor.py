@@ -84,7 +84,7 @@ class Auditor:
         self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, data: StepData | None = None) -> None:
         """Start copying gradients if `step` (from 1) is audited; call before the backward pass."""
         if step % self._every:
             return
@@ -127,7 +127,7 @@ class Auditor:
         focus = self._blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
         self._explain(step, focus, list(table[:, focus.number]))
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None: ...
+    def updated(self, step: int, sums: StepSums) -> None: ...
 
     def look(self) -> None:
         """Check whether code has changed a gradient since the backward pass.
@@ -205,9 +205,9 @@ class Audits:
     def __init__(self, *each: Audit) -> None:
         self._each = each
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, data: StepData) -> None:
         for audit in self._each:
-            audit.begin(step)
+            audit.begin(step, data)
 
     def begin_pass(self, share: int, batch: Any) -> None:
         for audit in self._each:
@@ -217,9 +217,9 @@ class Audits:
         for audit in self._each:
             audit.end(step)
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+    def updated(self, step: int, sums: StepSums) -> None:
         for audit in self._each:
-            audit.updated(step, data, sums)
+            audit.updated(step, sums)
 
     def close(self) -> None:
         for audit in self._each:

@@ -8,6 +8,7 @@ was the first to differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from hvdtrain.data.feeding import StepData
 from hvdtrain.exchange import Exchange
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import StepSums
+
+LOSS_ROUNDING = 1e-12  # of the mean: float64, added in another order
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class TraceRecord:
     parameters: Sequence[str]  # after the update
     loss: float  # mean over the global batch
     lr: float
+    # Of each reduced gradient's elements, if only the run itself knew the order of its additions.
+    sums: Sequence[float] = ()
 
 
 class Tracer:
@@ -45,20 +50,29 @@ class Tracer:
         exchange: Exchange,
         is_due: Callable[[int], bool],
         on_record: Callable[[TraceRecord], None],
+        keeps_sums: bool = False,
     ) -> None:
-        """`is_due`: whether a step is recorded."""
+        """`is_due`: whether a step is recorded. `keeps_sums`: record `sums` as well."""
         self._parameters = [it for it in job.model.parameters() if it.requires_grad]
         self._optimizer, self._exchange = job.optimizer, exchange
         self._shares = len(job.feed.shares.weights)
-        self._is_due, self._on_record = is_due, on_record
+        self._is_due, self._on_record, self._keeps_sums = is_due, on_record, keeps_sums
         self._records = False  # this step
+        self._samples = ""
+        self._sums: list[float] = []
         self._local = ShareDigests(self._parameters)
-        self._reduced = self._own_digests([])
+        # Reduced gradients and parameters are on all ranks: each rank digests some of both.
+        sizes = [it.numel() for it in self._parameters]
+        owned = _share_out(sizes + sizes, exchange.size)[exchange.rank]
+        self._own_reduced = [it for it in owned if it < len(sizes)]
+        self._own_updated = [it - len(sizes) for it in owned if it >= len(sizes)]
+        self._reduced = self._digests([], [])
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, data: StepData) -> None:
         """Begin to digest, if the step is due."""
         self._records = self._is_due(step)
         if self._records:
+            self._samples = text_of(digest_of(torch.from_numpy(data.indices)))
             self._local.begin()
 
     def begin_pass(self, share: int, batch: Any) -> None:
@@ -69,14 +83,18 @@ class Tracer:
         """Digest the reduced gradients."""
         if self._records:
             self._local.end()
-            self._reduced = self._own_digests([it.grad for it in self._parameters])
+            gradients = [it.grad for it in self._parameters]
+            self._reduced = self._digests(gradients, self._own_reduced)
+            if self._keeps_sums:
+                self._sums = [0.0 if it is None else float(it.double().sum()) for it in gradients]
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+    def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
         if not self._records:
             return
         # Rows of one length: those of the shares, of the reduced gradients, and of the parameters.
-        local, after = self._local.table(self._shares), self._own_digests(self._parameters)
+        local = self._local.table(self._shares)
+        after = self._digests(self._parameters, self._own_updated)
         table = torch.from_numpy(np.concatenate([local, self._reduced, after]))
         table = self._exchange.begin_reduction(table, "sum", "hvdtrain.trace").wait()
         texts = [[text_of(digest) for digest in row] for row in table.numpy()]
@@ -84,13 +102,14 @@ class Tracer:
         self._on_record(
             TraceRecord(
                 step=step,
-                samples=text_of(digest_of(torch.from_numpy(data.indices))),
+                samples=self._samples,
                 batches=[row[0] for row in of_shares],
                 gradients=[row[1:] for row in of_shares],
                 reduced=reduced[1:],
                 parameters=parameters[1:],
                 loss=sums.mean_loss(),
                 lr=float(self._optimizer.param_groups[0]["lr"]),
+                sums=list(self._sums),
             )
         )
 
@@ -98,15 +117,26 @@ class Tracer:
         """Remove the hooks."""
         self._local.end()
 
-    def _own_digests(self, tensors: Sequence[torch.Tensor | None]) -> Words:
-        """Return a row of digests of tensors that all ranks hold: each rank digests some of them.
+    def _digests(self, tensors: Sequence[torch.Tensor | None], own: Sequence[int]) -> Words:
+        """Return a row of digests of the tensors of this rank, by number; zeros for all others.
 
         The first place stays empty, as a row of a share has its batches there.
         """
         row = np.zeros((1, 1 + len(self._parameters), WORDS), np.int32)
-        for number in range(self._exchange.rank, len(tensors), self._exchange.size):
+        for number in own:
             row[0, 1 + number] = digest_of(tensors[number])
         return row
+
+
+def _share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of the items of each rank: the largest first, to the least loaded one."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda it: -sizes[it]):
+        least = loads.index(min(loads))
+        found[least].append(number)
+        loads[least] += sizes[number]
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,10 +149,17 @@ class Parting:
     parameter: str | None = None
 
 
-def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) -> Parting | None:
+def first_parting(
+    one: TraceRecord,
+    other: TraceRecord,
+    names: Sequence[str],
+    bounds: Sequence[float] | None = None,
+) -> Parting | None:
     """Return the first difference of two records of a step, in the order of computation, or None.
 
-    `names`: the trainable parameters.
+    `names`: the trainable parameters. `bounds`: how far rounding can move the sum of each reduced
+    gradient's elements, if the two added in other orders. Without equal bits of the reduced
+    gradients their updates are not compared.
     """
     if one.samples != other.samples:
         return Parting("data order", "the numbers of the samples differ")
@@ -132,20 +169,28 @@ def first_parting(one: TraceRecord, other: TraceRecord, names: Sequence[str]) ->
     shares = _unequal(one.batches, other.batches)
     if shares:
         return Parting("data", f"the batch of {_counted(shares, one.batches, 'share')}", shares[0])
+    if len(one.reduced) != len(other.reduced):
+        text = f"{len(one.reduced)} and {len(other.reduced)} trainable parameters: other models"
+        return Parting("gradient", text)
     shares = _unequal(one.gradients, other.gradients)
     if shares:
         own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
         text = f"{_of(names, own)} of {_counted(shares, one.batches, 'share')}, from equal data"
         return Parting("gradient", text, shares[0], names[own[0]])
-    if reduced := _unequal(one.reduced, other.reduced):
+    reduced = _unequal(one.reduced, other.reduced)
+    is_rounded = bool(reduced and bounds)
+    if bounds:
+        reduced = [it for it in reduced if not abs(one.sums[it] - other.sums[it]) <= bounds[it]]
+    if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
         return Parting("reduction", text, parameter=names[reduced[0]])
     if one.lr != other.lr:
         return Parting("update", f"the learning rate: {one.lr} and {other.lr}")
-    if updated := _unequal(one.parameters, other.parameters):
+    updated = _unequal(one.parameters, other.parameters)
+    if updated and not is_rounded:
         text = f"{_of(names, updated)}, from equal reduced gradients"
         return Parting("update", text, parameter=names[updated[0]])
-    if one.loss != other.loss:
+    if not math.isclose(one.loss, other.loss, rel_tol=LOSS_ROUNDING):
         return Parting("loss", f"{one.loss} and {other.loss}, although all parameters agree")
     return None
 

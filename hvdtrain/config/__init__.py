@@ -242,6 +242,11 @@ class CheckConfig(FlagGroup):
     audit_parts: int = free_flag(
         1, "audit one of this many parts of the gradients at a time, in turn", POSITIVE
     )
+    audit_compute: int = free_flag(
+        0,
+        "compute one worker's gradients again on another worker every so many steps (0: never)",
+        NOT_NEGATIVE,
+    )
     trace_every: int = free_flag(
         0,
         "record digests of every K-th step, which hvdtrain replay computes again (0: never)",
@@ -305,6 +310,12 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Return a message for each pair of groups that contradict each other."""
+        found = []
+        if self.check.audit_compute and self.precision.sync_bn:
+            found.append(
+                f"--audit-compute={self.check.audit_compute} and --sync-bn: a rank alone cannot "
+                "compute what layers normalise over all ranks: leave one of them out"
+            )
         given = f"--virtual-workers={self.batch.virtual_workers}"
         refused = {
             "--sync-bn": (
@@ -317,8 +328,8 @@ class TrainConfig:
             ),
         }
         if self.batch.virtual_workers is None:
-            return []
-        return [
+            return found
+        return found + [
             f"{given} and {flag}: {reason}: leave one of them out"
             for flag, (is_given, reason) in refused.items()
             if is_given

@@ -186,6 +186,9 @@ class StreamedSplit:
         self._reader = _Reader(samples, may_skip, advice)
         self._readers = readers
         self._stay = stay
+        # Of the readers' seeds. A loader that draws from torch's generator each time that it starts
+        # would change the random numbers of a run that is resumed within an epoch.
+        self._generator = torch.Generator()
         self._batches: list[list[Key]] = []  # of the next epoch; the loader reads this very list
         self._loader: DataLoader[Loaded] | None = None
 
@@ -203,6 +206,7 @@ class StreamedSplit:
         self._batches[:] = [[(int(i), epoch) for i in indices] for indices in batches]
         if self._loader is None:
             self._loader = self._make_loader()
+        self._generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
         try:
             for loaded in self._loader:
                 if isinstance(loaded, str):
@@ -223,6 +227,7 @@ class StreamedSplit:
             self._reader,
             batch_sampler=self._batches,
             num_workers=self._readers,
+            generator=self._generator,
             collate_fn=default_convert,  # leaves `Loaded` and text as they are
             multiprocessing_context="forkserver" if self._readers else None,
             persistent_workers=self._stay and self._readers > 0,

@@ -172,6 +172,18 @@ class SingleProcess(Exchange):
     repeatable = True
 
 
+def known_order_of(exchange: Exchange, device: torch.device) -> KnownOrder | None:
+    """Return the order in which ranks are summed; None if it is unknown."""
+    if exchange.size <= 2:
+        return OPEN_MPI_RING  # a + b = b + a
+    if device.type != "cpu":
+        return None
+    try:
+        return exchange.summation_order()
+    except UsageError:
+        return None
+
+
 def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Convert sparse gradients of `model` to dense ones as soon as a backward pass makes them.
 

@@ -75,6 +75,7 @@ class LaunchJob:
         """`notify` receives lines for the user; `show` the job's state, several times a second."""
         self._plan, self._logs, self._stop = plan, logs, stop
         self._notify, self._show = notify, show
+        self._placed: Sequence[Host] = ()  # of the last start
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
@@ -91,6 +92,8 @@ class LaunchJob:
             if not outcome.may_retry or start == self._plan.restarts:
                 return outcome
             self._notify(outcome.text)
+            if outcome.wrong_rank is not None and (reason := self._leave_out(outcome.wrong_rank)):
+                return replace(outcome, text=f"not restarted: {reason}")
             lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
             fruitless = 0 if outcome.steps > furthest or lasted else fruitless + 1
             pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
@@ -101,6 +104,20 @@ class LaunchJob:
             self._notify(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
             time.sleep(pause_s)
         raise AssertionError("a range of at least one start")
+
+    def _leave_out(self, rank: int) -> str | None:
+        """Leave the host of a rank out of all further starts; return the reason if none is left."""
+        wrong = [host for host in self._placed for _ in range(host.slots)][rank]
+        others = tuple(host for host in self._plan.hosts if host.address != wrong.address)
+        slots = sum(host.slots for host in others)
+        if slots < self._plan.min_workers:
+            return (
+                f"without {wrong.address}, which computes wrongly, the hosts have "
+                f"{counted(slots, 'slot')} (--min-np={self._plan.min_workers})"
+            )
+        self._plan = replace(self._plan, hosts=others)
+        self._notify(f"left out: {wrong.address} computes wrongly, as rank {rank} has shown")
+        return None
 
     def _start_when_fit(self, start: int) -> JobOutcome:
         """Restart the job; wait up to the start timeout for hosts that fail their checks."""
@@ -132,7 +149,7 @@ class LaunchJob:
             stack.callback(remove_ticket, job)
             found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address)
             plan = self._place(hosts, found, start)
-            channel.workers = plan.workers
+            channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
             self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
             supervisor = Supervisor(

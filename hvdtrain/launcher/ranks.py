@@ -38,6 +38,7 @@ class Rank:
     exit_code: int | None = None  # minus n after signal n
     ended_s: float = 0.0
     peer: bool = False  # ended because another rank had failed
+    wrong_rank: int | None = None  # the rank that an audit, which ended this one, found to be wrong
     spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     suspended_s: float = 0.0  # time.monotonic() when it was suspended; 0: it is not
@@ -74,6 +75,7 @@ class Rank:
         elif not self.suspended_s:
             self.suspended_s = time.monotonic()
         self.peer = bool(report.get("peer", False))
+        self.wrong_rank = report.get("wrong_rank")
 
     def keep(self, lines: Iterable[str]) -> None:
         """Keep the last lines of output, for the verdict."""

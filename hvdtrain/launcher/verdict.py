@@ -34,6 +34,7 @@ class JobOutcome:
     text: str = ""  # the verdict; empty after success
     may_retry: bool = False
     steps: int = 0  # highest step of any rank
+    wrong_rank: int | None = None  # the one that computes wrongly: its host must not be used again
 
 
 @dataclass
@@ -85,7 +86,8 @@ def judge(seen: Evidence) -> JobOutcome:
     if first.speaks and first.exit_code in STOPPED:
         name = signal.Signals(code - 128).name
         return outcome(code, f"stopped by {name} to a worker: every worker has ended")
-    return outcome(code, _explain_failure(seen, first), code not in FINAL)
+    text, wrong = _explain_failure(seen, first), first.wrong_rank
+    return outcome(code, text, code not in FINAL or wrong is not None, wrong_rank=wrong)
 
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:

@@ -109,6 +109,7 @@ OPEN_MPI_RING = KnownOrder(
     lambda length, itemsize, size: split_evenly(length, size),
     few=recursive_doubling,
 )
+KNOWN_ORDERS = {order.name: order for order in (GLOO_RING, OPEN_MPI_RING)}
 
 
 def known_order(

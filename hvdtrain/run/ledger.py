@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hvdtrain.audit import AuditRecord
 from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, known_order_of
 from hvdtrain.files import open_to_read
 from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
@@ -52,6 +52,9 @@ class Ledger:
 
     def audited(self, record: AuditRecord) -> None:
         """Count an audit's result."""
+
+    def recomputed(self, step: int, ok: bool) -> None:
+        """Count a share that another rank has computed again."""
 
     def traced(self, record: TraceRecord) -> None:
         """Add a record to the run's trace."""
@@ -112,12 +115,15 @@ class RunLedger(Ledger):
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
+        order = known_order_of(exchange, job.device)
         self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
-        self._audit = self._summary["audit"]
+        self._summary["summation_order"] = order.name if order else None
+        self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
         if resumed:
             self._audit |= resumed["progress"]["audit"]
+            self._computed |= resumed["progress"].get("compute_audit", {})
             self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
             self._summary["trace"] = head
             before = resumed["progress"].get("machine", {})
@@ -152,6 +158,10 @@ class RunLedger(Ledger):
         self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
         self._recorder.audited(record)
 
+    def recomputed(self, step: int, ok: bool) -> None:
+        self._computed["checked"] += 1
+        self._computed["failed"] += not ok
+
     def traced(self, record: TraceRecord) -> None:
         self._trace.append(record)
         self._summary["trace"] = self._trace.head
@@ -160,6 +170,7 @@ class RunLedger(Ledger):
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
             "audit": dict(self._audit),
+            "compute_audit": dict(self._computed),
             "machine": dict(self._summary["machine"]),
             "trace": self._trace.head if self._trace.head["records"] else None,
             "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
@@ -212,7 +223,8 @@ class RunLedger(Ledger):
         if self._ended:
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
-        self._summary["status"] = statuses.get(type(error), "failed")
+        found = (status for kind, status in statuses.items() if isinstance(error, kind))
+        self._summary["status"] = next(found, "failed")
         cause = take_cause(self._directory.path)
         is_peer = isinstance(error, PeerFailure)
         self._summary["error"] = cause if is_peer and cause else _describe(error)
@@ -262,9 +274,11 @@ def _summary_at_start(
         "samples_per_s": None,
         "params_sha256": None,
         "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
+        "compute_audit": {"checked": 0, "failed": 0},
         "trace": None,
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
+        "summation_order": None,
         "versions": versions(),
         "machine": machine(),
     }

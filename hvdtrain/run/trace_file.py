@@ -88,14 +88,14 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
 class RecordedRun:
     """The folder of a run with a trace, to read."""
 
-    def __init__(self, path: Path) -> None:
-        """Read configuration, summary and trace. Raises UsageError if there is no trace."""
+    def __init__(self, path: Path, needs_trace: bool = True) -> None:
+        """Read configuration, summary and trace. Raises UsageError if a needed trace is missing."""
         self.path = path
         self.config, self.summary = _read(path / CONFIG), _read(path / SUMMARY, needed=False)
         self._chain = list(read_trace(path))
-        if not self._chain:
+        if needs_trace and not self._chain:
             raise UsageError(f"{path}: has no trace: train with --trace-every")
-        self.origin: str = self._chain[0]["previous"]
+        self.origin: str = self._chain[0]["previous"] if self._chain else ""
         self.records = [_as_record(record) for record in self._chain]
         found = Checkpoints(path / "checkpoints", keep=1).complete()
         self.checkpoints = {int(it.name.partition("-")[2]): it for it in reversed(found)}

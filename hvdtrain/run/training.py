@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
+from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, agree, known_order_of
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
@@ -30,6 +32,7 @@ from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.ledger import Ledger, RunLedger
+from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
@@ -218,8 +221,50 @@ def make_audits(
     if _has_audits(config, exchange):
         each.append(_make_auditor(config, job, exchange, order, ledger))
     if every := config.check.trace_every:
-        each.append(Tracer(job, exchange, lambda step: step % every == 0, ledger.traced))
+        each.append(_make_tracer(every, config, job, exchange, ledger))
+    if config.check.audit_compute and exchange.size > 1:
+        each.append(_make_compute_audit(config, job, exchange, ledger))
     return Audits(*each)
+
+
+def _make_tracer(
+    every: int, config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
+) -> Tracer:
+    """Return the trace of every K-th step.
+
+    If one process could not add as these ranks do, it can only compute the first step after each
+    checkpoint again, so these are recorded as well, with sums to compare.
+    """
+    is_virtual = config.batch.virtual_workers is not None
+    repeats = is_virtual or known_order_of(exchange, job.device) is not None
+    saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
+
+    def is_due(step: int) -> bool:
+        after_checkpoint = any((step - 1) % interval == 0 for interval in saved_at)
+        return step % every == 0 or (after_checkpoint and not repeats)
+
+    return Tracer(job, exchange, is_due, ledger.traced, keeps_sums=not repeats)
+
+
+def _make_compute_audit(
+    config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
+) -> ComputeAudit:
+    """Collective: return the audit of the computation. Raises AgreedFailure where bits of equal
+    computations may differ.
+    """
+    hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.compute_audit.hosts")
+    machines = exchange.all_gather_object(machine(), "hvdtrain.compute_audit.machines")
+
+    def make() -> ComputeAudit:
+        if others := changes(machines[0], machines[exchange.rank]):
+            raise UsageError(
+                f"--audit-compute: bits of this rank may differ from those of rank 0: {others[0]}. "
+                "Leave --audit-compute out, or use equal workers"
+            )
+        every, seed = config.check.audit_compute, config.run.seed
+        return ComputeAudit(job, exchange, hosts, every, seed, ledger.recomputed)
+
+    return agree(exchange, "compute_audit", make)
 
 
 def _make_auditor(

@@ -42,13 +42,19 @@ class StepHook(Protocol):
         """Collective: end the step."""
 
 
-class Audit(StepHook, Protocol):
-    """An audit or a trace of chosen steps (`hvdtrain.audit`); `end`: gradients are reduced."""
+class Audit(Protocol):
+    """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Prepare for a step (counted from 1), before its backward pass."""
 
     def begin_pass(self, share: int, batch: Any) -> None:
         """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None:
+    def end(self, step: int) -> None:
+        """Collective: examine the gradients once they are reduced."""
+
+    def updated(self, step: int, sums: StepSums) -> None:
         """Collective: examine the step once the parameters are updated."""
 
     def close(self) -> None:
@@ -225,7 +231,7 @@ def train_step(
     for group in job.optimizer.param_groups:
         group["lr"] = job.schedule(step - 1)
     job.optimizer.zero_grad()
-    audit.begin(step)
+    audit.begin(step, data)
     sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
     weight = job.reduction.weight(exchange.size) / data.samples
     own: list[Pass] = []
@@ -253,7 +259,7 @@ def train_step(
         _refuse_gradients(job, exchange, step, sums, found, faulty)
     logged = step % job.intervals.log == 0
     sums.gradient_norm = job.update.apply(job.optimizer, measure=logged)
-    audit.updated(step, data, sums)
+    audit.updated(step, sums)
     clock.leave()
     return sums
 

@@ -37,9 +37,9 @@ class Update:
         if ema_decay is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return the context manager for the forward pass."""
-        enabled = self._amp_dtype is not None
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Return the context manager for the forward pass; not `enabled`: in full precision."""
+        enabled = enabled and self._amp_dtype is not None
         return torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

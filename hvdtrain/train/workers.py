@@ -114,8 +114,8 @@ class RankWorker:
         self._exchange.reduce_gradients(self._optimizer)
 
     def states(self) -> list[WorkerState]:
-        buffers = copied_to_cpu(_buffers_of(self._model))
-        return [{"buffers": buffers, "rng": _rng_state(self._device)}]
+        buffers = copied_to_cpu(buffers_of(self._model))
+        return [{"buffers": buffers, "rng": rng_state(self._device)}]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
@@ -127,13 +127,13 @@ class RankWorker:
         """
         rank, size = self._exchange.rank, self._exchange.size
         if rank < len(states):
-            _set_rng_state(states[rank]["rng"], self._device)
+            set_rng_state(states[rank]["rng"], self._device)
         if len(states) != size:
             synchronised = any(isinstance(it, SyncBatchNorm) for it in self._model.modules())
             own_statistics = has_batch_norm(self._model) and not synchronised
             return _describe_loss(len(states), size, own_statistics)
         for model in models:
-            _load_buffers(model, states[rank]["buffers"])
+            load_buffers(model, states[rank]["buffers"])
         return None
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
@@ -157,7 +157,7 @@ class VirtualWorkers:
         self._own = shares.of_rank(exchange.rank)
         self._samples = shares.sizes(batch)
         self._sums = CanonicalSums(model, optimizer, shares.rows, exchange)
-        self._buffers = {share: _buffers_of(model) for share in self._own}
+        self._buffers = {share: buffers_of(model) for share in self._own}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
         self._versions: list[int] = []  # of the parameters, when the step began
@@ -216,8 +216,8 @@ class VirtualWorkers:
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
         for share in self._own:
-            _load_buffers(self._model, states[share]["buffers"])
-            self._buffers[share] = _buffers_of(self._model)
+            load_buffers(self._model, states[share]["buffers"])
+            self._buffers[share] = buffers_of(self._model)
         self._loaded = None  # the model has other buffers than any worker
         return None
 
@@ -226,17 +226,17 @@ class VirtualWorkers:
         """Collective: yield `model` with averaged running statistics, and otherwise the buffers of
         the last worker, which has samples in every batch.
         """
-        before, last = _buffers_of(model), len(self._samples) - 1
+        before, last = buffers_of(model), len(self._samples) - 1
         if before:
             self._keep()
             buffers = [copied_to_cpu(self._buffers[last])] if last in self._own else []
             gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
             (common,) = itertools.chain.from_iterable(gathered)
-            _load_buffers(model, common | self._averages())
+            load_buffers(model, common | self._averages())
         try:
             yield model
         finally:
-            _load_buffers(model, before)
+            load_buffers(model, before)
 
     def _averages(self) -> dict[str, torch.Tensor]:
         """Collective: return running statistics averaged over workers, weighted by samples."""
@@ -257,13 +257,13 @@ class VirtualWorkers:
         """Give the model the buffers of a worker."""
         if share != self._loaded:
             self._keep()
-            _load_buffers(self._model, self._buffers[share])
+            load_buffers(self._model, self._buffers[share])
             self._loaded = share
 
     def _keep(self) -> None:
         """Copy the model's buffers back to the worker that they are of."""
         if self._loaded is not None:
-            self._buffers[self._loaded] = _buffers_of(self._model)
+            self._buffers[self._loaded] = buffers_of(self._model)
 
 
 Buffers = dict[str, torch.Tensor | None]
@@ -276,14 +276,15 @@ def _slots(model: torch.nn.Module) -> Iterator[tuple[str, Buffers, str]]:
             yield f"{path}.{key}" if path else key, module._buffers, key
 
 
-def _buffers_of(model: torch.nn.Module) -> Buffers:
+def buffers_of(model: torch.nn.Module) -> Buffers:
+    """Return copies of all buffers by name; None for those that are not set."""
     return {
         name: None if (buffer := held[key]) is None else buffer.clone()
         for name, held, key in _slots(model)
     }
 
 
-def _load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+def load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
     """Copy into the model's buffers; replace one that had none, another shape or another type."""
     for name, held, key in _slots(model):
         if name not in buffers:
@@ -320,7 +321,8 @@ def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
     return text + "; running statistics are the average of the old ranks'" * own_statistics
 
 
-def _rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the generators of torch (CPU and `device`), Python and NumPy."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -331,7 +333,8 @@ def _rng_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore a state of `rng_state`."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

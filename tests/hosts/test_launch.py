@@ -20,9 +20,11 @@ from tests.hosts.trials import (
     Scene,
     disturb,
     launch,
+    read_summary,
     undisturbed,
 )
 from tests.parallel.experiments import summary_and_weights, train
+from tests.parallel.launching import hvdtrain
 
 # Each fault once. (tests.campaigns.recovery repeats all of them on both controllers.)
 FAULTS_OF = {
@@ -65,10 +67,12 @@ def test_the_same_bits_though_a_host_is_lost_and_comes_back(
 ) -> None:
     """Fails if a host without power is not noticed, if the job does not go on with those that are
     left, or with all once it is back, or if virtual workers then end with other bits than in one
-    process: by a random number or statistic that was lost, a sample lost or counted twice.
+    process: by a random number or statistic that was lost, a sample lost or counted twice; or if
+    a process on one host alone, which replays 20 steps of the run, finds other bits.
     """
-    cluster, steps = make_cluster([1, 1, 1]), 60
-    lines = launch(cluster, "gloo", tmp_path / "runs", steps, "--min-np=2", train=VIRTUAL)
+    cluster, steps = make_cluster(), 60
+    flags = [VIRTUAL, "--trace-every=1"]
+    lines = launch(cluster, "gloo", tmp_path / "runs", steps, "--min-np=2", train=flags)
     lines.wait_for(f"step {CHECKPOINT_EVERY + 1}/", END_S)
     cluster.kill_host(2)
     restarted_s = lines.wait_for(RESTART, 60)
@@ -79,14 +83,39 @@ def test_the_same_bits_though_a_host_is_lost_and_comes_back(
     assert lines.wait(END_S) == 0, lines.text
     assert "left out: gamma: ssh: " in lines.text
     sizes = [
-        size for size in (2, 3) if f"{size} workers (gloo) for 4 virtual workers" in lines.text
+        size for size in (3, 4) if f"{size} workers (gloo) for 4 virtual workers" in lines.text
     ]
-    assert sizes == [2, 3], lines.text
+    assert sizes == [3, 4], lines.text
+    sampled = hvdtrain("replay", str(tmp_path / "runs" / "run"), "--sample=20", "--seed=3")
+    replayed = cluster.run(sampled, host=2)
+    assert "replay: 20 steps agreed bit for bit" in replayed.output
     flags = [*EXPERIMENT, f"--max-steps={steps}", VIRTUAL]
     assert train(flags, tmp_path / "alone", 1, "none").exit_code == 0
     summary, _ = summary_and_weights(tmp_path / "runs" / "run")
     alone, _ = summary_and_weights(tmp_path / "alone")
-    assert (summary["world_size"], alone["world_size"]) == (3, 1)
+    assert (summary["world_size"], alone["world_size"]) == (4, 1)
     assert summary["audit"]["failed"] == 0 < summary["audit"]["checked"]
     for name in ("params_sha256", "samples_seen", "valid_loss", "train_loss"):
         assert summary[name] == alone[name], name
+
+
+@pytest.mark.timeout(300)
+def test_a_host_that_computes_wrongly_is_left_out(
+    make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Fails if a wrong backward pass goes unnoticed, if another host is left out, or if the job
+    is started on the wrong host again; or ends although enough others are left.
+    """
+    cluster, steps = make_cluster(), 40
+    flags = ["--model=tests.hosts.wrong_host:lenet", "--audit-compute=1"]
+    lines = launch(cluster, "mpi", tmp_path / "runs", steps, "--min-np=2", train=flags)
+    assert lines.wait(END_S) == 0, lines.text
+    assert "computed different gradients of share" in lines.text
+    assert "left out: beta computes wrongly" in lines.text
+    assert lines.text.count(RESTART) == 1, lines.text
+    summary = read_summary(cluster, tmp_path / "runs")
+    assert (summary["world_size"], summary["steps"]) == (2, steps)
+    lines = launch(cluster, "gloo", tmp_path / "more", steps, "--min-np=3", train=flags)
+    assert lines.wait(END_S) == 17, lines.text
+    few = "not restarted: without beta, which computes wrongly, the hosts have 2 slots"
+    assert few in lines.text

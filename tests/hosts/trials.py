@@ -162,12 +162,17 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
 
 
 def launch(
-    cluster: Cluster, controller: str, output: Path, steps: int, *more: str, train: str = ""
+    cluster: Cluster,
+    controller: str,
+    output: Path,
+    steps: int,
+    *more: str,
+    train: Sequence[str] = (),
 ) -> Lines:
-    """Start the job from the first host. `more`: flags of launch; `train`: a flag of train."""
+    """Start the job from the first host. `more`: flags of launch; `train`: those of train."""
     command = hvdtrain("launch", "--hostfile", str(cluster.hostfile), f"--controller={controller}")
     command += ["--restarts=9", f"--watchdog-timeout-s={WATCHDOG_S}", *more, "--", "train"]
-    command += [*EXPERIMENT, f"--max-steps={steps}", *filter(None, [train])]
+    command += [*EXPERIMENT, f"--max-steps={steps}", *train]
     command += [f"--output={output}", "--experiment=run", "--resume=auto"]
     return Lines(cluster.start(command, variables={"OMP_NUM_THREADS": "1"}))
 

@@ -547,13 +547,13 @@ class FaultyExchangeAudit:
         hook.remove()
         return exchange.all_gather_object(own[0].reshape(-1), "test.local")[-1]
 
-    def begin(self, step: int) -> None:
-        self._audit.begin(step)
+    def begin(self, step: int, data: StepData) -> None:
+        self._audit.begin(step, data)
 
     def begin_pass(self, share: int, batch: Any) -> None:
         self._audit.begin_pass(share, batch)
 
-    def updated(self, step: int, data: StepData, sums: StepSums) -> None: ...
+    def updated(self, step: int, sums: StepSums) -> None: ...
 
     def end(self, step: int) -> None:
         if self._fault:

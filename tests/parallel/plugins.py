@@ -111,6 +111,29 @@ def flips_a_bit(shape, classes) -> torch.nn.Module:
     return _damaging(damage, shape, classes)
 
 
+def wrong_backward(shape, classes) -> torch.nn.Module:
+    """The backward pass of one rank is wrong, always."""
+    model = FailingLeNet(shape[0], classes, lambda: None)
+    if Topology.from_environment().rank == FAULTY_RANK:
+        spoil_gradients(model.hidden)
+    return model
+
+
+def spoil_gradients(layer: torch.nn.Module) -> None:
+    """Flip a bit of the largest gradient of a layer's output, in every backward pass."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone(memory_format=torch.contiguous_format)
+        spoilt.view(-1).view(torch.int32)[int(spoilt.abs().argmax())] ^= 1 << 20
+        return spoilt
+
+    def watch(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(spoil)
+
+    layer.register_forward_hook(watch)
+
+
 def _damaging(damage, shape, classes) -> torch.nn.Module:
     from hvdtrain.exchange.horovod import HorovodExchange
 

@@ -37,7 +37,9 @@ RATIOS = {
         "bare single-device loop, in step",
     },
     "checkpoint": {"in the background", "waited for"},
-    "audit": {"1/100 at every step", "all at every step", "all at every 100th step"},
+    "audit": {"1/100 at every step", "all at every step", "all at every 100th step"}
+    | {"trace of every step", "trace of every 10th step"}
+    | {"computation at every step", "computation at every 100th step"},
 }
 
 

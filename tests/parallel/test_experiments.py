@@ -36,7 +36,7 @@ REGRESSION = ["--task=examples.regression:Diabetes", "--dtype=float64", "--globa
 PICTURES = ["--model=tests.unit.jobs:plain", "--dtype=float64", "--image-size=12", "--epochs=2"]
 PICTURES += ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=10"]
 EXACT = ["--audit-every=1", "--audit=exact"]
-TRACE = "--trace-every=3"
+CHECKED = ["--trace-every=3", "--audit-compute=2"]
 # One hash for each, in float32, on 1 to 4 workers and over both controllers.
 BITS = {
     # Shares of 20 samples, and of 6 or 7 at the end of an epoch.
@@ -87,7 +87,7 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
         for task, starts in {"BatchFirst": [ALONE, MPI_2], "BatchSecond": [GLOO_2]}.items()
     },
     **{
-        name: ([*flags, "--seed=3", "--audit-every=3", "--audit=exact", TRACE], BITS_STARTS)
+        name: ([*flags, "--seed=3", "--audit-every=3", "--audit=exact", *CHECKED], BITS_STARTS)
         for name, flags in BITS.items()
     },
     "regression": ([*REGRESSION, "--epochs=3", "--lr=0.05"], [ALONE, GLOO_2]),
@@ -237,7 +237,8 @@ def test_readers_make_no_difference(
 @pytest.mark.parametrize("name", BITS)
 def test_the_same_bits_on_any_number_of_workers(name: str, result: Result) -> None:
     """Fails if a random number, a statistic, a sum or a metric depends on the rank that adds it, an
-    exact audit fails, or the number of workers changes the best checkpoint or the trace.
+    exact audit fails, another rank computes other gradients of a share, or the number of workers
+    changes the best checkpoint or the trace.
     """
     alone, _ = result(name, ALONE)
     assert alone["samples_seen"] > 0 < alone["train_loss"]
@@ -247,6 +248,8 @@ def test_the_same_bits_on_any_number_of_workers(name: str, result: Result) -> No
         summary, _ = result(name, start)
         assert {key: summary[key] for key in same} == {key: alone[key] for key in same}, start
         assert summary["audit"]["checked"] == summary["steps"] // 3
+        computed = summary["compute_audit"]
+        assert computed["failed"] == 0 < computed["checked"] <= summary["steps"] // 2
 
 
 def test_exact_audits_of_training(result: Result) -> None:

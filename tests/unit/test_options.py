@@ -20,7 +20,8 @@ OPTIONS = train_options()
 ZERO_IS_FINE = {
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
-    *("audit_every", "hash_every", "trace_every", "checkpoint_interval"),
+    *("audit_every", "hash_every", "trace_every", "audit_compute"),
+    "checkpoint_interval",
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -110,7 +111,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
-        *("pretrained", "profile", "max_image_pixels", "trace_every"),
+        *("pretrained", "profile", "max_image_pixels", "trace_every", "audit_compute"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
@@ -288,6 +289,7 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
     flat["global_batch_size" if per_worker else "batch_size"] = None
     if flat["sync_bn"] or flat["compression"] != "none":  # refused together
         flat["virtual_workers"] = None
+    flat["audit_compute"] *= not flat["sync_bn"]
     config = build_config(flat)
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")

@@ -47,6 +47,21 @@ def read(split: StreamedSplit, epoch: int = 0) -> list[list[int]]:
     return [loaded.batch[0].tolist() for loaded in split.stream(BATCHES, epoch)]
 
 
+@pytest.mark.parametrize("readers", [0, 2])
+def test_reading_leaves_the_random_numbers_of_the_run(readers: int) -> None:
+    """Fails if a start to read draws a random number: a run that is resumed within an epoch starts
+    once more. Or if readers have the same random numbers in two epochs.
+    """
+    split = StreamedSplit(Numbers(), readers, False, stay=False)
+    torch.manual_seed(3)
+    before, seeds = torch.get_rng_state(), set()
+    for epoch in range(2):
+        read(split, epoch)
+        seeds.add(split._generator.initial_seed())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(seeds) == 2
+
+
 @pytest.mark.parametrize("readers", [0, 1, 2])
 def test_batches_come_in_order_epoch_after_epoch(readers: int) -> None:
     """Fails when batches are mixed up, an empty one is lost, or one of an abandoned epoch comes."""

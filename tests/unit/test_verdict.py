@@ -82,6 +82,8 @@ CASES = [
     # What starting again cannot repair.
     (evidence(rank(0, 2, 1.0), rank(1, 143, 2.0)), 2, False, "exit code 2"),
     (evidence(rank(0, 17, 1.0), rank(1, 17, 2.0)), 17, False, "exit code 17"),
+    # Without the host that computes wrongly, it may.
+    (evidence(rank(0, 17, 1.0, wrong_rank=1), rank(1, 17, 2.0)), 17, True, "exit code 17"),
     # A worker that agreed on a stop; one that was killed by the signal has agreed on nothing.
     (evidence(rank(0, 143, 1.0, speaks=True)), 143, False, "SIGTERM to a worker"),
     (evidence(rank(0, -15, 1.0, speaks=True)), 143, True, "was killed by SIGTERM"),

@@ -300,3 +300,24 @@ def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
 def plan_of(kind: type[Found], arguments: Mapping[str, Any]) -> Found:
     """Return the dataclass `kind`, whose fields are all among the arguments."""
     return kind(**{name: arguments[name] for name in kind.__annotations__})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benches within one job; each uses those that apply to it."""
+
+    rounds: int
+    steps: int  # per round
+    model: str
+    batch_size: int  # per worker
+    megabytes: float
+    virtual_workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of a bench within one job."""
+
+    seconds_per_step: dict[str, list[float]]  # by contestant and round
+    ratios: dict[str, Ratio]
+    megabytes: float | None = None  # summed in a step

@@ -9,35 +9,39 @@ information (it copies its input, and waits for its next cycle).
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import distributed
 from torch.nn import functional
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck
+from hvdtrain.audit.compute import ComputeAudit
+from hvdtrain.audit.trace import Tracer
 from hvdtrain.data import Shares, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, StepData
-from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
+from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
-from hvdtrain.exchange.connect import connect, interface_address
+from hvdtrain.exchange.connect import connect
 from hvdtrain.files import write_json
-from hvdtrain.lab.bench.turns import Ratio, columns, plan_of, ratio, ratio_lines, run_rounds
+from hvdtrain.lab.bench.ring_speed import bench_ring
+from hvdtrain.lab.bench.turns import (
+    Measured,
+    Options,
+    Ratio,
+    columns,
+    plan_of,
+    ratio,
+    ratio_lines,
+    run_rounds,
+)
 from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.log import counted, say
-from hvdtrain.ring import all_reduce
-from hvdtrain.ring.operations import Array
-from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
@@ -53,32 +57,11 @@ ENDLESS = 2**62  # steps
 NO_AUDITS = Audits()
 PARTS = 100
 RARELY = 100  # steps between whole audits
+OFTEN = 10  # steps between records of a trace
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
+TRACED, COMPUTED = "trace of every step", "computation at every step"
 NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
-OURS, OUR_RING, VIRTUAL = "hvdtrain", "our ring", "hvdtrain, virtual workers"
-
-Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the benches within one job; each uses those that apply to it."""
-
-    rounds: int
-    steps: int  # per round
-    model: str
-    batch_size: int  # per worker
-    megabytes: float
-    virtual_workers: int | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a bench within one job."""
-
-    seconds_per_step: dict[str, list[float]]  # by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # summed in a step
+OURS, VIRTUAL = "hvdtrain", "hvdtrain, virtual workers"
 
 
 def run(arguments: dict[str, Any], topology: Topology) -> int:
@@ -227,7 +210,8 @@ def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -
 
 def bench_audit(options: Options, exchange: Exchange) -> Measured:
     """Collective: measure the seconds per step without audits, with 1/PARTS and with all of the
-    model audited at every step. Raises UsageError for a single process, which exchanges nothing.
+    model audited at every step, with a trace of every step, and with an audit of the computation.
+    Raises UsageError for a single process, which exchanges nothing.
     """
     if exchange.size < 2:
         raise UsageError("bench audit: one worker exchanges nothing: use hvdtrain launch -np 2")
@@ -238,12 +222,22 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
         check = BoundCheck(ring, job.reduction)
         audit = Auditor(job.model, ring, every=1, check=check, parts=parts)
         contestants[name] = our_step(job, exchange, audit)
+    tracer = Tracer(job, exchange, lambda step: True, lambda record: None)
+    contestants[TRACED] = our_step(job, exchange, tracer)
+    one_host, every, seed = [""] * exchange.size, 1, 0
+    computed = ComputeAudit(job, exchange, one_host, every, seed, lambda step, agree: None)
+    contestants[COMPUTED] = our_step(job, exchange, computed)
     seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
     ring.close()
-    ratios = {name: ratio(seconds[name], seconds[WITHOUT]) for name in (PART, WHOLE)}
-    # One step in RARELY bears the cost of a whole audit: more precise than a measurement.
-    spread = [1 + (value - 1) / RARELY for value in astuple(ratios[WHOLE])]
-    ratios[f"all at every {RARELY}th step"] = Ratio(*spread)
+    ratios = {it: ratio(seconds[it], seconds[WITHOUT]) for it in contestants if it != WITHOUT}
+    # One step in many bears the whole cost: more precise than a measurement.
+    rare = {
+        f"all at every {RARELY}th step": (WHOLE, RARELY),
+        f"trace of every {OFTEN}th step": (TRACED, OFTEN),
+        f"computation at every {RARELY}th step": (COMPUTED, RARELY),
+    }
+    for name, (often, steps) in rare.items():
+        ratios[name] = Ratio(*(1 + (value - 1) / steps for value in astuple(ratios[often])))
     return Measured(seconds, ratios)
 
 
@@ -279,75 +273,6 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
         checkpoints.wait()
     ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
     return Measured(seconds, ratios)
-
-
-def bench_ring(options: Options, exchange: Exchange) -> Measured:
-    """Collective: measure the seconds for a sum of `options.megabytes` of float32, and our speed
-    relative to the others'. Raises UsageError for a single process.
-    """
-    if exchange.size < 2:
-        raise UsageError("bench ring: a ring has 2 ranks or more: use hvdtrain launch -np 2")
-    ring = exchange.ring()
-    sums: dict[str, Sum] = {OUR_RING: lambda values: all_reduce(values, ring, out=values)}
-    over_mpi = MpiTransport() if exchange.controller == "mpi" else None
-    if over_mpi:
-        sums["our ring over MPI"] = lambda values: all_reduce(values, over_mpi, out=values)
-        sums["mpi4py Allreduce"] = over_mpi.library_sum
-    else:
-        sums["torch.distributed"] = _join_torch_distributed(exchange)
-    sums["Horovod"] = lambda values: exchange.sum_later(
-        torch.from_numpy(values), "hvdtrain.bench.sum"
-    )().numpy()
-    itemsize = np.dtype(np.float32).itemsize
-    length = max(int(options.megabytes * 1e6) // itemsize, 1)
-    for name, add in sums.items():
-        _check(name, add, length, exchange)
-    # Zeros stay as they are in repeated sums in place; unlike np.zeros, np.full commits the memory.
-    contestants: dict[str, Callable[[], object]] = {
-        name: partial(add, np.full(length, 0, np.float32)) for name, add in sums.items()
-    }
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
-    ring.close()
-    if over_mpi:
-        over_mpi.close()
-    else:
-        distributed.destroy_process_group()
-    others = [name for name in sums if name != OUR_RING]
-    ratios = {f"our speed / {name}": ratio(seconds[name], seconds[OUR_RING]) for name in others}
-    return Measured(seconds, ratios, megabytes=length * itemsize / 1e6)
-
-
-def _join_torch_distributed(exchange: Exchange) -> Sum:
-    """Collective: return the sum by torch's own Gloo group, over Horovod's interface."""
-    interface = os.environ["HOROVOD_GLOO_IFACE"]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
-    store: Any = None
-    if exchange.rank == 0:
-        store = store_class(interface_address(interface), 0, is_master=True, wait_for_workers=False)
-    place = store and (store.host, store.port)
-    host, port = exchange.broadcast_object(place, "hvdtrain.bench.store")
-    distributed.init_process_group(
-        "gloo",
-        store=store or store_class(host, port, is_master=False),
-        rank=exchange.rank,
-        world_size=exchange.size,
-        timeout=timedelta(seconds=60),
-    )
-
-    def torch_sum(values: Array) -> Array:
-        distributed.all_reduce(torch.from_numpy(values))
-        return values
-
-    return torch_sum
-
-
-def _check(name: str, add: Sum, length: int, exchange: Exchange) -> None:
-    """Collective: raise TrainingError unless the contestant sums correctly."""
-    pattern = np.arange(length, dtype=np.int64) % 251  # such sums are exact in float32
-    total = add(((exchange.rank + 1) * pattern).astype(np.float32))
-    if not np.array_equal(total, pattern * sum(range(1, exchange.size + 1))):
-        raise TrainingError(f"{name}: the sum over {exchange.size} ranks is wrong")
 
 
 BENCHES: dict[str, Callable[[Options, Exchange], Measured]] = {

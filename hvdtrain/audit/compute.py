@@ -1,0 +1,280 @@
+"""The audit of the computation: another rank computes a share again, and every bit must agree.
+
+The audit of the exchange proves that gradients were added correctly. It cannot see that a gradient
+was wrong before, by a defective core or kernel. Here, at a due step, the rank of one share sends
+its batches, buffers and random generators; another rank, on another host if there is one, computes
+the share's gradients from them, with its own copy of the parameters. If a bit differs, further
+ranks compute it too, and both ranks again: the verdict names the rank, and whether it errs again.
+
+With two ranks there is no third opinion. If each repeats its own result, the slope of the loss
+decides, in the direction in which the two gradients differ: it takes forward passes alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hvdtrain.audit.digests import ShareDigests, Words, digest_of
+from hvdtrain.data.feeding import to_device
+from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
+from hvdtrain.exchange import Exchange, copied_to_cpu
+from hvdtrain.train.workers import buffers_of, load_buffers, rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feeding import StepData
+    from hvdtrain.train.job import Job
+    from hvdtrain.train.metering import StepSums
+
+CLEARLY = 4.0  # times as far from the slope: more than rounding can explain
+SLOPE_STEP = 1e-6  # in the space of the parameters
+Gradients = list[torch.Tensor | None]  # by trainable parameter
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that a rank needs to compute the gradients of a share as its own rank did."""
+
+    weight: float  # of each loss
+    buffers: Mapping[str, torch.Tensor | None]  # before the first pass
+    passes: Sequence[tuple[dict[str, Any], Any]]  # random generators, and the batch
+    gradients: Words  # digests of what the share's rank has computed
+
+
+class ComputeAudit:
+    """An audit of one share's gradients at every K-th step."""
+
+    def __init__(
+        self,
+        job: Job,
+        exchange: Exchange,
+        hosts: Sequence[str],
+        every: int,
+        seed: int,
+        on_record: Callable[[int, bool], None],
+    ) -> None:
+        """Raise UsageError for a model that cannot be copied.
+
+        `hosts`: the name of each rank's host. `seed`: of the choice of shares. `on_record`: called
+        on every rank with each audited step, and whether all agreed.
+        """
+        self._job, self._exchange, self._hosts = job, exchange, hosts
+        self._every, self._seed, self._on_record = every, seed, on_record
+        named = [(name, it) for name, it in job.model.named_parameters() if it.requires_grad]
+        self._names = [name for name, _ in named]
+        self._parameters = [it for _, it in named]
+        self._local = ShareDigests(self._parameters)
+        shares = job.feed.shares
+        self._owners = {it: r for r in range(exchange.size) for it in shares.of_rank(r)}
+        self._share = -1  # the one that this rank records
+        self._weight = 0.0
+        self._buffers: Mapping[str, torch.Tensor | None] = {}
+        self._passes: list[tuple[dict[str, Any], Any]] = []
+        try:
+            copy.deepcopy(job.model)
+        except Exception as error:
+            raise UsageError(
+                f"--audit-compute: the model cannot be copied by copy.deepcopy ({error}): another "
+                "rank computes with a copy. Leave --audit-compute out, or make the model copyable"
+            ) from error
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Choose a share by seed and step, if the step is due."""
+        self._share = -1
+        self._passes.clear()
+        if step % self._every == 0:
+            share, _ = self._chosen(step)
+            weight = self._job.reduction.weight(self._exchange.size) / data.samples
+            self._share, self._weight = share, weight
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        """Keep what the chosen share is computed from."""
+        if share != self._share or self._owners[share] != self._exchange.rank:
+            self._local.end()
+            return
+        if not self._passes:
+            self._buffers = buffers_of(self._job.model)
+            self._local.begin()
+        self._local.begin_pass(share, None)
+        self._passes.append((rng_state(self._job.device), copied_to_cpu(batch)))
+
+    def end(self, step: int) -> None:
+        """Collective: compute the chosen share again. Raises ComputeMismatch on a difference."""
+        if step % self._every:
+            return
+        self._local.end()
+        share, order = self._chosen(step)
+        own = None
+        if self._passes:
+            gradients = self._local.table(share + 1)[share, 1:]
+            own = Work(self._weight, self._buffers, list(self._passes), gradients)
+        works = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.work")
+        work = next((it for it in works if it is not None), None)
+        if work is None:  # the share has no samples in this step
+            return
+        (found,) = self._opinions(work, order[1:2])
+        agree = np.array_equal(found, work.gradients)
+        self._on_record(step, agree)
+        if not agree:
+            raise self._verdict(step, share, work, found, order)
+
+    def updated(self, step: int, sums: StepSums) -> None: ...
+
+    def close(self) -> None:
+        self._local.end()
+
+    def _chosen(self, step: int) -> tuple[int, list[int]]:
+        """Return the share of a step, and all ranks: its own, then those asked, in order.
+
+        Ranks on other hosts come first.
+        """
+        generator = np.random.Generator(np.random.PCG64([self._seed, step]))
+        share = int(generator.choice(sorted(self._owners)))
+        owner = self._owners[share]
+        others = [int(it) for it in generator.permutation(self._exchange.size) if it != owner]
+        others.sort(key=lambda rank: self._hosts[rank] == self._hosts[owner])
+        return share, [owner, *others]
+
+    def _opinions(self, work: Work, ranks: Sequence[int]) -> list[Words]:
+        """Collective: return the digests that each of `ranks` computes."""
+        own = None
+        if self._exchange.rank in ranks:
+            own = np.stack([digest_of(it) for it in self._compute(work)])
+        found = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.gradients")
+        return [found[rank] for rank in ranks]
+
+    def _verdict(
+        self, step: int, share: int, work: Work, found: Words, order: Sequence[int]
+    ) -> ComputeMismatch:
+        """Collective: find which rank is wrong, how often, and the first tensor that differs."""
+        owner, checker, *further = order
+        asked = [owner, checker, *further[:1]]
+        again = dict(zip(asked, self._opinions(work, asked), strict=True))
+        first = {owner: work.gradients, checker: found}
+        wrong, reason = self._wrong(first, again, work)
+        places = np.flatnonzero((work.gradients != found).any(axis=1))
+        what = (
+            f"at step {step} ranks {owner} and {checker} computed different gradients of share "
+            f"{share} from the same batch and parameters: {self._names[places[0]]} "
+            f"({len(places)} of {len(self._names)} parameters)"
+        )
+        if wrong is None:
+            return ComputeMismatch(f"{what}. {reason}", wrong)
+        right = first[checker if wrong == owner else owner]
+        repeats = "again wrong" if not np.array_equal(again[wrong], right) else "right"
+        kind = "repeatable" if repeats == "again wrong" else "transient"
+        return ComputeMismatch(
+            f"{what}. Rank {wrong} on {self._hosts[wrong]} is wrong: {reason}. Computed once "
+            f"more, its result is {repeats}: the fault is {kind}. The optimizer has not used these "
+            "gradients. Examine that host: hvdtrain doctor --burn-in",
+            wrong,
+        )
+
+    def _wrong(
+        self, first: Mapping[int, Words], again: Mapping[int, Words], work: Work
+    ) -> tuple[int | None, str]:
+        """Collective: return the rank that is wrong, or None, and the reason."""
+        owner, checker = first
+        for third in again.keys() - first.keys():
+            for rank, other in ((owner, checker), (checker, owner)):
+                if np.array_equal(again[third], first[other]):
+                    return rank, f"rank {third} computed what rank {other} did"
+            return None, f"Rank {third} computed a third result: the computation does not repeat"
+        changed = [rank for rank in first if not np.array_equal(first[rank], again[rank])]
+        for rank, other in ((owner, checker), (checker, owner)):
+            if changed == [rank] and np.array_equal(again[rank], first[other]):
+                return rank, f"once more it computed what rank {other} did"
+        return self._against_slope(work, (owner, checker))
+
+    def _against_slope(self, work: Work, ranks: Sequence[int]) -> tuple[int | None, str]:
+        """Collective: return which of two ranks is clearly farther from the slope of the loss, in
+        the direction in which their gradients differ; None if they do not agree on it.
+        """
+        own = self._flat(self._compute(work))
+        held = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.values")
+        one, other = (held[rank] for rank in ranks)
+        along = (one - other) / (one - other).norm()
+        slope = self._slope(work, along)
+        errors = [abs(float(gradient @ along) - slope) for gradient in (one, other)]
+        judged = self._exchange.all_gather_object(errors, "hvdtrain.compute_audit.slopes")
+        for wrong, right in ((0, 1), (1, 0)):
+            if all(it[wrong] > CLEARLY * it[right] for it in judged):
+                return ranks[wrong], (
+                    f"its gradient is {errors[wrong]:.1e} from the slope of the loss, measured in "
+                    f"float64, and that of rank {ranks[right]} {errors[right]:.1e}"
+                )
+        return None, "Each repeats its own result; with two ranks nobody can say which is wrong"
+
+    def _slope(self, work: Work, along: torch.Tensor) -> float:
+        """Return the slope of the loss in a direction of all parameters, by central differences."""
+        losses = []
+        for sign in (1, -1):
+            model = self._copy(work).double()
+            parameters = [it for it in model.parameters() if it.requires_grad]
+            parts = along.split([it.numel() for it in parameters])
+            with torch.no_grad():
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.add_(
+                        sign * SLOPE_STEP * part.view(parameter.shape).to(parameter.device)
+                    )
+                losses.append(
+                    math.fsum(float(it) for it in self._losses(model, work, precise=True))
+                )
+        return (losses[0] - losses[1]) / (2 * SLOPE_STEP)
+
+    def _compute(self, work: Work) -> Gradients:
+        """Return the gradients of a share. All states stay as they are."""
+        model = self._copy(work)
+        for loss in self._losses(model, work):
+            loss.backward()
+        return [it.grad for it in model.parameters() if it.requires_grad]
+
+    def _flat(self, gradients: Gradients) -> torch.Tensor:
+        """Return the gradients of all parameters as one vector, in float64, on the CPU."""
+        pairs = zip(self._parameters, gradients, strict=True)
+        dense = [(p.detach() * 0 if g is None else g).cpu().double() for p, g in pairs]
+        return torch.cat([it.reshape(-1) for it in dense])
+
+    def _copy(self, work: Work) -> torch.nn.Module:
+        model = copy.deepcopy(self._job.model)
+        load_buffers(model, work.buffers)
+        model.zero_grad(set_to_none=True)
+        return model
+
+    def _losses(
+        self, model: torch.nn.Module, work: Work, precise: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Yield the weighted loss of each pass, with its random numbers; `precise`: in float64."""
+        job = self._job
+        before = rng_state(job.device)
+        try:
+            for generators, kept in work.passes:
+                batch = to_device(_doubled(kept) if precise else kept, job.device)
+                set_rng_state(generators, job.device)
+                with job.update.autocast(enabled=not precise):
+                    loss = job.task.loss(model, batch).loss
+                yield job.update.scale(loss * work.weight)
+        except Exception as error:
+            raise TrainingError(
+                f"--audit-compute: a share cannot be computed again: {error}"
+            ) from error
+        finally:
+            set_rng_state(before, job.device)
+
+
+def _doubled(batch: Any) -> Any:
+    """Return a batch with its floating-point tensors in float64."""
+    if isinstance(batch, torch.Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: _doubled(item) for key, item in batch.items()}
+    if isinstance(batch, list | tuple):
+        items = [_doubled(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch

@@ -1,0 +1,154 @@
+"""Digests of each tensor of a step's passes, to find the first by which two computations differ.
+
+Gradients are taken by hooks on tensors, not by the backward hooks of modules: those change the
+graph, reject modules that work in place, and could change the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvdtrain.audit.digests import BatchDigest, text_of
+from hvdtrain.data.feeding import StepData
+from hvdtrain.data.sampler import Indices
+from hvdtrain.train.metering import StepSums
+
+Digests = dict[str, str]  # of tensors by name, in the order of computation
+
+
+class PassDigests:
+    """An audit that digests, at one step, the inputs and outputs of modules and their gradients."""
+
+    def __init__(self, model: torch.nn.Module, step: int) -> None:
+        self.parameters: Digests = {}  # before the step
+        self.buffers: dict[int, Digests] = {}  # of each share, before its first pass
+        self.passes: dict[int, list[Digests]] = {}  # of each share
+        self.takers: dict[str, list[str]] = defaultdict(list)  # calls, by the tensor that they take
+        self.indices: Indices = np.zeros(0, np.int64)  # of the samples of the global batch
+        self._model, self._step = model, step
+        self._hooks: list[Any] = []
+        self._calls: Counter[str] = Counter()  # of each module in this pass
+        self._open: list[str] = []  # the calls in progress, outermost first
+        self._names = WeakTensorKeyDictionary()  # of the tensors whose gradients are digested
+        self._own: Digests = {}  # of this pass
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Digest the parameters and register the hooks, if it is the step."""
+        if step != self._step:
+            return
+        self.indices = data.indices
+        for name, parameter in self._model.named_parameters():
+            self.parameters[f"the parameter {name}"] = _digest(parameter)
+            if parameter.requires_grad:
+                hook = partial(self._parameter_is_ready, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        for name, module in self._model.named_modules():
+            enter, leave = partial(self._enter, name or "the model"), self._leave
+            self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(leave))
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        if not self._hooks:
+            return
+        self._own = {"the batch": _digest(batch)}
+        self.passes.setdefault(share, []).append(self._own)
+        buffers = {f"the buffer {name}": _digest(it) for name, it in self._model.named_buffers()}
+        self.buffers.setdefault(share, buffers)
+        self._calls.clear()
+        self._names.clear()
+
+    def end(self, step: int) -> None:
+        self.close()
+
+    def updated(self, step: int, sums: StepSums) -> None: ...
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _enter(self, name: str, module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:
+        self._calls[name] += 1
+        call = f"{name} (call {self._calls[name]})"
+        self._open.append(call)
+        self._own[f"the input of {call}"] = _digest([inputs, named_inputs])
+        is_leaf = next(module.children(), None) is None
+        for tensor in _tensors([inputs, named_inputs]):
+            if tensor.requires_grad:
+                if tensor not in self._names:  # computed outside of modules
+                    self._watch(tensor, f"the input of {call}")
+                if is_leaf:
+                    self.takers[f"the gradient of {self._names[tensor]}"].append(call)
+
+    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        name = f"the output of {self._open.pop()}"
+        self._own[name] = _digest(output)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                self._watch(tensor, name)
+
+    def _watch(self, tensor: torch.Tensor, name: str) -> None:
+        """Digest the gradient of a tensor when the backward pass has computed it."""
+        self._names[tensor] = name
+        hook = partial(self._gradient_is_ready, f"the gradient of {name}")
+        self._hooks.append(tensor.register_hook(hook))
+
+    def _gradient_is_ready(self, name: str, gradient: torch.Tensor) -> None:
+        self._own[name] = _digest(gradient)
+
+    def _parameter_is_ready(self, name: str, parameter: torch.Tensor) -> None:
+        self._gradient_is_ready(f"the gradient of {name}", parameter.grad)  # type: ignore[arg-type]
+
+
+def first_tensor(one: PassDigests, other: PassDigests, share: int) -> str | None:
+    """Return the name of the first tensor by which the passes of a share differ, or None."""
+    if found := _first(one.parameters, other.parameters):
+        return f"{found}, before the step"
+    both = zip(one.passes[share], other.passes[share], strict=False)
+    number, found = next(
+        ((number, it) for number, pair in enumerate(both) if (it := _first(*pair))), (0, None)
+    )
+    if not found:
+        return None
+    place = f", in pass {number}" if len(one.passes[share]) > 1 else ""
+    if takers := one.takers.get(found):
+        found += f", coming back from {' and '.join(dict.fromkeys(takers))}"
+    if buffer := _first(one.buffers[share], other.buffers[share]):
+        place += f". Before the pass {buffer} differs already"
+    return f"{found}{place}"
+
+
+def _first(one: Digests, other: Digests) -> str | None:
+    for name, digest in one.items():
+        if name not in other:
+            return f"{name}, which only A has"
+        if other[name] != digest:
+            return name
+    return next((f"{name}, which only B has" for name in other if name not in one), None)
+
+
+def _digest(value: Any) -> str:
+    found = BatchDigest()
+    for tensor in _tensors(value):
+        found.add(tensor)
+    return text_of(found.words())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nested structure."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,154 @@
+"""All ranks of a run without virtual workers, computed one after another in one process.
+
+`hvdtrain replay` computes such a run again. Each rank has its part of each batch, buffers of its
+own, and random generators of its own. Gradients are added in the order in which Horovod added them,
+if that is known; otherwise in float64, with a bound of what the order can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.orders import KnownOrder, reproduce
+from hvdtrain.ring.transports import Transport, in_process_ring
+from hvdtrain.train.workers import (
+    WorkerState,
+    buffers_of,
+    load_buffers,
+    rng_state,
+    seed_all,
+    set_rng_state,
+)
+
+
+class SimulatedRanks:
+    """The workers of `size` ranks; each is the worker of one share."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        size: int,
+        order: KnownOrder | None,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        """Begin as the ranks did. `order`: of their sums; None: it is unknown."""
+        self._model, self._order, self._device = model, order, device
+        self._parameters = [it for it in model.parameters() if it.requires_grad]
+        self._states: list[WorkerState] = []
+        for rank in range(size):
+            seed_all(seed, rank)
+            self._states.append({"buffers": buffers_of(model), "rng": rng_state(device)})
+        self._active: int | None = None  # the rank whose state the process has
+        self._current: int | None = None  # the rank of the last pass of this step
+        self._gradients: list[list[torch.Tensor | None]] = []  # by rank
+        # Of the sum of each reduced gradient's elements; None: the bits are those of the ranks.
+        self.bounds: list[float] | None = None
+
+    def begin_step(self) -> None:
+        self._current = None
+        self._gradients = [[None] * len(self._parameters) for _ in self._states]
+
+    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
+        if self._current not in (None, share):
+            self._take()
+        self._current = share
+        self._activate(share)
+
+    def repeat_pass(self, step: int, share: int, number: int) -> None:
+        self._activate(share)
+
+    def seed(self, step: int, share: int, number: int, reading: bool) -> None:
+        """Activate the generators of the rank, which go on from pass to pass."""
+        if step:
+            self._activate(share)
+
+    def reduce_gradients(self) -> None:
+        """Add the gradients of all ranks; a missing one counts as zeros, as in Horovod."""
+        self._take()
+        each = [
+            [
+                (torch.zeros_like(own) if it is None else it).cpu().numpy()
+                for own, it in zip(self._parameters, gradients, strict=True)
+            ]
+            for gradients in self._gradients
+        ]
+        if self._order:
+            sums = _sums_in_order(each, self._order)
+        else:
+            self.bounds = [_bound(terms) for terms in zip(*each, strict=True)]
+            sums = [_precise_sum(terms) for terms in zip(*each, strict=True)]
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = torch.from_numpy(total).to(self._device)
+
+    def states(self) -> list[WorkerState]:
+        self._keep()
+        return self._states
+
+    def restore(
+        self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
+    ) -> str | None:
+        """Restore the states of as many ranks."""
+        self._states, self._active = list(states), None
+        return None
+
+    def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
+        return nullcontext(model)  # nothing is evaluated or saved here
+
+    def _take(self) -> None:
+        """Keep the gradients of the current rank, and leave none to the next one."""
+        if self._current is not None:
+            self._gradients[self._current] = [it.grad for it in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _activate(self, rank: int) -> None:
+        """Give the model the buffers, and the process the generators, of a rank."""
+        if rank != self._active:
+            self._keep()
+            load_buffers(self._model, self._states[rank]["buffers"])
+            set_rng_state(self._states[rank]["rng"], self._device)
+            self._active = rank
+
+    def _keep(self) -> None:
+        if self._active is not None:
+            own = {"buffers": buffers_of(self._model), "rng": rng_state(self._device)}
+            self._states[self._active] = own
+
+
+def _sums_in_order(each: Sequence[Sequence[Array]], order: KnownOrder) -> list[Array]:
+    """Return the sums over ranks of each gradient; `each`: the gradients by rank."""
+
+    def add(transport: Transport) -> list[Array]:
+        own = each[transport.rank]
+        return [reproduce(gradient, transport, order, "sum") for gradient in own]
+
+    transports = in_process_ring(len(each))
+    with ThreadPoolExecutor(len(each)) as pool:
+        return next(iter(list(pool.map(add, transports))))
+
+
+def _precise_sum(terms: Sequence[Array]) -> Array:
+    """Return the sum in float64, rounded once."""
+    return np.asarray(sum(_wide(terms))).astype(terms[0].dtype)
+
+
+def _bound(terms: Sequence[Array]) -> float:
+    """Return how far the sums of all elements of two sums of `terms` can differ: of one in any
+    order, and of one that is rounded once.
+    """
+    magnitudes = np.asarray(sum(np.abs(it) for it in _wide(terms)))
+    by_element = sum_error_bound(magnitudes, len(terms) + 1, terms[0].dtype)
+    of_total = gamma(max(magnitudes.size, 1), REFERENCE_DTYPE) * 2 * float(magnitudes.sum())
+    return float(by_element.sum()) + of_total
+
+
+def _wide(terms: Sequence[Array]) -> Iterator[Array]:
+    return (it.astype(REFERENCE_DTYPE) for it in terms)

@@ -1,0 +1,81 @@
+"""Runs of several workers without virtual ones are computed again in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.experiments import train
+from tests.parallel.launching import hvdtrain, run
+from tests.unit.recorded import forge
+
+FLAGS = ["--model=tests.parallel.plugins:dropout_everywhere", "--opt=adamw", "--lr=0.01"]
+FLAGS += ["--global-batch-size=100", "--max-steps=18", "--trace-every=3", "--grad-accum-steps=2"]
+FLAGS += ["--checkpoint-interval=4", "--keep-checkpoints=9", "--clip-grad=0.5"]
+
+
+def replay(folder: Path, *flags: str) -> tuple[int, str]:
+    done = run(hvdtrain("replay", str(folder), "--trust-code", *flags), timeout_s=120)
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("size", "controller", "flags"), [(3, "gloo", ["--rank-weights=1,2,3"]), (2, "mpi", [])]
+)
+def test_sums_in_the_order_of_the_ranks(
+    size: int, controller: str, flags: list[str], tmp_path: Path
+) -> None:
+    """Fails if a rank's samples, random numbers, running statistics or weight are lost in one
+    process, or sums are made in another order than Horovod's; over 18 steps, the last ones of the
+    next epoch. Or if the wrong share is named.
+    """
+    assert train([*FLAGS, *flags], tmp_path / "x", size, controller).exit_code == 0
+    code, output = replay(tmp_path / "x")
+    assert (code, "replay: 6 steps agreed bit for bit" in output) == (0, True), output
+    assert f"({size} shares of " in output
+    assert "from the checkpoint of step 16: 1 step (18) agreed" in output
+    forge(tmp_path / "x", lambda it: it[2]["gradients"][size - 1].__setitem__(1, "0" * 16))
+    code, output = replay(tmp_path / "x")
+    assert (code, f"of share {size - 1} (1 of {size} shares), from" in output) == (17, True), output
+    assert "step 9, computed from the checkpoint of step 8: gradient: " in output
+
+
+# The change of the record of step 9; what is named.
+FORGED: dict[str, tuple[Callable[[dict], None], str]] = {
+    "local gradient": (
+        lambda record: record["gradients"][0].__setitem__(0, "0" * 16),
+        "gradient: ",
+    ),
+    "sum": (
+        lambda record: record["sums"].__setitem__(3, record["sums"][3] + 1e-4),
+        "reduction: ",
+    ),
+    "learning rate": (lambda record: record.__setitem__("lr", 0.02), "the learning rate: 0.02 and"),
+}
+
+
+def test_sums_in_an_unknown_order(tmp_path: Path) -> None:
+    """Fails if sums of which the order is unknown are called wrong, or not compared at all; or if
+    a step is computed again that does not follow a checkpoint.
+    """
+    folder = tmp_path / "x"
+    assert train(FLAGS, folder, 3, "mpi").exit_code == 0
+    code, output = replay(folder)
+    assert (code, "replay: 6 steps agreed bit for bit" in output) == (0, True), output
+    assert "the sums of the gradients within the bound of rounding" in output
+    for step in (1, 5, 9, 13, 16, 17):  # 15 steps an epoch
+        assert f"1 step ({step}) agreed" in output
+    code, output = replay(folder, "--steps=6-8")
+    assert (code, "none of the chosen steps can be computed again" in output) == (2, True), output
+    trace = (folder / "trace.jsonl").read_text()
+    for name, (change, named) in FORGED.items():
+        (folder / "trace.jsonl").write_text(trace)
+        forge(folder, lambda records, change=change: change(step_9(records)))
+        code, output = replay(folder)
+        assert (code, named in output) == (17, True), (name, output)
+
+
+def step_9(records: list[dict]) -> dict:
+    return next(record for record in records if record["step"] == 9)
