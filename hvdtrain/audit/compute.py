@@ -38,7 +38,7 @@ Gradients = list[torch.Tensor | None]  # by trainable parameter
 
 
 @dataclass(frozen=True)
-class Work:
+class ShareWork:
     """All that a rank needs to compute the gradients of a share as its own rank did."""
 
     weight: float  # of each loss
@@ -113,7 +113,7 @@ class ComputeAudit:
         own = None
         if self._passes:
             gradients = self._local.table(share + 1)[share, 1:]
-            own = Work(self._weight, self._buffers, list(self._passes), gradients)
+            own = ShareWork(self._weight, self._buffers, list(self._passes), gradients)
         works = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.work")
         work = next((it for it in works if it is not None), None)
         if work is None:  # the share has no samples in this step
@@ -141,7 +141,7 @@ class ComputeAudit:
         others.sort(key=lambda rank: self._hosts[rank] == self._hosts[owner])
         return share, [owner, *others]
 
-    def _opinions(self, work: Work, ranks: Sequence[int]) -> list[Words]:
+    def _opinions(self, work: ShareWork, ranks: Sequence[int]) -> list[Words]:
         """Collective: return the digests that each of `ranks` computes."""
         own = None
         if self._exchange.rank in ranks:
@@ -150,7 +150,7 @@ class ComputeAudit:
         return [found[rank] for rank in ranks]
 
     def _verdict(
-        self, step: int, share: int, work: Work, found: Words, order: Sequence[int]
+        self, step: int, share: int, work: ShareWork, found: Words, order: Sequence[int]
     ) -> ComputeMismatch:
         """Collective: find which rank is wrong, how often, and the first tensor that differs."""
         owner, checker, *further = order
@@ -177,7 +177,7 @@ class ComputeAudit:
         )
 
     def _wrong(
-        self, first: Mapping[int, Words], again: Mapping[int, Words], work: Work
+        self, first: Mapping[int, Words], again: Mapping[int, Words], work: ShareWork
     ) -> tuple[int | None, str]:
         """Collective: return the rank that is wrong, or None, and the reason."""
         owner, checker = first
@@ -192,7 +192,7 @@ class ComputeAudit:
                 return rank, f"once more it computed what rank {other} did"
         return self._against_slope(work, (owner, checker))
 
-    def _against_slope(self, work: Work, ranks: Sequence[int]) -> tuple[int | None, str]:
+    def _against_slope(self, work: ShareWork, ranks: Sequence[int]) -> tuple[int | None, str]:
         """Collective: return which of two ranks is clearly farther from the slope of the loss, in
         the direction in which their gradients differ; None if they do not agree on it.
         """
@@ -211,7 +211,7 @@ class ComputeAudit:
                 )
         return None, "Each repeats its own result; with two ranks nobody can say which is wrong"
 
-    def _slope(self, work: Work, along: torch.Tensor) -> float:
+    def _slope(self, work: ShareWork, along: torch.Tensor) -> float:
         """Return the slope of the loss in a direction of all parameters, by central differences."""
         losses = []
         for sign in (1, -1):
@@ -228,7 +228,7 @@ class ComputeAudit:
                 )
         return (losses[0] - losses[1]) / (2 * SLOPE_STEP)
 
-    def _compute(self, work: Work) -> Gradients:
+    def _compute(self, work: ShareWork) -> Gradients:
         """Return the gradients of a share. All states stay as they are."""
         model = self._copy(work)
         for loss in self._losses(model, work):
@@ -241,14 +241,14 @@ class ComputeAudit:
         dense = [(p.detach() * 0 if g is None else g).cpu().double() for p, g in pairs]
         return torch.cat([it.reshape(-1) for it in dense])
 
-    def _copy(self, work: Work) -> torch.nn.Module:
+    def _copy(self, work: ShareWork) -> torch.nn.Module:
         model = copy.deepcopy(self._job.model)
         load_buffers(model, work.buffers)
         model.zero_grad(set_to_none=True)
         return model
 
     def _losses(
-        self, model: torch.nn.Module, work: Work, precise: bool = False
+        self, model: torch.nn.Module, work: ShareWork, precise: bool = False
     ) -> Iterator[torch.Tensor]:
         """Yield the weighted loss of each pass, with its random numbers; `precise`: in float64."""
         job = self._job

@@ -140,7 +140,7 @@ def _share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Parting:
+class RecordDifference:
     """The first thing by which two computations of a step differ."""
 
     what: str  # one of: data order, data, gradient, reduction, update, loss
@@ -149,49 +149,57 @@ class Parting:
     parameter: str | None = None
 
 
-def first_parting(
+def first_difference(
     one: TraceRecord,
     other: TraceRecord,
     names: Sequence[str],
     bounds: Sequence[float] | None = None,
-) -> Parting | None:
+) -> RecordDifference | None:
     """Return the first difference of two records of a step, in the order of computation, or None.
 
     `names`: the trainable parameters. `bounds`: how far rounding can move the sum of each reduced
     gradient's elements, if the two added in other orders. Without equal bits of the reduced
     gradients their updates are not compared.
     """
-    if one.samples != other.samples:
-        return Parting("data order", "the numbers of the samples differ")
-    if len(one.batches) != len(other.batches):
-        text = f"{len(one.batches)} and {len(other.batches)} shares: other batches of each"
-        return Parting("data", text)
-    shares = _unequal(one.batches, other.batches)
-    if shares:
-        return Parting("data", f"the batch of {_counted(shares, one.batches, 'share')}", shares[0])
+    if found := _data_difference(one, other):
+        return found
     if len(one.reduced) != len(other.reduced):
         text = f"{len(one.reduced)} and {len(other.reduced)} trainable parameters: other models"
-        return Parting("gradient", text)
+        return RecordDifference("gradient", text)
     shares = _unequal(one.gradients, other.gradients)
     if shares:
         own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
         text = f"{_of(names, own)} of {_counted(shares, one.batches, 'share')}, from equal data"
-        return Parting("gradient", text, shares[0], names[own[0]])
+        return RecordDifference("gradient", text, shares[0], names[own[0]])
     reduced = _unequal(one.reduced, other.reduced)
     is_rounded = bool(reduced and bounds)
-    if bounds:
+    if bounds and len(one.sums) == len(other.sums) == len(bounds):
         reduced = [it for it in reduced if not abs(one.sums[it] - other.sums[it]) <= bounds[it]]
     if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
-        return Parting("reduction", text, parameter=names[reduced[0]])
+        return RecordDifference("reduction", text, parameter=names[reduced[0]])
     if one.lr != other.lr:
-        return Parting("update", f"the learning rate: {one.lr} and {other.lr}")
+        return RecordDifference("update", f"the learning rate: {one.lr} and {other.lr}")
     updated = _unequal(one.parameters, other.parameters)
     if updated and not is_rounded:
         text = f"{_of(names, updated)}, from equal reduced gradients"
-        return Parting("update", text, parameter=names[updated[0]])
+        return RecordDifference("update", text, parameter=names[updated[0]])
     if not math.isclose(one.loss, other.loss, rel_tol=LOSS_ROUNDING):
-        return Parting("loss", f"{one.loss} and {other.loss}, although all parameters agree")
+        return RecordDifference(
+            "loss", f"{one.loss} and {other.loss}, although all parameters agree"
+        )
+    return None
+
+
+def _data_difference(one: TraceRecord, other: TraceRecord) -> RecordDifference | None:
+    if one.samples != other.samples:
+        return RecordDifference("data order", "the numbers of the samples differ")
+    if len(one.batches) != len(other.batches):
+        text = f"{len(one.batches)} and {len(other.batches)} shares: other batches of each"
+        return RecordDifference("data", text)
+    if shares := _unequal(one.batches, other.batches):
+        text = f"the batch of {_counted(shares, one.batches, 'share')}"
+        return RecordDifference("data", text, shares[0])
     return None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.audit.digests import BatchDigest, text_of
 from hvdtrain.audit.passes import PassDigests, first_tensor
-from hvdtrain.audit.trace import Parting, TraceRecord, first_parting
+from hvdtrain.audit.trace import RecordDifference, TraceRecord, first_difference
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import ReplayMismatch
@@ -51,7 +51,7 @@ def bisect(
         say(text + (f"its trace is not what this gives: {reason}" if reason else "as recorded"))
         wrong += [letter] if reason else []
     for ours, theirs in zip(*found, strict=False):
-        if parting := first_parting(ours, theirs, replayer.names):
+        if parting := first_difference(ours, theirs, replayer.names):
             say(f"bisect: they part at step {ours.step}: {parting.what}: {parting.text}")
             first = _name_first(runs, configs, ours.step, parting)
             if first:
@@ -72,13 +72,16 @@ def _first_wrong(
     recorded = {record.step: record for record in run.records}
     for record in found:
         own = recorded.get(record.step)
-        if own and (parting := first_parting(own, record, names)):
+        if own and (parting := first_difference(own, record, names)):
             return f"step {record.step}: {parting.what}: {parting.text}"
     return None
 
 
 def _name_first(
-    runs: Sequence[RecordedRun], configs: Sequence[TrainConfig], step: int, parting: Parting
+    runs: Sequence[RecordedRun],
+    configs: Sequence[TrainConfig],
+    step: int,
+    parting: RecordDifference,
 ) -> str | None:
     """Compute a step again, and return the first samples or the first tensor that differ."""
     passes, samples = [], []

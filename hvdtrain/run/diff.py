@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.audit.trace import Parting, first_parting
+from hvdtrain.audit.trace import RecordDifference, first_difference
 from hvdtrain.config.options import train_options
 from hvdtrain.data.splits import difference
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, ReplayMismatch, UsageError
@@ -110,7 +110,7 @@ class Traces:
     common: Sequence[int]  # the steps that both recorded
     agreed: int  # the last one before any difference; 0: there is none
     step: int | None  # the first that differs
-    parting: Parting | None
+    parting: RecordDifference | None
     broken: Sequence[str]  # a line for each trace that was changed or cut
 
     @classmethod
@@ -125,7 +125,7 @@ class Traces:
                 broken.append(str(error))
         agreed = 0
         for step in common:
-            if parting := first_parting(ours[step], theirs[step], names):
+            if parting := first_difference(ours[step], theirs[step], names):
                 return cls(common, agreed, step, parting, broken)
             agreed = step
         return cls(common, agreed, None, None, broken)

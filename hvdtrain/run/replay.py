@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hvdtrain.audit.digests import digest_of, text_of
-from hvdtrain.audit.trace import Tracer, TraceRecord, first_parting
+from hvdtrain.audit.trace import Tracer, TraceRecord, first_difference
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
 from hvdtrain.data import Shares, VirtualShares
@@ -215,7 +215,7 @@ class Replayer:
             for step in own:
                 (found,) = self.records(step, step)
                 bounds = self._simulated.bounds if self._simulated else None
-                parting = first_parting(recorded[step], found, self.names, bounds)
+                parting = first_difference(recorded[step], found, self.names, bounds)
                 if parting:
                     raise ReplayMismatch(
                         f"step {step}, computed from {place_of(start)}: {parting.what}: "
