@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -209,13 +210,15 @@ class HorovodExchange:
     @waits
     @coarse_timer()
     def broadcast_object(self, value: Any, name: str) -> Any:
-        return hvd.broadcast_object(value, 0, name=name)
+        own = _pickled(value if self.rank == 0 else None)
+        size = hvd.broadcast(torch.tensor([len(own)]), 0, name=f"{name}.size")
+        buffer = own if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        return pickle.loads(hvd.broadcast(buffer, 0, name=name).numpy())
 
     @waits
     @coarse_timer()
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        # As hvd.allgather_object, which copies a large object byte by byte in Python.
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own = _pickled(value)
         sizes = hvd.allgather(torch.tensor([len(own)]), name=f"{name}.sizes")
         parts = hvd.allgather(own, name=name).split(sizes.tolist())
         return [pickle.loads(part.numpy()) for part in parts]
@@ -271,6 +274,13 @@ class HorovodExchange:
         """
         gather = partial(self.all_gather_object, name="hvdtrain.ring.addresses")
         return join_ring(self.rank, own_address(), gather)
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    """Return an object as bytes. hvd.broadcast_object and hvd.allgather_object convert each byte in
+    Python (60 ns), and the first holds the number of bytes in 32 bits.
+    """
+    return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

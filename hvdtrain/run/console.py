@@ -155,6 +155,15 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
             f"{audit['failed']} failed; worst error {audit['worst_error_over_bound']:.2f} of the "
             "rounding bound"
         )
+    computed = summary.get("compute_audit", {"checked": 0})
+    if computed["checked"]:
+        lines.append(
+            f"audit of the computation: gradients of {counted(computed['checked'], 'step')} "
+            f"computed by another rank as well, {computed['failed']} failed"
+        )
+    if trace := summary.get("trace"):
+        records = counted(trace["records"], "record")
+        lines.append(f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}")
     lines.append(f"parameters sha256 {summary['params_sha256']}")
     lines.append(f"written to {folder}")
     return "\n".join(lines)

@@ -26,6 +26,8 @@ SUMMARY: dict[str, Any] = {
     "best": {"step": 1200, "epoch": 3, "valid_accuracy": 0.875},
     "bad_samples": 1,
     "audit": {"checked": 1, "failed": 0, "worst_error_over_bound": 0.25},
+    "compute_audit": {"checked": 1, "failed": 0},
+    "trace": {"step": 10, "records": 2, "sha256": "cd"},
     "params_sha256": "ab",
 }
 
@@ -42,6 +44,8 @@ def test_the_last_lines_of_a_run() -> None:
         "samples that could not be read were left out 1 time, over all epochs",
         "audit: 1 step compared with the ring reference, 0 failed; worst error 0.25 of the "
         "rounding bound",
+        "audit of the computation: gradients of 1 step computed by another rank as well, 0 failed",
+        "trace: 2 records, to step 10; sha256 cd",
         "parameters sha256 ab",
         "written to runs/one",
     ]
@@ -52,7 +56,8 @@ def test_a_run_without_a_step_of_its_own(speed: float | None) -> None:
     """Fails when a resumed run that had only to be evaluated, or one of an older version, whose
     summary names no best step, cannot be printed.
     """
-    older = {name: value for name, value in SUMMARY.items() if name not in ("best", "bad_samples")}
+    newer = ("best", "bad_samples", "compute_audit", "trace")
+    older = {name: value for name, value in SUMMARY.items() if name not in newer}
     first, second = final_lines(older | {"samples_per_s": speed}, "x").splitlines()[:2]
     assert "2,000 samples; validation" in first and second.startswith("audit: ")
 
