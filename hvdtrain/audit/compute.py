@@ -8,6 +8,9 @@ ranks compute it too, and both ranks again: the verdict names the rank, and whet
 
 With two ranks there is no third opinion. If each repeats its own result, the slope of the loss
 decides, in the direction in which the two gradients differ: it takes forward passes alone.
+
+A rank can be blamed only if the computation repeats, so this is tested first: a model may keep a
+state outside of its parameters and buffers, which nobody else has.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
 from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, copied_to_cpu
+from hvdtrain.exchange import Exchange
 from hvdtrain.train.workers import buffers_of, load_buffers, rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -77,7 +80,8 @@ class ComputeAudit:
         self._buffers: Mapping[str, torch.Tensor | None] = {}
         self._passes: list[tuple[dict[str, Any], Any]] = []
         try:
-            copy.deepcopy(job.model)
+            # Made once: later the model may hold tensors of a graph, which cannot be copied.
+            self._twin = copy.deepcopy(job.model)
         except Exception as error:
             raise UsageError(
                 f"--audit-compute: the model cannot be copied by copy.deepcopy ({error}): another "
@@ -102,7 +106,9 @@ class ComputeAudit:
             self._buffers = buffers_of(self._job.model)
             self._local.begin()
         self._local.begin_pass(share, None)
-        self._passes.append((rng_state(self._job.device), copied_to_cpu(batch)))
+        # With its strides, on which the choice of kernels depends.
+        kept = copy.deepcopy(to_device(batch, torch.device("cpu")))
+        self._passes.append((rng_state(self._job.device), kept))
 
     def end(self, step: int) -> None:
         """Collective: compute the chosen share again. Raises ComputeMismatch on a difference."""
@@ -145,7 +151,7 @@ class ComputeAudit:
         """Collective: return the digests that each of `ranks` computes."""
         own = None
         if self._exchange.rank in ranks:
-            own = np.stack([digest_of(it) for it in self._compute(work)])
+            own = self._digests(work)
         found = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.gradients")
         return [found[rank] for rank in ranks]
 
@@ -153,6 +159,7 @@ class ComputeAudit:
         self, step: int, share: int, work: ShareWork, found: Words, order: Sequence[int]
     ) -> ComputeMismatch:
         """Collective: find which rank is wrong, how often, and the first tensor that differs."""
+        self._require_repetition(step, work)
         owner, checker, *further = order
         asked = [owner, checker, *further[:1]]
         again = dict(zip(asked, self._opinions(work, asked), strict=True))
@@ -175,6 +182,21 @@ class ComputeAudit:
             "gradients. Examine that host: hvdtrain doctor --burn-in",
             wrong,
         )
+
+    def _require_repetition(self, step: int, work: ShareWork) -> None:
+        """Collective: raise TrainingError if no rank computes the same gradients twice."""
+        one, other = (self._digests(work) for _ in range(2))
+        repeated = self._exchange.all_gather_object(
+            np.array_equal(one, other), "hvdtrain.compute_audit.repeated"
+        )
+        if not any(repeated):
+            raise TrainingError(
+                f"--audit-compute: at step {step} no rank computes the same gradients twice from "
+                "the same parameters, buffers, random numbers and batch. The model, or the task, "
+                "keeps a state of its own that changes (an attribute, a generator), or uses "
+                "operations that do not repeat. Make the state a buffer, or leave "
+                "--audit-compute out"
+            )
 
     def _wrong(
         self, first: Mapping[int, Words], again: Mapping[int, Words], work: ShareWork
@@ -200,8 +222,12 @@ class ComputeAudit:
         held = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.values")
         one, other = (held[rank] for rank in ranks)
         along = (one - other) / (one - other).norm()
-        slope = self._slope(work, along)
-        errors = [abs(float(gradient @ along) - slope) for gradient in (one, other)]
+        errors, problem = [math.nan, math.nan], ""
+        try:
+            slope = self._slope(work, along)
+            errors = [abs(float(gradient @ along) - slope) for gradient in (one, other)]
+        except TrainingError as error:  # some models compute in their own type only
+            problem = f", and its loss cannot be computed in float64 ({error})"
         judged = self._exchange.all_gather_object(errors, "hvdtrain.compute_audit.slopes")
         for wrong, right in ((0, 1), (1, 0)):
             if all(it[wrong] > CLEARLY * it[right] for it in judged):
@@ -209,13 +235,14 @@ class ComputeAudit:
                     f"its gradient is {errors[wrong]:.1e} from the slope of the loss, measured in "
                     f"float64, and that of rank {ranks[right]} {errors[right]:.1e}"
                 )
-        return None, "Each repeats its own result; with two ranks nobody can say which is wrong"
+        text = "Each repeats its own result; with two ranks nobody can say which is wrong"
+        return None, f"{text}{problem}"
 
     def _slope(self, work: ShareWork, along: torch.Tensor) -> float:
         """Return the slope of the loss in a direction of all parameters, by central differences."""
         losses = []
         for sign in (1, -1):
-            model = self._copy(work).double()
+            model = self._prepared(work).double()  # to stay so, as the run ends
             parameters = [it for it in model.parameters() if it.requires_grad]
             parts = along.split([it.numel() for it in parameters])
             with torch.no_grad():
@@ -228,9 +255,12 @@ class ComputeAudit:
                 )
         return (losses[0] - losses[1]) / (2 * SLOPE_STEP)
 
+    def _digests(self, work: ShareWork) -> Words:
+        return np.stack([digest_of(it) for it in self._compute(work)])
+
     def _compute(self, work: ShareWork) -> Gradients:
-        """Return the gradients of a share. All states stay as they are."""
-        model = self._copy(work)
+        """Return the gradients of a share. All states of the run stay as they are."""
+        model = self._prepared(work)
         for loss in self._losses(model, work):
             loss.backward()
         return [it.grad for it in model.parameters() if it.requires_grad]
@@ -241,11 +271,18 @@ class ComputeAudit:
         dense = [(p.detach() * 0 if g is None else g).cpu().double() for p, g in pairs]
         return torch.cat([it.reshape(-1) for it in dense])
 
-    def _copy(self, work: ShareWork) -> torch.nn.Module:
-        model = copy.deepcopy(self._job.model)
-        load_buffers(model, work.buffers)
-        model.zero_grad(set_to_none=True)
-        return model
+    def _prepared(self, work: ShareWork) -> torch.nn.Module:
+        """Return the copy of the model with the parameters of now, and the buffers of the share."""
+        model, twin = self._job.model, self._twin
+        with torch.no_grad():
+            for parameter, own in zip(model.parameters(), twin.parameters(), strict=True):
+                own.copy_(parameter)
+                own.requires_grad_(parameter.requires_grad)
+        for module, own_module in zip(model.modules(), twin.modules(), strict=True):
+            own_module.training = module.training
+        load_buffers(twin, work.buffers)
+        twin.zero_grad(set_to_none=True)
+        return twin
 
     def _losses(
         self, model: torch.nn.Module, work: ShareWork, precise: bool = False

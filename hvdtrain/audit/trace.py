@@ -26,19 +26,34 @@ LOSS_ROUNDING = 1e-12  # of the mean: float64, added in another order
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What may change when a run is resumed, and yet decides a step's bits.
+
+    Of runs with virtual workers only the first two do.
+    """
+
+    total_steps: int  # of the run: schedules refer to it
+    threads: int  # compute threads of a rank
+    since: int = 0  # the step from which a run with these ranks was started or resumed
+    order: str | None = None  # name of the order in which ranks are added, if it is known
+    weights: Sequence[float] = ()  # of the ranks
+
+
+@dataclass(frozen=True)
 class TraceRecord:
     """The digests of one step, as hexadecimal texts; empty ones for what does not exist."""
 
     step: int
+    setting: Setting
     samples: str  # the numbers of the global batch, in order
     batches: Sequence[str]  # by share
     gradients: Sequence[Sequence[str]]  # by share and parameter, before they are reduced
     reduced: Sequence[str]  # by parameter
     parameters: Sequence[str]  # after the update
-    loss: float  # mean over the global batch
+    loss: float | None  # mean over the global batch; None: not finite, as of a step without samples
     lr: float
     # Of each reduced gradient's elements, if only the run itself knew the order of its additions.
-    sums: Sequence[float] = ()
+    sums: Sequence[float | None] = ()
 
 
 class Tracer:
@@ -48,18 +63,20 @@ class Tracer:
         self,
         job: Job,
         exchange: Exchange,
+        setting: Setting,
         is_due: Callable[[int], bool],
         on_record: Callable[[TraceRecord], None],
         keeps_sums: bool = False,
     ) -> None:
         """`is_due`: whether a step is recorded. `keeps_sums`: record `sums` as well."""
+        self._setting = setting
         self._parameters = [it for it in job.model.parameters() if it.requires_grad]
         self._optimizer, self._exchange = job.optimizer, exchange
         self._shares = len(job.feed.shares.weights)
         self._is_due, self._on_record, self._keeps_sums = is_due, on_record, keeps_sums
         self._records = False  # this step
         self._samples = ""
-        self._sums: list[float] = []
+        self._sums: list[float | None] = []
         self._local = ShareDigests(self._parameters)
         # Reduced gradients and parameters are on all ranks: each rank digests some of both.
         sizes = [it.numel() for it in self._parameters]
@@ -86,7 +103,8 @@ class Tracer:
             gradients = [it.grad for it in self._parameters]
             self._reduced = self._digests(gradients, self._own_reduced)
             if self._keeps_sums:
-                self._sums = [0.0 if it is None else float(it.double().sum()) for it in gradients]
+                totals = (0.0 if it is None else float(it.double().sum()) for it in gradients)
+                self._sums = [_finite(total) for total in totals]
 
     def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
@@ -102,12 +120,13 @@ class Tracer:
         self._on_record(
             TraceRecord(
                 step=step,
+                setting=self._setting,
                 samples=self._samples,
                 batches=[row[0] for row in of_shares],
                 gradients=[row[1:] for row in of_shares],
                 reduced=reduced[1:],
                 parameters=parameters[1:],
-                loss=sums.mean_loss(),
+                loss=_finite(sums.mean_loss()),
                 lr=float(self._optimizer.param_groups[0]["lr"]),
                 sums=list(self._sums),
             )
@@ -126,6 +145,10 @@ class Tracer:
         for number in own:
             row[0, 1 + number] = digest_of(tensors[number])
         return row
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -173,8 +196,8 @@ def first_difference(
         return RecordDifference("gradient", text, shares[0], names[own[0]])
     reduced = _unequal(one.reduced, other.reduced)
     is_rounded = bool(reduced and bounds)
-    if bounds and len(one.sums) == len(other.sums) == len(bounds):
-        reduced = [it for it in reduced if not abs(one.sums[it] - other.sums[it]) <= bounds[it]]
+    if bounds:
+        reduced = [it for it in reduced if not _is_within(one.sums, other.sums, bounds, it)]
     if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
         return RecordDifference("reduction", text, parameter=names[reduced[0]])
@@ -184,11 +207,31 @@ def first_difference(
     if updated and not is_rounded:
         text = f"{_of(names, updated)}, from equal reduced gradients"
         return RecordDifference("update", text, parameter=names[updated[0]])
-    if not math.isclose(one.loss, other.loss, rel_tol=LOSS_ROUNDING):
-        return RecordDifference(
-            "loss", f"{one.loss} and {other.loss}, although all parameters agree"
-        )
+    if not _are_close(one.loss, other.loss):
+        text = f"{one.loss} and {other.loss}, although all parameters agree"
+        return RecordDifference("loss", text)
     return None
+
+
+def _is_within(
+    one: Sequence[float | None],
+    other: Sequence[float | None],
+    bounds: Sequence[float],
+    place: int,
+) -> bool:
+    """Return whether two sums differ by rounding alone."""
+    if not (len(one) == len(other) == len(bounds)):
+        return False
+    ours, theirs = one[place], other[place]
+    if ours is None or theirs is None:
+        return ours is theirs
+    return abs(ours - theirs) <= bounds[place]
+
+
+def _are_close(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=LOSS_ROUNDING)
 
 
 def _data_difference(one: TraceRecord, other: TraceRecord) -> RecordDifference | None:

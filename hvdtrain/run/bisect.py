@@ -22,7 +22,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import ReplayMismatch
 from hvdtrain.log import say
 from hvdtrain.run.replay import Replayer, place_of
-from hvdtrain.run.trace_file import RecordedRun
+from hvdtrain.run.trace_file import RecordedRun, stretch_of
 from hvdtrain.train.job import Job
 
 SHOWN = 8  # samples
@@ -39,7 +39,7 @@ def bisect(
     found = []
     for letter, run, config in zip("AB", runs, configs, strict=True):
         try:
-            replayer = Replayer(run, config)
+            replayer = Replayer(run, config, stretch_of(run, agreed + 1, last))
             start = replayer.start_before(agreed + 1)
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
@@ -60,7 +60,7 @@ def bisect(
     cause = "So the final parameters of one run are not those that it computed"
     if wrong:
         names = " and ".join(wrong)
-        cause = f"So {names} was computed wrongly, or with other code, or its trace was changed"
+        cause = f"So {names}: computed wrongly, or with other code, or with a changed trace"
     say(f"bisect: computed again, both runs agree at every one of these steps. {cause}")
     return {"wrong": wrong}
 
@@ -86,7 +86,7 @@ def _name_first(
     """Compute a step again, and return the first samples or the first tensor that differ."""
     passes, samples = [], []
     for run, config in zip(runs, configs, strict=True):
-        replayer = Replayer(run, config)
+        replayer = Replayer(run, config, stretch_of(run, step, step))
         replayer.start_before(step)
         passes.append(PassDigests(replayer.job.model, step))
         replayer.advance(step, passes[-1])

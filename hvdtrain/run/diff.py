@@ -43,8 +43,8 @@ def diff(arguments: dict[str, Any]) -> int:
     report: dict[str, Any] = {"runs": [str(run.path) for run in runs], "same": same}
     report |= {"circumstances": asdict(around), "trace": asdict(traces), "verdict": verdict}
     say(f"diff: {verdict}")
-    if configs and (traces.step or _same_end(runs) is False):
-        last = traces.step or runs[0].summary["steps"]
+    last = traces.step or (runs[0].summary["steps"] if _same_end(runs) is False else 0)
+    if configs and last > traces.agreed:
         report["bisect"] = bisect(runs, configs, traces.agreed, last)
     write_json(arguments["json"], report)
     return EXIT_OK if same else EXIT_MISMATCH
@@ -156,6 +156,12 @@ def _verdict(
                 f"the runs part in one of the steps {traces.agreed + 1} to {traces.step}; at step "
                 f"{traces.step} the first difference is in the {traces.parting.what}"
             )
+    elif ends is False and traces.agreed == runs[0].summary["steps"]:
+        text = (
+            f"all recorded steps agree, to the last, step {traces.agreed}, but the final hashes "
+            "(params_sha256) do not: running statistics or a moving average differ, or a summary "
+            "was changed"
+        )
     elif ends is False and traces.common:
         text = f"the runs part after step {traces.agreed}, the last that both recorded"
     elif ends is False:

@@ -97,6 +97,12 @@ class RunDirectory:
             kept = [line for line in lines if _step_of(line) <= step]
             self._write(path.name, "".join(line + "\n" for line in kept))
 
+    def restart_trace(self, head: dict[str, Any] | None) -> None:
+        """Let the summary of an earlier start name `head`, with which the trace now ends."""
+        with suppress(OSError, ValueError):
+            summary = json.loads((self.path / SUMMARY).read_text("utf-8"))
+            self.write_summary(summary | {"trace": head})
+
     def close(self) -> None:
         """Close the files and release the lock."""
         for stream in self._streams.values():

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hvdtrain.audit import AuditRecord
 from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
-from hvdtrain.exchange import Exchange, known_order_of
+from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
 from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
@@ -115,9 +115,7 @@ class RunLedger(Ledger):
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        order = known_order_of(exchange, job.device)
         self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
-        self._summary["summation_order"] = order.name if order else None
         self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
@@ -278,7 +276,6 @@ def _summary_at_start(
         "trace": None,
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
-        "summation_order": None,
         "versions": versions(),
         "machine": machine(),
     }

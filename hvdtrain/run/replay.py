@@ -28,11 +28,10 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
 from hvdtrain.plugins import refuse_code_of
-from hvdtrain.ring.orders import KNOWN_ORDERS, KnownOrder
 from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
-from hvdtrain.run.trace_file import RecordedRun, origin_of
+from hvdtrain.run.trace_file import RecordedRun, Stretch, origin_of, stretches
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from hvdtrain.train.job import Job
@@ -62,8 +61,9 @@ class Choice:
             if len(steps) < recorded:
                 text = (
                     f"none of the chosen steps can be computed again: of {recorded} recorded steps "
-                    "only those after the beginning, or a checkpoint that is still there, as the "
-                    "order is not known in which the workers were added. They are "
+                    "only those after a checkpoint that is still there. Where the order is not "
+                    "known in which the workers were added, it must be that of the step before. "
+                    "They are "
                 )
             ends = f" from {steps[0]} to {steps[-1]}" if steps else ""
             raise UsageError(f"{text}{counted(len(steps), 'step')}{ends}")
@@ -80,8 +80,9 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     """
     run = RecordedRun(Path(arguments["source"]))
     config = config_of(run, arguments, overrides)
-    ranks = Ranks.of(run)
-    steps = choice.of(ranks.computable(run), len(run.records))
+    each = stretches(run)
+    possible = [step for it in each for step in it.computable(run.checkpoints)]
+    steps = choice.of(possible, len(run.records))
     agreed: list[int] = []
     report: dict[str, Any] = {"run": str(run.path), "steps": agreed, "difference": None}
     try:
@@ -90,19 +91,24 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
             f"replay: {run.path}: {counted(len(run.records), 'record')}, to step "
             f"{run.records[-1].step}: an unbroken chain"
         )
-        replayer = Replayer(run, config)
-        for line, found in replayer.compare(steps):
-            say(line)
-            agreed += found
+        check_checkpoints(run)
+        for stretch in each:
+            own = [step for step in steps if step in stretch.steps]
+            if own:
+                replayer = Replayer(run, config, stretch)
+                for line, found in replayer.compare(own):
+                    say(line)
+                    agreed += found
     except ReplayMismatch as error:
         report["difference"] = str(error)
         write_json(arguments["json"], report)
         say(f"replay: {error}")
         return error.exit_code
-    shares, names = len(run.records[0].batches), replayer.names
-    gradients = f"gradients ({counted(shares, 'share')} of {counted(len(names), 'parameter')})"
+    first = run.records[0]
+    shares, parameters = len(first.batches), len(first.parameters)
+    gradients = f"gradients ({counted(shares, 'share')} of {counted(parameters, 'parameter')})"
     end = ", update"
-    if not ranks.add_alike:
+    if not all(it.add_alike for it in each):
         end = (
             "; the sums of the gradients within the bound of rounding (their order is not known, "
             "so updates could not be compared)"
@@ -113,41 +119,6 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     )
     write_json(arguments["json"], report)
     return EXIT_OK
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a run that one process must compute as they did; 1: as a single one does."""
-
-    count: int = 1
-    order: KnownOrder | None = None  # of their sums, if it is known
-
-    @classmethod
-    def of(cls, run: RecordedRun) -> Ranks:
-        """Return the ranks of a run. Raises UsageError if their number changed during the run."""
-        if run.config.get("virtual_workers") is not None:
-            return cls()
-        first = len(run.records[0].batches)
-        for record in run.records:
-            if len(record.batches) != first:
-                raise UsageError(
-                    f"{run.path}: trained on {first} workers, and from step {record.step} on "
-                    f"{len(record.batches)}: without --virtual-workers such a run cannot be "
-                    "computed again"
-                )
-        order = KNOWN_ORDERS["Open MPI's ring"] if first == 2 else None  # a + b = b + a
-        return cls(first, order or KNOWN_ORDERS.get(run.summary.get("summation_order") or ""))
-
-    @property
-    def add_alike(self) -> bool:
-        """Return whether one process can add the gradients to the same bits."""
-        return self.count == 1 or self.order is not None
-
-    def computable(self, run: RecordedRun) -> list[int]:
-        """Return the recorded steps that can be computed again."""
-        after = {0, *run.checkpoints}
-        steps = [record.step for record in run.records]
-        return [step for step in steps if self.add_alike or step - 1 in after]
 
 
 def config_of(
@@ -182,22 +153,23 @@ def config_of(
 class Replayer:
     """A run's job on one process, which computes steps again from the run's checkpoints."""
 
-    def __init__(self, run: RecordedRun, config: TrainConfig) -> None:
+    def __init__(self, run: RecordedRun, config: TrainConfig, stretch: Stretch) -> None:
         """Build the job. Raises ReplayMismatch if the data are not those of the run."""
         self._run, self._exchange, topology = run, SingleProcess(), Topology()
-        self._ranks = Ranks.of(run)
+        self._stretch = stretch
+        length = replace(config.schedule, max_steps=stretch.setting.total_steps, epochs=None)
+        config = replace(config, schedule=length)
         source = find_source(config, self._exchange, 0)
         self._data, self._splits = source.fingerprints, source.data
         if run.origin != origin_of(run.config, source.fingerprints):
             raise ReplayMismatch(self._describe_origin())
         batch_size = run.config["global_batch_size"]
         job = prepare(config, batch_size, source, self._exchange, topology)
-        if threads := run.summary.get("machine", {}).get("compute_threads"):
-            torch.set_num_threads(int(threads))
+        torch.set_num_threads(stretch.setting.threads)
         self.job: Job = job.distributed(self._exchange)
         self._simulated: SimulatedRanks | None = None
-        if self._ranks.count > 1:
-            self._simulate(config)
+        if stretch.ranks > 1:
+            self._simulate(config.run.seed)
         self._state = self._new_state()
         self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
 
@@ -238,8 +210,9 @@ class Replayer:
         """Compute up to and including step `last`; return the records from step `first` on."""
         found: list[TraceRecord] = []
         is_due = range(first, last + 1).__contains__
-        keeps_sums = not self._ranks.add_alike
-        self.advance(last, Tracer(self.job, self._exchange, is_due, found.append, keeps_sums))
+        setting, keeps_sums = self._stretch.setting, not self._stretch.add_alike
+        tracer = Tracer(self.job, self._exchange, setting, is_due, found.append, keeps_sums)
+        self.advance(last, tracer)
         return found
 
     def advance(self, last: int, audit: Audit) -> None:
@@ -252,12 +225,11 @@ class Replayer:
             if state.step == last:
                 break
 
-    def _simulate(self, config: TrainConfig) -> None:
+    def _simulate(self, seed: int) -> None:
         """Let the job compute the shares of all ranks of the run."""
-        count, job = self._ranks.count, self.job
-        batch = replace(config.batch, rank_weights=self._run.config.get("rank_weights"))
-        shares = VirtualShares(Shares(count, batch.weights(count)), [count])
-        ranks = SimulatedRanks(job.model, count, self._ranks.order, job.device, config.run.seed)
+        count, job = self._stretch.ranks, self.job
+        shares = VirtualShares(Shares(count, self._stretch.setting.weights), [count])
+        ranks = SimulatedRanks(job.model, count, self._stretch.order, job.device, seed)
         self._simulated = ranks
         self.job = replace(job, feed=replace(job.feed, shares=shares), workers=ranks)
 
@@ -292,41 +264,51 @@ class Replayer:
     def _restore(self, path: Path) -> None:
         """Continue from a checkpoint. Raises ReplayMismatch if it is not what was written."""
         state = _load(path)
-        self._compare_with_record(path, state)
         if changed := self._changed_data(state):
             raise ReplayMismatch(changed)
         for line in changes(state["progress"].get("machine", {}), machine()):
             say(f"replay: {line}: bits may differ")
-        if self._simulated and len(state["ranks"]) != self._ranks.count:
-            raise UsageError(
-                f"{path}: of {len(state['ranks'])} workers, but the trace is of "
-                f"{self._ranks.count}: without --virtual-workers it cannot be computed again"
+        if self._simulated and len(state["ranks"]) != self._stretch.ranks:
+            raise ReplayMismatch(
+                f"{path}: is of {counted(len(state['ranks']), 'worker')}, but the trace of "
+                f"{self._stretch.ranks}"
             )
         self._state = self._new_state()
         restore(state, self.job, self._state)
-
-    def _compare_with_record(self, path: Path, state: dict[str, Any]) -> None:
-        """Raise ReplayMismatch unless a checkpoint has the parameters of its step's record."""
-        record = next((it for it in self._run.records if it.step == state["step"]), None)
-        if record is None:
-            return
-        own = [text_of(digest_of(state["model"][name])) for name in self.names]
-        pairs = zip(self.names, own, record.parameters, strict=True)
-        if names := [name for name, found, recorded in pairs if found != recorded]:
-            raise ReplayMismatch(
-                f"{path}: {names[0]} ({len(names)} of {len(own)} parameters) is not that of the "
-                f"record of step {record.step}"
-            )
 
     def _new_state(self) -> State:
         job = self.job
         return State(Meter(self._exchange, job.sampler.samples, job.task.metrics))
 
 
+def check_checkpoints(run: RecordedRun) -> None:
+    """Raise ReplayMismatch unless each checkpoint of a recorded step has the parameters of its
+    record, in the state to resume from and, without a moving average, in its weights.
+    """
+    records = {record.step: record for record in run.records}
+    for step, path in run.checkpoints.items():
+        if step not in records:
+            continue
+        weights, state = _load_all(path)
+        names = [it for it in state["parameters"] if it not in state["frozen"]]
+        for held in (state["model"], *([weights] if not state["update"]["average"] else [])):
+            own = [text_of(digest_of(held[name])) for name in names]
+            pairs = zip(names, own, records[step].parameters, strict=True)
+            if wrong := [name for name, found, recorded in pairs if found != recorded]:
+                raise ReplayMismatch(
+                    f"{path}: {wrong[0]} ({len(wrong)} of {len(own)} parameters) is not that of "
+                    f"the record of step {step}"
+                )
+
+
 def _load(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint. Raises ReplayMismatch if it is not what was written."""
+    return _load_all(path)[1]
+
+
+def _load_all(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
-        return load_checkpoint(path)[1]
+        return load_checkpoint(path)
     except DamagedCheckpoint as error:
         raise ReplayMismatch(str(error)) from error
 

@@ -53,6 +53,7 @@ class Resumable:
         """Drop records of later steps and correct the pointers to checkpoints."""
         state, folder = self.resumed.state, self.directory.path / "checkpoints"
         self.directory.forget_after(state["step"] if state else 0)
+        self.directory.restart_trace(state["progress"].get("trace") if state else None)
         best = state["progress"]["summary"].get("best") if state else None
         own = self.checkpoint and self.checkpoint.resolve().parent == folder.resolve()
         Checkpoints(folder, keep=1).repair(

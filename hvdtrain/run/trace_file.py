@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hvdtrain.audit.trace import TraceRecord
+from hvdtrain.audit.trace import Setting, TraceRecord
 from hvdtrain.config.options import train_options
 from hvdtrain.errors import ReplayMismatch, UsageError
-from hvdtrain.log import counted
+from hvdtrain.files import json_ready
+from hvdtrain.log import counted, say
+from hvdtrain.ring.orders import KNOWN_ORDERS, KnownOrder
 from hvdtrain.run.directory import CONFIG, SUMMARY, TRACE, RunDirectory
 from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
@@ -49,7 +51,7 @@ class TraceFile:
 
     def append(self, record: TraceRecord) -> None:
         """Add a record to the chain."""
-        chained = asdict(record) | {"previous": self.head["sha256"]}
+        chained = json_ready(asdict(record) | {"previous": self.head["sha256"]})
         self._directory.append(TRACE, chained)
         records = self.head["records"] + 1
         self.head = {"step": record.step, "records": records, "sha256": digest_of(chained)}
@@ -76,12 +78,19 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / TRACE
     if not path.is_file():
         return
-    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), start=1):
+    before = 0
+    lines = path.read_text("utf-8", "replace").split("\n")
+    if lines.pop():
+        say(f"{path}: its last line is not complete, as a run that is killed leaves it: ignored")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            _as_record(record)
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{path}:{number}: is not a record of a trace: {error}") from error
+            before = _as_record(record, before).step
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UsageError(
+                f"{path}:{number}: is not a record of a trace ({error or type(error).__name__}): "
+                "it was damaged, or is of another version of hvdtrain"
+            ) from error
         yield record
 
 
@@ -97,8 +106,13 @@ class RecordedRun:
             raise UsageError(f"{path}: has no trace: train with --trace-every")
         self.origin: str = self._chain[0]["previous"] if self._chain else ""
         self.records = [_as_record(record) for record in self._chain]
-        found = Checkpoints(path / "checkpoints", keep=1).complete()
-        self.checkpoints = {int(it.name.partition("-")[2]): it for it in reversed(found)}
+        # Later ones than the last are of a run that was resumed from an earlier one.
+        kept = Checkpoints(path / "checkpoints", keep=1)
+        found = {int(it.name.partition("-")[2]): it for it in reversed(kept.complete())}
+        newest = kept.last_step()
+        self.checkpoints = {
+            step: it for step, it in found.items() if newest is None or step <= newest
+        }
 
     def check(self) -> None:
         """Raise ReplayMismatch unless the chain is unbroken and contains every recorded head."""
@@ -120,6 +134,8 @@ class RecordedRun:
         for place, head in heads.items():
             if not head:
                 continue
+            if not _is_head(head):
+                raise ReplayMismatch(f"{place}: its trace is not what a run writes: {head}")
             if head["records"] > len(digests):
                 raise ReplayMismatch(
                     f"{file}: was cut: it has {counted(len(digests), 'record')}, but {place} names "
@@ -132,8 +148,101 @@ class RecordedRun:
                 )
 
 
-def _as_record(record: Mapping[str, Any]) -> TraceRecord:
-    return TraceRecord(**{name: value for name, value in record.items() if name != "previous"})
+@dataclass(frozen=True)
+class Stretch:
+    """Recorded steps that were computed with one setting, by the same number of ranks."""
+
+    setting: Setting
+    ranks: int  # that one process must compute as they did; 1: as a single one does
+    steps: Sequence[int]
+
+    @property
+    def order(self) -> KnownOrder | None:
+        """Return the order in which the ranks were added, if it is known."""
+        return KNOWN_ORDERS.get(self.setting.order or "")
+
+    @property
+    def add_alike(self) -> bool:
+        """Return whether one process can add the gradients to the same bits."""
+        return self.ranks == 1 or self.order is not None
+
+    def computable(self, checkpoints: Iterable[int]) -> list[int]:
+        """Return the steps that can be computed again from these checkpoints, or the beginning."""
+        starts = {it for it in (0, *checkpoints) if it >= self.setting.since}
+        near = (max((it for it in starts if it < step), default=None) for step in self.steps)
+        pairs = zip(self.steps, near, strict=True)
+        return [
+            step
+            for step, start in pairs
+            if start is not None and (self.add_alike or start == step - 1)
+        ]
+
+
+def stretches(run: RecordedRun) -> list[Stretch]:
+    """Return the stretches of a run, in order; a resume may begin another one."""
+    is_virtual = run.config.get("virtual_workers") is not None
+    found: list[Stretch] = []
+    for record in run.records:
+        ranks = 1 if is_virtual else len(record.batches)
+        if found and (found[-1].setting, found[-1].ranks) == (record.setting, ranks):
+            found[-1] = replace(found[-1], steps=[*found[-1].steps, record.step])
+        else:
+            found.append(Stretch(record.setting, ranks, [record.step]))
+    return found
+
+
+def stretch_of(run: RecordedRun, first: int, last: int) -> Stretch:
+    """Return the stretch of all steps from `first` to `last`. Raises UsageError if one process
+    cannot compute them again.
+    """
+    found = stretches(run)
+    held = [it for it in found if any(first <= step <= last for step in it.steps)] or found[-1:]
+    start = max(it for it in (0, *run.checkpoints) if it < first)
+    reason = ""
+    if len(held) > 1 or start < held[0].setting.since:
+        reason = "it was resumed with another setting on the way"
+    elif not held[0].add_alike:
+        reason = "the order is not known in which its workers were added"
+    if reason:
+        raise UsageError(f"{run.path}: steps {first} to {last} cannot be computed again: {reason}")
+    return held[0]
+
+
+def _as_record(values: Any, after: int = 0) -> TraceRecord:
+    """Return a record from JSON. Raises ValueError, TypeError or KeyError unless it is one, of a
+    later step than `after`.
+    """
+    if not isinstance(values, dict) or not isinstance(values["previous"], str):
+        raise TypeError("not an object with the SHA-256 of the previous record")
+    own = {name: value for name, value in values.items() if name != "previous"}
+    record = TraceRecord(**own | {"setting": Setting(**own["setting"])})
+    setting = record.setting
+    whole = (record.step, setting.total_steps, setting.threads, setting.since)
+    if not all(type(it) is int and it >= 0 for it in whole) or setting.threads < 1:
+        raise ValueError(f"step and setting: {whole}")
+    if not after < record.step <= setting.total_steps:
+        raise ValueError(f"step {record.step} after step {after}, of {setting.total_steps}")
+    rows = [record.reduced, record.parameters, *record.gradients]
+    texts = [record.samples, *record.batches, *(text for row in rows for text in row)]
+    if not all(isinstance(it, str) for it in texts):
+        raise TypeError("a digest is not a text")
+    if len(record.gradients) != len(record.batches) or len({len(row) for row in rows}) != 1:
+        raise ValueError("the numbers of its shares, or of its parameters, do not agree")
+    if record.sums and len(record.sums) != len(record.reduced):
+        raise ValueError("the numbers of its sums and of its parameters do not agree")
+    for number in (record.lr, record.loss, *record.sums, *setting.weights):
+        if number is not None and not isinstance(number, float | int):
+            raise TypeError(f"{number!r} is not a number")
+    return record
+
+
+def _is_head(head: Any) -> bool:
+    return (
+        isinstance(head, dict)
+        and isinstance(head.get("sha256"), str)
+        and all(type(head.get(name)) is int for name in ("step", "records"))
+        and head["records"] > 0
+    )
 
 
 def _read(path: Path, needed: bool = True) -> dict[str, Any]:

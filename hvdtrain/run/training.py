@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import cuda
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.compute import ComputeAudit
-from hvdtrain.audit.trace import Tracer
+from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
@@ -160,7 +161,7 @@ def _make_ready(
         lost = restore(saved, job, state)
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
-    audit = make_audits(config, job, exchange, order, ledger)
+    audit = make_audits(config, job, exchange, order, state.step, ledger)
 
     def give_up(error: Stopped) -> None:
         ledger.fail(error)
@@ -214,36 +215,47 @@ def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder 
 
 
 def make_audits(
-    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    order: KnownOrder | None,
+    since: int,
+    ledger: Ledger,
 ) -> Audits:
-    """Collective: return the audits and the trace of the run."""
+    """Collective: return the audits and the trace of the run, which begins after step `since`."""
     each: list[Audit] = []
     if _has_audits(config, exchange):
         each.append(_make_auditor(config, job, exchange, order, ledger))
     if every := config.check.trace_every:
-        each.append(_make_tracer(every, config, job, exchange, ledger))
+        each.append(_make_tracer(every, config, job, exchange, since, ledger))
     if config.check.audit_compute and exchange.size > 1:
         each.append(_make_compute_audit(config, job, exchange, ledger))
     return Audits(*each)
 
 
 def _make_tracer(
-    every: int, config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
+    every: int, config: TrainConfig, job: Job, exchange: Exchange, since: int, ledger: Ledger
 ) -> Tracer:
-    """Return the trace of every K-th step.
+    """Return the trace of every K-th step, and of the last one, which the final checkpoint holds.
 
     If one process could not add as these ranks do, it can only compute the first step after each
     checkpoint again, so these are recorded as well, with sums to compare.
     """
     is_virtual = config.batch.virtual_workers is not None
-    repeats = is_virtual or known_order_of(exchange, job.device) is not None
+    order = None if is_virtual else known_order_of(exchange, job.device)
+    repeats = is_virtual or order is not None
+    setting = Setting(job.total_steps, torch.get_num_threads())
+    if not is_virtual:
+        name, weights = order.name if order else None, config.batch.weights(exchange.size)
+        setting = replace(setting, since=since, order=name, weights=weights)
     saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
 
     def is_due(step: int) -> bool:
         after_checkpoint = any((step - 1) % interval == 0 for interval in saved_at)
-        return step % every == 0 or (after_checkpoint and not repeats)
+        is_regular = step % every == 0 or step == job.total_steps
+        return is_regular or (after_checkpoint and not repeats)
 
-    return Tracer(job, exchange, is_due, ledger.traced, keeps_sums=not repeats)
+    return Tracer(job, exchange, setting, is_due, ledger.traced, keeps_sums=not repeats)
 
 
 def _make_compute_audit(

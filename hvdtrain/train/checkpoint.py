@@ -101,6 +101,11 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
+    def last_step(self) -> int | None:
+        """Return the step of the checkpoint that `last` names; None without such a pointer."""
+        name = NAME.fullmatch(_pointed(self.folder / "last") or "")
+        return int(name[0].partition("-")[2]) if name else None
+
     def put_back(self) -> None:
         """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""
         for aside in sorted(self.folder.glob(f".*{REPLACED}")):

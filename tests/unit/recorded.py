@@ -49,6 +49,22 @@ class OtherDrop(torch.nn.Dropout):
         torch.rand(1)
         return super().forward(inputs)
 
+class Rare(hvdtrain.Task):
+    # Counts tokens, of which some steps have none.
+    counts_samples = False
+
+    def build_data(self):
+        x = torch.linspace(-1, 1, 24)[:, None]
+        split = hvdtrain.TensorSplit(x, (torch.arange(24) % 6 == 0).float()[:, None])
+        return hvdtrain.Splits("rare", train=split, valid=split)
+
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        x, counted = batch
+        return hvdtrain.Sums(((model(x) - x).square() * counted).sum(), int(counted.sum()))
+
 def net_with(name, kind):
     def build(shape, classes):
         net = Net(shape, classes)
@@ -99,12 +115,12 @@ mine.Net.forward = lambda self, images: Flip.apply(honest(self, images))
 """
 
 
-def train(folder: Path, *flags: str, patch: str = "") -> Path:
+def train(folder: Path, *flags: str, patch: str = "", ends: int = 0) -> Path:
     """Train in `folder`, with code that changes what happens; return the run's folder."""
     (folder / "mine.py").write_text(MINE)
     code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{patch}\n{commands.CALL}"
     done = commands.run_code(code, folder, "train", *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == ends, done.stdout + done.stderr
     return folder / "runs" / "run"
 
 

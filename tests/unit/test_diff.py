@@ -18,7 +18,7 @@ from tests.unit.recorded import (
     write_records,
 )
 
-SAME_STEPS = "the runs agree bit for bit in 6 recorded steps and in the parameters after step 13"
+SAME_STEPS = "the runs agree bit for bit in 7 recorded steps and in the parameters after step 13"
 
 
 def diff(one: Path, other: Path, *flags: str) -> tuple[int, str]:
@@ -46,6 +46,14 @@ def run(honest: Path, tmp_path: Path) -> Path:
 def edit_summary(run: Path, **changes: object) -> None:
     path = run / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut_last(run: Path) -> None:
+    """Remove the last record, and whatever names it."""
+    for path in run.glob("checkpoints/step-00000013"):
+        shutil.rmtree(path)
+    write_records(run, records_of(run)[:-1])
+    edit_summary(run, trace=None)
 
 
 def install_torch(run: Path, version: str) -> None:
@@ -167,12 +175,15 @@ def test_a_run_that_was_computed_wrongly_is_named(honest: Path, tmp_path: Path) 
     assert "nothing that was recorded explains it" in output
     assert "A, steps 7 to 8, computed again from the checkpoint of step 4: as recorded" in output
     assert "its trace is not what this gives: step 8: gradient: first.weight" in output
-    assert "So B was computed wrongly, or with other code, or its trace was changed" in output
+    assert "So B: computed wrongly, or with other code, or with a changed trace" in output
 
 
 def test_a_difference_after_the_last_record(honest: Path, run: Path) -> None:
     """Fails if other final parameters count as equal, or a run is blamed without a wrong record."""
     edit_summary(run, params_sha256="0" * 64)
+    code, output = bisect(honest, run)
+    assert (code, "agree, to the last, step 13, but the final" in output) == (17, True), output
+    cut_last(run)
     code, output = bisect(honest, run)
     assert (code, "part after step 12, the last that both recorded" in output) == (17, True), output
     assert "B, step 13, computed again from the checkpoint of step 12: as recorded" in output

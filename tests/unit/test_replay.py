@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
+from hvdtrain.errors import ReplayMismatch, UsageError
+from hvdtrain.run.trace_file import RecordedRun
 from tests.unit import commands
 from tests.unit.recorded import (
     FLAGS,
@@ -24,7 +27,7 @@ from tests.unit.recorded import (
     write_records,
 )
 
-RECORDED = [2, 4, 6, 8, 10, 12]
+RECORDED = [2, 4, 6, 8, 10, 12, 13]
 # Code that runs between PyTorch and hvdtrain, before `hvdtrain train` does.
 SWAPPED = """
 from hvdtrain.data.sampler import GlobalBatchSampler
@@ -40,6 +43,18 @@ OTHER_RATE = """
 from hvdtrain.run import prepare
 honest = prepare.make_schedule
 prepare.make_schedule = lambda *them: lambda step: honest(*them)(step) * (1.5 if step == 5 else 1)
+"""
+
+
+STOPPED = """
+import os, signal
+from hvdtrain.train import loop
+honest = loop.train_step
+def train_step(job, exchange, audit, step, *them):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return honest(job, exchange, audit, step, *them)
+loop.train_step = train_step
 """
 
 
@@ -84,16 +99,16 @@ def test_one_worker_without_virtual_ones(tmp_path: Path) -> None:
     """Fails if dropout or running statistics of a plain run are not restored."""
     code, output = replay(train(tmp_path, *FLAGS))
     assert code == 0, output
-    assert "6 steps agreed bit for bit" in output
+    assert "7 steps agreed bit for bit" in output
 
 
 def test_a_resumed_run_has_the_trace_of_the_uninterrupted_one(honest: Path, tmp_path: Path) -> None:
     """Fails if a resume breaks the chain, repeats a record, or drops one."""
-    resumed = train(tmp_path, *VIRTUAL[:-1], "--virtual-workers=3", "--max-steps=7")
+    resumed = train(tmp_path, *VIRTUAL, patch=STOPPED, ends=143)
     train(tmp_path, *VIRTUAL, "--resume=auto")
     assert records_of(resumed) == records_of(honest)
     heads = [json.loads((run / "summary.json").read_text())["trace"] for run in (resumed, honest)]
-    assert heads[0] == heads[1] == {**heads[0], "step": 12, "records": 6}
+    assert heads[0] == heads[1] == {**heads[0], "step": 13, "records": 7}
 
 
 def test_a_resume_refuses_a_trace_that_was_cut(tmp_path: Path) -> None:
@@ -102,7 +117,7 @@ def test_a_resume_refuses_a_trace_that_was_cut(tmp_path: Path) -> None:
     write_records(run, records_of(run)[:2])
     done = commands.run(tmp_path, "train", *VIRTUAL, "--resume=auto")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "trace.jsonl does not end with the record of step 6" in done.stderr
+    assert "trace.jsonl does not end with the record of step 7" in done.stderr
     assert len(records_of(run)) == 2
 
 
@@ -153,6 +168,14 @@ def forge_optimizer(run: Path) -> None:
     sign(path, json.loads((path / "manifest.json").read_text()))
 
 
+def forge_last_weights(run: Path) -> None:
+    path = run / "checkpoints/step-00000013"
+    weights = load_file(path / "model.safetensors")
+    weights["first.weight"][0, 3] += 1e-3
+    save_file(weights, path / "model.safetensors")
+    sign(path, json.loads((path / "manifest.json").read_text()))
+
+
 def edit_manifest(run: Path) -> None:
     path = run / "checkpoints/step-00000012/manifest.json"
     path.write_text(path.read_text().replace('"step": 12', '"step": 11', 1))
@@ -167,8 +190,8 @@ def edit_config(run: Path) -> None:
     ("tamper", "expected"),
     [
         (edit_record, "trace.jsonl:3: is not the record that line 4 refers to"),
-        (edit_last_record, "trace.jsonl:6: is not the record of step 12 that"),
-        (cut, "was cut: it has 5 records, but"),
+        (edit_last_record, "trace.jsonl:7: is not the record of step 13 that"),
+        (cut, "was cut: it has 6 records, but"),
         (forge_gradient, "step 8, computed from the checkpoint of step 4: gradient: first.bias"),
         (forge_loss, "step 4, computed from the beginning: loss: "),
         (damage_checkpoint, "training_state.pt is not what was written"),
@@ -177,6 +200,7 @@ def edit_config(run: Path) -> None:
             "step-00000008: last.bias (1 of 6 parameters) is not that of the record",
         ),
         (forge_optimizer, "step 10, computed from the checkpoint of step 8: gradient"),
+        (forge_last_weights, "step-00000013: first.weight (1 of 6 parameters) is not that of"),
         (edit_manifest, "manifest.json is not what was written"),
         (edit_config, "the trace began with another configuration, or with other data"),
     ],
@@ -220,6 +244,89 @@ def test_changed_data_are_named(change: str, expected: str, run: Path) -> None:
     code, output = replay(run, variables={change: "21"})
     assert code == 17, output
     assert expected in output, output
+
+
+def test_a_run_that_was_extended(tmp_path: Path) -> None:
+    """Fails if steps before a resume with another length are computed with the later schedule."""
+    flags = [*VIRTUAL, "--sched=cosine"]
+    train(tmp_path, *flags, "--max-steps=6")
+    code, output = replay(train(tmp_path, *flags, "--max-steps=13", "--resume=auto"))
+    assert (code, "7 steps agreed bit for bit" in output) == (0, True), output
+
+
+def test_steps_without_a_loss(tmp_path: Path) -> None:
+    """Fails if a step that counts nothing breaks the chain, or its records can not be compared."""
+    flags = ["--task=mine:Rare", "--global-batch-size=3", "--trace-every=1", "--experiment=run"]
+    flags += ["--virtual-workers=2", "--checkpoint-interval=4", "--keep-checkpoints=9"]
+    run = train(tmp_path, *flags, "--max-steps=8")
+    assert {record["loss"] is None for record in records_of(run)} == {True, False}
+    train(tmp_path, *flags, "--max-steps=16", "--resume=auto")
+    code, output = replay(run)
+    assert (code, "16 steps agreed bit for bit" in output) == (0, True), output
+    assert call(tmp_path, "diff", run, run)[0] == 0
+
+
+def test_a_run_that_was_killed(run: Path) -> None:
+    """Fails if a run without a summary, with half a line at the end of its trace, and checkpoints
+    of an earlier branch, cannot be replayed, or is called changed.
+    """
+    (run / "summary.json").unlink()
+    records = records_of(run)
+    write_records(run, records[:4])
+    with (run / "trace.jsonl").open("a") as trace:
+        trace.write(json.dumps(records[4])[:50])
+    (run / "checkpoints/last").write_text("step-00000008")
+    code, output = replay(run)
+    assert (code, "4 steps agreed bit for bit" in output) == (0, True), output
+    assert "trace.jsonl: its last line is not complete" in output
+
+
+# Of the third line: its change, or another text in its place.
+DAMAGED: dict[str, Callable[[dict], object] | str] = {
+    "list": "[]",
+    "number": "5",
+    "nested": "[" * 100_000,
+    "not JSON": '{"step": 6,',
+    "no previous": lambda record: record.pop("previous"),
+    "no rate": lambda record: record.pop("lr"),
+    "unknown field": lambda record: record.update(more=1),
+    "short row": lambda record: record["gradients"][1].pop(),
+    "short parameters": lambda record: record["parameters"].pop(),
+    "share too few": lambda record: record["gradients"].pop(),
+    "batches": lambda record: record.update(batches=5),
+    "step as text": lambda record: record.update(step="6"),
+    "step 0": lambda record: record.update(step=0),
+    "step again": lambda record: record.update(step=4),
+    "step too far": lambda record: record.update(step=99),
+    "loss as text": lambda record: record.update(loss="0.5"),
+    "digest as number": lambda record: record.update(samples=5),
+    "setting": lambda record: record.update(setting=None),
+    "no threads": lambda record: record["setting"].update(threads=0),
+}
+
+
+def test_damaged_records(run: Path) -> None:
+    """Fails if a line that is no record ends in a traceback, or is left out silently."""
+    lines = (run / "trace.jsonl").read_text().splitlines()
+    for name, change in DAMAGED.items():
+        text = change
+        if not isinstance(change, str):
+            record = json.loads(lines[2])
+            change(record)
+            text = json.dumps(record)
+        (run / "trace.jsonl").write_text("\n".join([*lines[:2], str(text), *lines[3:], ""]))
+        with pytest.raises(UsageError, match=r"trace\.jsonl:3: is not a record of a trace"):
+            RecordedRun(run)
+        assert name
+
+
+def test_damaged_heads(run: Path) -> None:
+    """Fails if what a summary says of the trace ends in a traceback, or is accepted unread."""
+    summary = json.loads((run / "summary.json").read_text())
+    for head in (5, {"a": 1}, summary["trace"] | {"records": 0}, summary["trace"] | {"step": "x"}):
+        (run / "summary.json").write_text(json.dumps(summary | {"trace": head}))
+        with pytest.raises(ReplayMismatch, match="its trace is not what a run writes"):
+            RecordedRun(run).check()
 
 
 def test_runs_that_cannot_be_replayed(tmp_path: Path) -> None:
