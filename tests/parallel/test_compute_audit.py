@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -46,3 +47,34 @@ def test_the_wrong_rank_is_named(
     assert f"the fault is {'repeatable' if when == 'always' else 'transient'}" in done.output
     summary = (tmp_path / "lenet-digits" / "summary.json").read_text()
     assert '"status": "audit_failed"' in summary
+
+
+# What rank 0 ends with; nothing: the run.
+STYLES = {
+    "Pictures": "",
+    "DecodedPictures": "",
+    "Caching": "",
+    "Annealed": "no rank computes the same gradients twice from the same parameters, buffers,",
+    "WrongCaching": "its loss cannot be computed in float64",
+}
+SHARED = "from tests.parallel.shared import main; main()"
+
+
+def test_models_and_batches_of_other_styles(tmp_path: Path) -> None:
+    """Fails if a layout of memory, a named tuple or tensors kept by a model raise an alarm or end
+    the run; if a rank is blamed for a model that does not repeat; or if a fault is lost where no
+    slope can be computed.
+    """
+    flags = ["--global-batch-size=14", "--max-steps=4", "--audit-compute=1"]
+    experiments = {it: [f"--task=tests.parallel.tasks:{it}", *flags] for it in STYLES}
+    (tmp_path / "experiments.json").write_text(json.dumps(experiments))
+    done = horovodrun(2, "gloo", [sys.executable, "-c", SHARED, str(tmp_path)], timeout_s=120)
+    assert done.exit_code == 0, done.output
+    for name, expected in STYLES.items():
+        error = (tmp_path / f"{name}.rank-0").read_text()
+        assert expected in error and bool(expected) == bool(error), (name, error)
+        assert "is wrong: " not in error
+    assert (tmp_path / "Annealed.rank-0").read_text().startswith("exit code 1: --audit-compute: ")
+    assert "exit code 17" in (tmp_path / "WrongCaching.rank-0").read_text()
+    summary = json.loads((tmp_path / "DecodedPictures" / "summary.json").read_text())
+    assert summary["compute_audit"] == {"checked": 4, "failed": 0}

@@ -72,7 +72,7 @@ def test_equal_runs(honest: Path, run: Path) -> None:
     assert "and 9.9" in output
     found = json.loads((run.parents[1] / "found.json").read_text())
     assert found["same"] is True
-    assert found["trace"]["agreed"] == 12
+    assert found["trace"]["agreed"] == 13
     assert found["circumstances"]["workers"]["world_size"] == [1, 3]
 
 
