@@ -1,8 +1,8 @@
-"""The live audit: gradients for the optimizer, compared with the ring reference by element.
+"""The live audits of the exchange and of the computation, and the trace of a run.
 
-At an audited step the local gradients of each rank are copied as the backward pass produces them,
-before the exchange. They are reduced again, over a transport independent of the exchange, and
-compared with the gradients that the optimizer is about to use:
+The audit of the exchange: at an audited step the local gradients of each rank are copied as the
+backward pass produces them, before the exchange. They are reduced again, over a transport
+independent of the exchange, and compared with the gradients that the optimizer is about to use:
 
 capture     copies of the local gradients of an audit: of all, or of one of K parts, in blocks
 checks      comparison within the proven rounding bound, or bit for bit
@@ -10,7 +10,12 @@ mismatch    the worst errors over all ranks, and the diagnosis of a mismatch
 auditor     the audit of a training run, step by step
 script      the audit of any other training loop: `from hvdtrain import GradientAudit`
 
-An audit of the exchange cannot detect a wrong local backward pass.
+It cannot detect a wrong local backward pass. Beside it:
+
+compute     the audit of the computation: another rank computes a share's gradients again
+trace       the records of steps, from which each can be checked later
+digests     digests of batches, gradients and parameters, which both of these compare
+passes      digests of all tensors of a step's passes, by which `hvdtrain diff` finds the first
 """
 
 from hvdtrain.audit.auditor import Auditor, AuditRecord, Audits

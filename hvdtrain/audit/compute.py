@@ -174,8 +174,8 @@ class ComputeAudit:
         if wrong is None:
             return ComputeMismatch(f"{what}. {reason}", wrong)
         right = first[checker if wrong == owner else owner]
-        repeats = "again wrong" if not np.array_equal(again[wrong], right) else "right"
-        kind = "repeatable" if repeats == "again wrong" else "transient"
+        is_right = np.array_equal(again[wrong], right)
+        repeats, kind = ("right", "transient") if is_right else ("again wrong", "repeatable")
         return ComputeMismatch(
             f"{what}. Rank {wrong} on {self._hosts[wrong]} is wrong: {reason}. Computed once "
             f"more, its result is {repeats}: the fault is {kind}. The optimizer has not used these "

@@ -132,7 +132,8 @@ def _sums_in_order(each: Sequence[Sequence[Array]], order: KnownOrder) -> list[A
 
     transports = in_process_ring(len(each))
     with ThreadPoolExecutor(len(each)) as pool:
-        return next(iter(list(pool.map(add, transports))))
+        sums, *_ = pool.map(add, transports)  # the same on every rank
+    return sums
 
 
 def _precise_sum(terms: Sequence[Array]) -> Array:
