@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 
 from hvdtrain.audit.digests import BatchDigest, text_of
 from hvdtrain.audit.passes import PassDigests, first_tensor
@@ -39,7 +40,7 @@ def bisect(
     found = []
     for letter, run, config in zip("AB", runs, configs, strict=True):
         try:
-            replayer = Replayer(run, config, stretch_of(run, agreed + 1, last))
+            replayer = _replayer(run, config, agreed + 1, last)
             start = replayer.start_before(agreed + 1)
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
@@ -65,6 +66,12 @@ def bisect(
     return {"wrong": wrong}
 
 
+def _replayer(run: RecordedRun, config: TrainConfig, first: int, last: int) -> Replayer:
+    """Return what computes steps of a run again; a run with --deterministic leaves that mode on."""
+    torch.use_deterministic_algorithms(False)
+    return Replayer(run, config, stretch_of(run, first, last))
+
+
 def _first_wrong(
     run: RecordedRun, found: Sequence[TraceRecord], names: Sequence[str]
 ) -> str | None:
@@ -86,7 +93,7 @@ def _name_first(
     """Compute a step again, and return the first samples or the first tensor that differ."""
     passes, samples = [], []
     for run, config in zip(runs, configs, strict=True):
-        replayer = Replayer(run, config, stretch_of(run, step, step))
+        replayer = _replayer(run, config, step, step)
         replayer.start_before(step)
         passes.append(PassDigests(replayer.job.model, step))
         replayer.advance(step, passes[-1])

@@ -5,13 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.audit.trace import TraceRecord
@@ -21,12 +18,13 @@ from hvdtrain.files import open_to_read
 from hvdtrain.log import say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
-from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
+from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.event_log import EventLog
 from hvdtrain.run.machine import changes, machine, versions
 from hvdtrain.run.trace_file import TraceFile, origin_of
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Outcome
 from hvdtrain.train.metering import Totals
@@ -110,7 +108,7 @@ class RunLedger(Ledger):
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
-        self._recorder = Recorder(directory, step, self._takeaway.get("classes", ()))
+        self._events = EventLog(directory, step, self._takeaway.get("classes", ()))
         self._began_s = time.monotonic()
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
@@ -130,7 +128,7 @@ class RunLedger(Ledger):
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
-        self._recorder.interval_end(totals, lr)
+        self._events.interval_end(totals, lr)
         self._pulse.show(
             epoch=totals.epoch,
             loss=totals.loss,
@@ -146,7 +144,7 @@ class RunLedger(Ledger):
         if evaluation:
             self._note_evaluation(evaluation)
             self._note_best(evaluation, totals.step)
-        self._recorder.epoch_end(totals, evaluation, lr)
+        self._events.epoch_end(totals, evaluation, lr)
         self._console.epoch_end(totals, evaluation, lr)
 
     def audited(self, record: AuditRecord) -> None:
@@ -154,7 +152,7 @@ class RunLedger(Ledger):
         self._audit["failed"] += not record.ok
         worst = self._audit["worst_error_over_bound"] or 0.0
         self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
-        self._recorder.audited(record)
+        self._events.audited(record)
 
     def recomputed(self, step: int, ok: bool) -> None:
         self._computed["checked"] += 1
@@ -234,7 +232,7 @@ class RunLedger(Ledger):
         self._console.close()
         if self._summary["status"] == "stopped":
             say(way_on(self._checkpoints.complete()))
-        self._recorder.close()
+        self._events.close()
         self._directory.close()
 
     def _note(self, totals: Totals) -> None:
@@ -293,69 +291,3 @@ def take_cause(folder: Path) -> str | None:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-class Recorder:
-    """An observer on rank 0 that writes to the run directory."""
-
-    def __init__(
-        self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
-    ) -> None:
-        """`resumed_from`: the step to resume from; later scalars are dropped. `classes`: names."""
-        self._directory = directory
-        self._classes = list(classes)
-        folder = str(directory.path / "tensorboard")
-        self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
-
-    def interval_end(self, totals: Totals, lr: float) -> None:
-        """Write one line for a logged step."""
-        phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
-        record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
-        self._directory.append(METRICS, record | phases)
-        scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
-        scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
-        scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
-        if totals.gradient_norm is not None:
-            scalars["gradient_norm"] = totals.gradient_norm
-        self._scalars(totals.step, scalars)
-
-    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
-        """Write one line for an epoch; `evaluation`: None if it was not due."""
-        record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
-        if evaluation:
-            figures = {"loss": evaluation.loss, **evaluation.metrics}
-            of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
-            tables = dict(evaluation.tables)
-            self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
-            record |= {f"valid_{name}": value for name, value in figures.items()}
-            record["valid_samples"] = evaluation.samples
-            if "confusion" in tables:  # the table itself is too long for a line per epoch
-                record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
-            self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
-        self._directory.append(METRICS, record)
-
-    def audited(self, record: Any) -> None:
-        """Write one line for an audit; `record`: an AuditRecord."""
-        self._directory.append(AUDITS, asdict(record))
-        ratio = record.worst_error_over_bound
-        self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
-
-    def close(self) -> None:
-        """Flush and close the TensorBoard file."""
-        self._tensorboard.close()
-
-    def _scalars(self, step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
-
-
-def _trained(totals: Totals, lr: float) -> dict[str, Any]:
-    return {
-        "step": totals.step,
-        "epoch": totals.epoch,
-        "samples_seen": totals.samples_seen,
-        "train_loss": totals.loss,
-        **{f"train_{name}": value for name, value in totals.metrics.items()},
-        "samples_per_s": totals.samples_per_s,
-        "lr": lr,
-    }

@@ -131,7 +131,7 @@ def config_of(
     if not arguments["trust_code"]:
         left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in given}
         refuse_code_of(run.path, left)
-    alone = {"resume": None, "rank_weights": None, "device": "auto", "workers": 0}
+    alone = {"resume": None, "rank_weights": None, "workers": 0}
     config = build_config(stored | alone | given)
     problems = []
     if config.data.data_placement != "shared":
@@ -268,11 +268,6 @@ class Replayer:
             raise ReplayMismatch(changed)
         for line in changes(state["progress"].get("machine", {}), machine()):
             say(f"replay: {line}: bits may differ")
-        if self._simulated and len(state["ranks"]) != self._stretch.ranks:
-            raise ReplayMismatch(
-                f"{path}: is of {counted(len(state['ranks']), 'worker')}, but the trace of "
-                f"{self._stretch.ranks}"
-            )
         self._state = self._new_state()
         restore(state, self.job, self._state)
 

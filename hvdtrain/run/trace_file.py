@@ -62,9 +62,13 @@ class TraceFile:
 
 
 def origin_of(config: Mapping[str, Any], fingerprints: Sequence[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of a run's identity: the options that decide what is learned, and data."""
+    """Return the SHA-256 of a run's identity: the options that decide what is learned, and data.
+
+    Options with their default are left out, so that one that a later version adds changes nothing.
+    """
     options = train_options()
-    learning = {n: v for n, v in config.items() if n in options and options[n].learns}
+    learns = {name: it.default for name, it in options.items() if it.learns}
+    learning = {n: v for n, v in config.items() if n in learns and v != learns[n]}
     return digest_of({"options": learning, "data": list(fingerprints)})
 
 

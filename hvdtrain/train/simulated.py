@@ -46,6 +46,7 @@ class SimulatedRanks:
         for rank in range(size):
             seed_all(seed, rank)
             self._states.append({"buffers": buffers_of(model), "rng": rng_state(device)})
+        self._first = list(self._states)
         self._active: int | None = None  # the rank whose state the process has
         self._current: int | None = None  # the rank of the last pass of this step
         self._gradients: list[list[torch.Tensor | None]] = []  # by rank
@@ -95,8 +96,13 @@ class SimulatedRanks:
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
-        """Restore the states of as many ranks."""
-        self._states, self._active = list(states), None
+        """Restore buffers and random generators, as each rank did (`RankWorker.restore`)."""
+        known = list(states)
+        if len(known) != len(self._first):
+            averaged = buffers_of(self._model)
+            generators = [it["rng"] for it in [*known, *self._first[len(known) :]]]
+            known = [{"buffers": averaged, "rng": it} for it in generators[: len(self._first)]]
+        self._states, self._active = known, None
         return None
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:

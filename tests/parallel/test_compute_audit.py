@@ -9,44 +9,51 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launching import check_exit_code, horovodrun
+from tests.campaigns.compute_faults import CHECKED, fault_problem
+from tests.parallel.launching import horovodrun
 
-SCRIPT = Path(__file__).parent / "scripts" / "wrong_backward.py"
-RUN = ["train", "--model=lenet", "--max-steps=20", "--global-batch-size=60", "--audit-compute=1"]
+LENET = ["--model=lenet", "--max-steps=20", "--global-batch-size=60", *CHECKED]
 VIRTUAL = "--virtual-workers=7"
+# The experiments of one start: flags, and the fault (see `tests.campaigns.compute_trials`).
+FAULTS: dict[tuple[int, str], dict[str, tuple[list[str], dict[str, object]]]] = {
+    (2, "mpi"): {
+        "once": ([], {"rank": 1, "when": "owner", "layer": 1, "bits_down": 0}),
+        "always": ([], {"rank": 0, "when": "always", "layer": 1, "bits_down": 18}),
+    },
+    (3, "gloo"): {
+        "virtual": (
+            [VIRTUAL, "--clip-grad=1"],
+            {"rank": 2, "when": "owner", "layer": 1, "bits_down": 3},
+        ),
+        "checker": (
+            ["--grad-accum-steps=2"],
+            {"rank": 0, "when": "checker", "layer": 0, "bits_down": 14},
+        ),
+        "always": ([VIRTUAL], {"rank": 1, "when": "always", "layer": 2, "bits_down": 10}),
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("size", "controller", "rank", "bit", "when", "flags"),
-    [
-        (2, "mpi", 1, 30, "owner", []),
-        (2, "gloo", 0, 12, "always", []),
-        (2, "gloo", 1, 22, "always", [VIRTUAL]),
-        (3, "gloo", 2, 31, "owner", [VIRTUAL, "--clip-grad=1"]),
-        (3, "gloo", 0, 16, "checker", ["--grad-accum-steps=2"]),
-        (4, "mpi", 3, 20, "always", []),
-    ],
-)
-def test_the_wrong_rank_is_named(
-    size: int,
-    controller: str,
-    rank: int,
-    bit: int,
-    when: str,
-    flags: list[str],
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(("size", "controller"), FAULTS)
+def test_the_wrong_rank_is_named(size: int, controller: str, tmp_path: Path) -> None:
     """Fails if a wrong gradient is used, another rank is blamed, or a fault that repeats is taken
     for one that does not.
     """
-    command = [sys.executable, str(SCRIPT), str(rank), str(bit), when, *RUN, *flags]
-    done = horovodrun(size, controller, [*command, f"--output={tmp_path}"], timeout_s=120)
-    check_exit_code(done, controller, 17)
-    assert "computed different gradients of share" in done.output
-    assert f"Rank {rank} on {socket.gethostname()} is wrong" in done.output, done.output
-    assert f"the fault is {'repeatable' if when == 'always' else 'transient'}" in done.output
-    summary = (tmp_path / "lenet-digits" / "summary.json").read_text()
-    assert '"status": "audit_failed"' in summary
+    cases = FAULTS[size, controller]
+    flags = {name: [*LENET, *own] for name, (own, _) in cases.items()}
+    faults = {name: fault for name, (_, fault) in cases.items()}
+    (tmp_path / "experiments.json").write_text(json.dumps(flags))
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    command = [sys.executable, "-m", "tests.campaigns.compute_trials", str(tmp_path)]
+    done = horovodrun(size, controller, command, timeout_s=120)
+    assert done.exit_code == 0, done.output
+    for name, fault in faults.items():
+        assert fault_problem(tmp_path, name, fault, size) is None
+        error = (tmp_path / f"{name}.rank-0").read_text()
+        assert "computed different gradients of share" in error
+        assert f"Rank {fault['rank']} on {socket.gethostname()} is wrong" in error, error
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["status"] == "audit_failed"
 
 
 # What rank 0 ends with; nothing: the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def test_sums_in_an_unknown_order(tmp_path: Path) -> None:
         forge(folder, lambda records, change=change: change(step_9(records)))
         code, output = replay(folder)
         assert (code, named in output) == (17, True), (name, output)
+    honest = shutil.copytree(folder, tmp_path / "honest")
+    (honest / "trace.jsonl").write_text(trace)
+    command = hvdtrain("diff", str(honest), str(folder), "--bisect", "--trust-code")
+    done = run(command, timeout_s=120)
+    text = "steps 7 to 9 cannot be computed again: the order is not known in which its workers were"
+    assert (done.exit_code, text in done.output) == (2, True), done.output
+
+
+def test_a_run_that_was_resumed_with_other_ranks(tmp_path: Path) -> None:
+    """Fails if steps are computed with the number of ranks, or the weights, of another start."""
+    folder = tmp_path / "x"
+    assert train([*FLAGS, "--max-steps=8"], folder, 2, "gloo").exit_code == 0
+    weighted = [*FLAGS, "--rank-weights=1,2,3", "--resume=auto", "--max-steps=12"]
+    assert train(weighted, folder, 3, "gloo").exit_code == 0
+    assert train([*FLAGS, "--resume=auto"], folder, 1, "gloo").exit_code == 0
+    code, output = replay(folder)
+    assert (code, "replay: 7 steps agreed bit for bit" in output) == (0, True), output
 
 
 def step_9(records: list[dict]) -> dict:

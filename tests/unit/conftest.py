@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from torch.utils.data import _utils as loading
+
+from tests.unit import recorded
 
 loading.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that torch waits for a stuck reader, in place of 5
 
@@ -17,3 +20,17 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a trace, that was trained without a fault."""
+    return recorded.train(tmp_path_factory.mktemp("honest"), *recorded.VIRTUAL)
+
+
+@pytest.fixture
+def run(honest: Path, tmp_path: Path) -> Path:
+    """A copy of the honest run, to change."""
+    copy = tmp_path / "runs" / "run"
+    shutil.copytree(honest, copy)
+    return copy

@@ -30,19 +30,6 @@ def bisect(one: Path, other: Path, *flags: str) -> tuple[int, str]:
     return diff(one, other, "--bisect", "--trust-code", *flags)
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("honest"), *VIRTUAL)
-
-
-@pytest.fixture
-def run(honest: Path, tmp_path: Path) -> Path:
-    """A copy of the honest run, to change."""
-    copy = tmp_path / "runs" / "run"
-    shutil.copytree(honest, copy)
-    return copy
-
-
 def edit_summary(run: Path, **changes: object) -> None:
     path = run / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -19,7 +19,8 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import open_kept, open_to_read
 from hvdtrain.lab.report.page import save
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.ledger import Recorder, take_cause
+from hvdtrain.run.event_log import EventLog
+from hvdtrain.run.ledger import take_cause
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
@@ -185,7 +186,7 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = RunDirectory(tmp_path / "one")
-    recorder = Recorder(directory, classes=["cat", "dog"])
+    recorder = EventLog(directory, classes=["cat", "dog"])
     for step, loss in ((10, 2.5), (20, math.nan), (30, 1.25)):
         recorder.interval_end(totals(step, loss), lr=step / 1000)
     metrics = {"accuracy": 0.875, "accuracy_top5": 1.0}

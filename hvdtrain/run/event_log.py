@@ -1,0 +1,80 @@
+"""The event log of a run: metrics, audits and evaluations, as lines of JSON and for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from hvdtrain.audit import AuditRecord
+from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
+from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.metering import Totals
+
+
+class EventLog:
+    """An observer on rank 0 that writes to the run directory."""
+
+    def __init__(
+        self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
+    ) -> None:
+        """`resumed_from`: the step to resume from; later scalars are dropped. `classes`: names."""
+        self._directory = directory
+        self._classes = list(classes)
+        folder = str(directory.path / "tensorboard")
+        self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
+
+    def interval_end(self, totals: Totals, lr: float) -> None:
+        """Write one line for a logged step."""
+        phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
+        record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
+        self._directory.append(METRICS, record | phases)
+        scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
+        scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
+        scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+        if totals.gradient_norm is not None:
+            scalars["gradient_norm"] = totals.gradient_norm
+        self._scalars(totals.step, scalars)
+
+    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
+        """Write one line for an epoch; `evaluation`: None if it was not due."""
+        record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
+        if evaluation:
+            figures = {"loss": evaluation.loss, **evaluation.metrics}
+            of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
+            tables = dict(evaluation.tables)
+            self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
+            record |= {f"valid_{name}": value for name, value in figures.items()}
+            record["valid_samples"] = evaluation.samples
+            if "confusion" in tables:  # the table itself is too long for a line per epoch
+                record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
+            self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
+        self._directory.append(METRICS, record)
+
+    def audited(self, record: AuditRecord) -> None:
+        """Write one line for an audit."""
+        self._directory.append(AUDITS, asdict(record))
+        ratio = record.worst_error_over_bound
+        self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
+
+    def close(self) -> None:
+        """Flush and close the TensorBoard file."""
+        self._tensorboard.close()
+
+    def _scalars(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, step)
+
+
+def _trained(totals: Totals, lr: float) -> dict[str, Any]:
+    return {
+        "step": totals.step,
+        "epoch": totals.epoch,
+        "samples_seen": totals.samples_seen,
+        "train_loss": totals.loss,
+        **{f"train_{name}": value for name, value in totals.metrics.items()},
+        "samples_per_s": totals.samples_per_s,
+        "lr": lr,
+    }
