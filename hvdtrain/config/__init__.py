@@ -6,303 +6,50 @@ keys of its YAML file. Only `cli` and `run` see all of them; lower floors receiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.config.fields import (
-    GIVEN,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Check,
-    FlagGroup,
-    are_weights,
-    flag,
-    free_flag,
-    is_file_name,
-    profiled_steps,
+from hvdtrain.config.groups import (
+    DEFAULT_EPOCHS,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    BatchConfig,
+    CheckConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
 )
 from hvdtrain.errors import UsageError
 
-DEFAULT_GLOBAL_BATCH_SIZE = 256
-DEFAULT_EPOCHS = 10
-
-
-@dataclass(frozen=True)
-class ModelConfig(FlagGroup):
-    """The task, the network, its initial weights, floating-point type and device."""
-
-    task: str | None = flag(
-        None, "train this hvdtrain.Task, package.module:Class, instead of classification", GIVEN
-    )
-    model: str = flag(
-        "lenet",
-        "train lenet, mlp, resnet18-small, any classification network of torchvision, or "
-        "package.module:callable(input_shape, classes)",
-        GIVEN,
-    )
-    num_classes: int | None = flag(
-        None, "set the number of outputs, if above the data's classes", POSITIVE
-    )
-    pretrained: str | None = free_flag(
-        None,
-        "start from the weights in this file, checkpoint or run folder",
-        Check(bool, " is empty: give a file or a folder"),
-    )
-    dtype: str = flag("float32", "set the type of parameters and data", ("float32", "float64"))
-    device: str = free_flag(
-        "auto", "compute on this device; auto: CUDA if available", ("auto", "cpu", "cuda")
-    )
-
-
-@dataclass(frozen=True)
-class DataConfig(FlagGroup):
-    """The data set, and how its samples are placed, read and augmented."""
-
-    data: str = flag(
-        "digits",
-        "train on digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, "
-        "valid/CLASS/*.jpg), synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
-        GIVEN,
-    )
-    data_dir: str = free_flag("data", "read data set files from this folder")
-    data_placement: str = flag(
-        "shared",
-        "place the samples; per-host: each host reads its own part ({host} in a path: its number)",
-        ("shared", "per-host"),
-    )
-    valid_split: float | None = flag(
-        None,
-        "hold out this fraction of a folder without train/ and valid/ for validation",
-        Check(lambda part: 0 < part < 1, "={}: must be above 0 and below 1"),
-    )
-    image_size: int | None = flag(
-        None,
-        "resize folder images to this many pixels square (default: 224, or by model)",
-        POSITIVE,
-    )
-    hflip: float | None = flag(
-        None,
-        "mirror training images with this probability (default: by data set)",
-        Check(lambda probability: 0 <= probability <= 1, "={}: must be from 0 to 1"),
-    )
-    crop_padding: int | None = flag(
-        None,
-        "pad training images by this many pixels, then crop the original size at random",
-        NOT_NEGATIVE,
-    )
-    crop_scale: float | None = flag(
-        None,
-        "crop at least this fraction of a folder's training image at random (default: .08)",
-        Check(lambda part: 0 < part <= 1, "={}: must be above 0, and at most 1"),
-    )
-    max_image_pixels: int | None = free_flag(
-        None, "reject images of more than this many pixels (default: 89478485)", POSITIVE
-    )
-    workers: int | None = free_flag(
-        None,
-        "read ahead with this many processes per worker (default: its cores, at most 8; 0: none)",
-        NOT_NEGATIVE,
-        short="-j",
-    )
-    skip_bad_samples: bool = flag(False, "skip and count images that cannot be read")
-
-
-@dataclass(frozen=True)
-class BatchConfig(FlagGroup):
-    """The samples of a step. At most one of the two batch sizes may be given."""
-
-    global_batch_size: int | None = flag(
-        None,
-        f"take this many samples per step in all (default: {DEFAULT_GLOBAL_BATCH_SIZE})",
-        POSITIVE,
-    )
-    batch_size: int | None = free_flag(None, "take this many samples per step and worker", POSITIVE)
-    grad_accum_steps: int = flag(
-        1, "split each step into this many forward and backward passes", POSITIVE
-    )
-    virtual_workers: int | None = flag(
-        None,
-        "divide each batch among this many virtual workers, so that any number of workers, at most "
-        "this many, ends with the same bits",
-        POSITIVE,
-    )
-    rank_weights: str | None = free_flag(
-        None,
-        "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: 1)",
-        Check(are_weights, "={}: must be comma-separated numbers of at least 0, not all 0"),
-    )
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.global_batch_size is not None and self.batch_size is not None:
-            found.append(
-                f"--batch-size={self.batch_size} and --global-batch-size="
-                f"{self.global_batch_size}: give one of them (the first is per worker)"
-            )
-        return found
-
-    def resolve(self, workers: int) -> int:
-        """Return the global batch size for this many workers; virtual ones replace them."""
-        if self.batch_size is not None:
-            return self.batch_size * (self.virtual_workers or workers)
-        return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-
-    def weights(self, workers: int) -> tuple[float, ...]:
-        """Return a weight for each worker. Raises UsageError for another number of weights."""
-        if self.rank_weights is None:
-            return (1.0,) * workers
-        weights = tuple(float(text) for text in self.rank_weights.split(","))
-        if len(weights) != workers:
-            raise UsageError(
-                f"--rank-weights={self.rank_weights}: {len(weights)} weights for {workers} workers"
-            )
-        return weights
-
-
-@dataclass(frozen=True)
-class OptimizerConfig(FlagGroup):
-    """The optimizer, its learning rate, and what is done to gradients and weights."""
-
-    opt: str = flag("sgd", "update with this optimizer of torch.optim, named in lower case")
-    lr: float = flag(0.05, "set the learning rate, before --scale-lr", NOT_NEGATIVE)
-    momentum: float = flag(0.9, "set the momentum, for optimizers that have one", NOT_NEGATIVE)
-    weight_decay: float = flag(0.0, "set the weight decay", NOT_NEGATIVE)
-    scale_lr: str = flag(
-        "none",
-        "multiply --lr by global batch / --lr-base-batch-size, or its square root",
-        ("none", "linear", "sqrt"),
-    )
-    lr_base_batch_size: int = flag(
-        256, "state the global batch size that --lr is meant for", POSITIVE
-    )
-    clip_grad: float | None = flag(
-        None, "clip the norm of the reduced gradient to this value", POSITIVE
-    )
-    model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
-    model_ema_decay: float = flag(
-        0.9998,
-        "keep this fraction of the moving average at each step",
-        Check(lambda part: 0 <= part < 1, "={}: must be at least 0 and below 1"),
-    )
-
-
-@dataclass(frozen=True)
-class ScheduleConfig(FlagGroup):
-    """The length of the run, and the learning rate over time."""
-
-    epochs: int | None = free_flag(
-        None,
-        f"make this many passes over the data (default: {DEFAULT_EPOCHS}, or up to --max-steps)",
-        POSITIVE,
-    )
-    max_steps: int | None = free_flag(None, "end after this many steps, if earlier", POSITIVE)
-    sched: str = flag(
-        "constant",
-        "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",
-        ("constant", "cosine", "step"),  # those of hvdtrain.train.schedules
-    )
-    warmup_epochs: float = flag(
-        0.0, "raise the learning rate linearly over this many epochs", NOT_NEGATIVE
-    )
-
-    def total_steps(self, steps_per_epoch: int) -> int:
-        """Return the length of the run in steps."""
-        if self.epochs is None and self.max_steps is not None:
-            return self.max_steps
-        steps = (self.epochs or DEFAULT_EPOCHS) * steps_per_epoch
-        return min(steps, self.max_steps) if self.max_steps is not None else steps
-
-
-@dataclass(frozen=True)
-class PrecisionConfig(FlagGroup):
-    """Number formats of computation and exchange, batch norm, and determinism."""
-
-    amp: str = flag(
-        "none", "autocast to this type, with loss scaling for fp16", ("none", "bf16", "fp16")
-    )
-    compression: str = flag("none", "exchange gradients in this type", ("none", "fp16"))
-    sync_bn: bool = flag(False, "normalise batches over the samples of all workers")
-    deterministic: bool = flag(
-        False, "use only algorithms and an exchange that repeat bit for bit, else fail"
-    )
-
-
-@dataclass(frozen=True)
-class CheckConfig(FlagGroup):
-    """Checks of gradients and parameters during the run."""
-
-    audit_every: int = free_flag(
-        0, "audit reduced gradients against the ring every so many steps (0: never)", NOT_NEGATIVE
-    )
-    audit: str = free_flag(
-        "bound",
-        "accept audits within the rounding bound, or only equal bits (needs a known order of sums)",
-        ("bound", "exact"),
-    )
-    audit_parts: int = free_flag(
-        1, "audit one of this many parts of the gradients at a time, in turn", POSITIVE
-    )
-    audit_compute: int = free_flag(
-        0,
-        "compute one worker's gradients again on another worker every so many steps (0: never)",
-        NOT_NEGATIVE,
-    )
-    trace_every: int = free_flag(
-        0,
-        "record digests of every K-th step, which hvdtrain replay computes again (0: never)",
-        NOT_NEGATIVE,
-    )
-    hash_every: int = free_flag(
-        1000, "compare all ranks' parameters every so many steps (0: only at saves)", NOT_NEGATIVE
-    )
-
-
-@dataclass(frozen=True)
-class RunConfig(FlagGroup):
-    """The folder of the run, its seed, reports and checkpoints."""
-
-    output: str = free_flag("runs", "write runs below this folder")
-    experiment: str | None = free_flag(
-        None,
-        "name this run (default: MODEL-DATA, or TASK)",
-        Check(is_file_name, "={!r}: must be one folder name"),
-    )
-    seed: int = flag(
-        0,
-        "seed initial parameters, sample order and dropout",
-        Check(lambda seed: 0 <= seed < 2**63, "={}: must be from 0 to 2^63 - 1"),
-    )
-    log_interval: int = free_flag(10, "print progress every so many steps", POSITIVE)
-    eval_interval: int = free_flag(1, "evaluate every so many epochs, and at the end", POSITIVE)
-    checkpoint_interval: int = free_flag(
-        0, "save every so many steps, besides at each evaluation (0: only then)", NOT_NEGATIVE
-    )
-    keep_checkpoints: int = free_flag(3, "keep this many checkpoints, besides the best", POSITIVE)
-    profile: str | None = free_flag(
-        None,
-        "profile these steps, such as 20-22, into the run's profile/",
-        Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
-    )
-    resume: str | None = free_flag(
-        None,
-        "auto: continue the run of --output and --experiment from its newest good checkpoint, or "
-        "start it; a checkpoint's folder: continue from there",
-        Check(bool, " is empty: give auto, or a checkpoint's path"),
-    )
+__all__ = [
+    "DEFAULT_EPOCHS",
+    "DEFAULT_GLOBAL_BATCH_SIZE",
+    "BatchConfig",
+    "CheckConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The complete configuration of `hvdtrain train`, by groups."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    batch: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    check: CheckConfig = CheckConfig()
-    run: RunConfig = RunConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -311,6 +58,11 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Return a message for each pair of groups that contradict each other."""
         found = []
+        if self.model.task and self.model.label_smoothing:
+            found.append(
+                f"--label-smoothing={self.model.label_smoothing}: is for classification, and "
+                f"--task={self.model.task} has a loss of its own: leave one of them out"
+            )
         if self.check.audit_compute and self.precision.sync_bn:
             found.append(
                 f"--audit-compute={self.check.audit_compute} and --sync-bn: a rank alone cannot "

@@ -70,6 +70,15 @@ def are_weights(text: str) -> bool:
     return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
 
 
+def are_betas(text: str) -> bool:
+    """Return whether `text` is two or three numbers from 0 to below 1, separated by commas."""
+    try:
+        betas = [float(part) for part in text.split(",")]
+    except ValueError:
+        return False
+    return len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)
+
+
 def profiled_steps(text: str) -> tuple[int, int] | None:
     """Return the first and last step of a range such as "20-22", or None if it is malformed."""
     match = re.fullmatch(r"(\d{1,18})-(\d{1,18})", text, re.ASCII)

@@ -75,7 +75,7 @@ def is_live(exchange: Exchange, stream: TextIO) -> bool:
     return isinstance(exchange, SingleProcess) and stream.isatty()
 
 
-def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
+def header(job: Job, exchange: Exchange, model: str) -> str:
     """Return the lines that describe model, data, workers, batch and length of a run."""
     data, sampler, size = job.data, job.sampler, exchange.size
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
@@ -91,7 +91,8 @@ def header(job: Job, exchange: Exchange, model: str, optimizer: str) -> str:
     if virtual:
         workers += f" for {counted(len(shares), kind)}"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
-    peak_lr = job.optimizer.defaults["lr"]
+    optimizer = type(job.optimizer).__name__.lower()
+    peak_lr = max(float(group["lr"]) for group in job.optimizer.param_groups)
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
     varies = any(job.schedule(step) != peak_lr for step in (0, job.total_steps - 1))
     return "\n".join(

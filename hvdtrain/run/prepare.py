@@ -18,12 +18,12 @@ from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.tasks import Source, build_model
-from hvdtrain.tasks import check_sums
+from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.optimizers import build_optimizer
-from hvdtrain.train.schedules import make_schedule, scaled_lr
+from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
+from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import check_model, seed_all
 from hvdtrain.weights import load_pretrained
@@ -55,19 +55,19 @@ def prepare(
         _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
     lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
     warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
+    optimizer = _make_optimizer(config, source.task, model, lr)
+    schedule = _make_schedule(config, source.task, optimizer, total_steps, warmup_steps)
     amp, compression = config.precision.amp, config.precision.compression
     ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
         model=model,
-        optimizer=build_optimizer(
-            settings.opt, model, lr, settings.momentum, settings.weight_decay, amp
-        ),
+        optimizer=optimizer,
         update=Update(model, device, amp, settings.clip_grad, ema_decay),
         task=source.task,
         data=source.data,
         feed=Feed(source.data.train, sampler, source.shares, accum_steps, sync_bn),
         valid_shares=source.valid_shares,
-        schedule=make_schedule(config.schedule.sched, lr, total_steps, warmup_steps),
+        schedule=schedule,
         total_steps=total_steps,
         device=device,
         intervals=Intervals(
@@ -115,6 +115,61 @@ def _make_model(
     _try_once(model, source, config, exchange.rank, device)
     seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
     return model
+
+
+def _make_optimizer(
+    config: TrainConfig, task: Task, model: torch.nn.Module, lr: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the task, or else that of the flags. Raises UsageError."""
+    name, settings = config.model.task, config.optimizer
+    own = plugins.call("--task", name, task.build_optimizer, model) if name else None
+    if own is None:
+        return build_optimizer(
+            settings.opt,
+            model,
+            lr,
+            settings.momentum,
+            settings.weight_decay,
+            config.precision.amp,
+            nesterov=settings.nesterov,
+            betas=settings.betas,
+            eps=settings.opt_eps,
+            decays_all=settings.decay_norm_bias,
+        )
+    where = f"--task={name}: build_optimizer"
+    if not isinstance(own, torch.optim.Optimizer):
+        raise UsageError(f"{where} returned {type(own).__name__}, expected a torch optimizer")
+    if reason := UNSUITABLE.get(type(own).__name__.lower()):
+        raise UsageError(f"{where} returned {type(own).__name__}, which {reason}")
+    known = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(it) not in known for group in own.param_groups for it in group["params"])
+    if foreign:
+        raise UsageError(f"{where}: {counted(foreign, 'parameter')} of it are not the model's")
+    return own
+
+
+def _make_schedule(
+    config: TrainConfig,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int,
+) -> Schedule:
+    """Return the learning rate of the groups that have the highest, by step. All others keep their
+    ratio to it. Raises UsageError.
+    """
+    peak = max(float(group["lr"]) for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["lr_scale"] = float(group["lr"]) / peak if peak else 1.0
+    name, shape, min_lr = config.model.task, config.schedule.sched, config.schedule.min_lr
+    factor = plugins.call("--task", name, task.build_schedule, total_steps) if name else None
+    if factor is not None:
+        return lambda step: peak * float(factor(step))
+    if min_lr > peak:
+        raise UsageError(
+            f"--min-lr={min_lr}: above the learning rate of {peak:g}, from which a schedule falls"
+        )
+    return make_schedule(shape, peak, total_steps, warmup_steps, min_lr)
 
 
 def _refuse_small_batches(

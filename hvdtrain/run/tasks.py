@@ -251,7 +251,7 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
         raise UsageError(f"--num-classes={wanted}: {dataset.name} has {dataset.classes} classes")
     dataset = replace(dataset, classes=wanted)
     build = partial(build_network, settings.model, dataset.shape, wanted, settings.dtype)
-    return Classification(settings, dataset, build)
+    return Classification(settings, dataset, build, config.model.label_smoothing)
 
 
 def build_data(task: Task, config: TrainConfig) -> Splits:

@@ -197,7 +197,7 @@ def _open_ledger(
     }
     directory.write_config(resolved)
     name = config.model.task or config.model.model
-    say(header(job, exchange, name, config.optimizer.opt))
+    say(header(job, exchange, name))
     state = found.resumed.state if found else None
     return RunLedger(directory, job, exchange, state, resolved, pulse)
 

@@ -7,7 +7,7 @@ metrics, evaluation, checkpoints) is derived from its sums. Classification is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,20 @@ class Task:
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Sums:
         """Return the sums of a validation batch, called without gradients. Default: `loss`."""
         return self.loss(model, batch)
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        """Return an optimizer of `model`, with its groups of parameters and their learning rates.
+
+        None, the default: that of `--opt`. The flags of the optimizer do not apply otherwise.
+        """
+        return None
+
+    def build_schedule(self, total_steps: int) -> Callable[[int], float] | None:
+        """Return the factor of all learning rates as a pure function of steps 0 .. total_steps - 1.
+
+        None, the default: that of `--sched`.
+        """
+        return None
 
     def takeaway(self) -> dict[str, Any]:
         """Return plain values to store in checkpoints, for later use of the weights."""

@@ -24,12 +24,19 @@ class Classification(Task):
     best_is_highest = True
 
     def __init__(
-        self, settings: Settings, dataset: Dataset, build: Callable[[], torch.nn.Module]
+        self,
+        settings: Settings,
+        dataset: Dataset,
+        build: Callable[[], torch.nn.Module],
+        label_smoothing: float = 0.0,
     ) -> None:
-        """`build`: returns a network for the shape and classes of `dataset`."""
+        """`build`: returns a network for the shape and classes of `dataset`. `label_smoothing`: the
+        part of each label that is spread over all classes in training (Szegedy et al.,
+        arXiv:1512.00567, section 7).
+        """
         super().__init__(settings)
         self.dataset = dataset
-        self._build = build
+        self._build, self._label_smoothing = build, label_smoothing
         top = ("accuracy_top5",) if dataset.classes > TOP_K else ()  # otherwise always 1
         self.valid_metrics: tuple[str, ...] = ("accuracy", *top)
         self.tables = {"confusion": (dataset.classes, dataset.classes)}
@@ -46,7 +53,8 @@ class Classification(Task):
         inputs, labels = batch
         scores = self._scores(model, inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        smoothing = self._label_smoothing
+        loss = functional.cross_entropy(scores, labels, reduction="sum", label_smoothing=smoothing)
         right = (scores.detach().argmax(dim=1) == labels).sum()
         return Sums(loss, len(labels), {"accuracy": right})
 

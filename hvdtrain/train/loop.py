@@ -229,7 +229,7 @@ def train_step(
     Returns the sums of this step, whose reduction over ranks may still be in progress.
     """
     for group in job.optimizer.param_groups:
-        group["lr"] = job.schedule(step - 1)
+        group["lr"] = job.schedule(step - 1) * group.get("lr_scale", 1.0)
     job.optimizer.zero_grad()
     audit.begin(step, data)
     sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)

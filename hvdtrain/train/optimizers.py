@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,23 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def build_optimizer(
-    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float, amp: str = "none"
+    name: str,
+    model: nn.Module,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    amp: str = "none",
+    *,
+    nesterov: bool = False,
+    betas: Sequence[float] | None = None,
+    eps: float | None = None,
+    decays_all: bool = True,
 ) -> torch.optim.Optimizer:
     """Return the optimizer over all parameters of the model; frozen ones are included but unused.
 
     Momentum, weight decay and the fused step (one pass over memory instead of one per operation)
-    are set where the optimizer supports them. Raises UsageError for an unsuitable name.
+    are set where the optimizer supports them. `decays_all`: whether norms and biases have weight
+    decay too. Raises UsageError for an unsuitable name, or one without what else is given.
     """
     optimizer_class = BY_NAME.get(name.lower())
     if optimizer_class is None or name.lower() in UNSUITABLE:
@@ -44,4 +56,30 @@ def build_optimizer(
     # With fp16, a fused step would detect infinite gradients only after it has made its state.
     wanted["fused"] = amp != "fp16"
     settings = {key: value for key, value in wanted.items() if key in accepted}
-    return optimizer_class(model.parameters(), **settings)
+    given = {"nesterov": nesterov or None, "betas": betas and tuple(betas), "eps": eps}
+    given |= {"weight_decay": None if decays_all else weight_decay}
+    missing = [key for key, value in given.items() if value is not None and key not in accepted]
+    if missing:
+        flags = {"nesterov": "--nesterov", "betas": "--opt-betas", "eps": "--opt-eps"}
+        flags["weight_decay"] = "--no-decay-norm-bias"
+        names = " and ".join(flags[key] for key in missing)
+        raise UsageError(f"{names}: --opt={name} has no {' and no '.join(missing)}")
+    settings |= {key: value for key, value in given.items() if value is not None}
+    groups = model.parameters() if decays_all else _groups_by_decay(model, weight_decay)
+    try:
+        return optimizer_class(groups, **settings)
+    except (ValueError, IndexError) as error:
+        raise UsageError(f"--opt={name}: {error}") from error
+
+
+def _groups_by_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups of parameters without and with weight decay, those without first.
+
+    Vectors and scalars have none: biases, and the weights of norms (as in timm,
+    timm/optim/_param_groups.py, `param_groups_weight_decay`).
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": [it for it in model.parameters() if it.ndim <= 1], "weight_decay": 0.0},
+        {"params": [it for it in model.parameters() if it.ndim > 1], "weight_decay": weight_decay},
+    ]
+    return [group for group in groups if group["params"]]

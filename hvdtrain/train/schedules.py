@@ -33,10 +33,13 @@ def decay_in_steps(step: int, warmup_steps: int, total_steps: int) -> float:
 SCHEDULES: dict[str, Shape] = {"constant": constant, "cosine": cosine, "step": decay_in_steps}
 
 
-def make_schedule(shape: str, peak_lr: float, total_steps: int, warmup_steps: int) -> Schedule:
+def make_schedule(
+    shape: str, peak_lr: float, total_steps: int, warmup_steps: int, min_lr: float = 0.0
+) -> Schedule:
     """Return the learning rate as a function of steps 0 .. total_steps - 1.
 
-    Raises ValueError for a shape that is not in SCHEDULES.
+    After the warm-up it falls from `peak_lr` to `min_lr`, as far as the shape falls to 0. Raises
+    ValueError for a shape that is not in SCHEDULES.
     """
     if shape not in SCHEDULES:
         raise ValueError(f"{shape}: must be one of {', '.join(SCHEDULES)}")
@@ -44,7 +47,8 @@ def make_schedule(shape: str, peak_lr: float, total_steps: int, warmup_steps: in
     def schedule(step: int) -> float:
         if step < warmup_steps:
             return peak_lr * (step + 1) / warmup_steps
-        return peak_lr * SCHEDULES[shape](step, warmup_steps, total_steps)
+        part = SCHEDULES[shape](step, warmup_steps, total_steps)
+        return min_lr + (peak_lr - min_lr) * part
 
     return schedule
 

@@ -39,6 +39,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "step": at.step,
             "samples_seen": at.samples_seen,
             "parameters": [name for name, _ in job.model.named_parameters()],
+            "optimizer_order": _names_in_order(job),
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "model": model_state,
             "optimizer": copied_to_cpu(job.optimizer.state_dict()),
@@ -66,12 +67,13 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     parameters and other buffers may hold infinities (for example, a mask).
     """
     buffers = state["ranks"][0]["buffers"]
-    # In the order of the optimizer; checkpoints of earlier versions do not name them.
+    # Checkpoints of earlier versions do not name them; their optimizers had the model's order.
     names = state.get("parameters") or [name for name in state["model"] if name not in buffers]
+    order = state.get("optimizer_order") or names
     trainable = sorted(set(names) - set(state.get("frozen", ())))
     tensors = {f"the parameter {name}": state["model"][name] for name in trainable}
     for number, held in state["optimizer"]["state"].items():
-        own = names[number] if number < len(names) else f"parameter {number}"
+        own = order[number] if number < len(order) else f"parameter {number}"
         tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
     if average := state["update"]["average"]:
         tensors |= {
@@ -85,6 +87,12 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     found = not_finite({name: it for name, it in tensors.items() if isinstance(it, torch.Tensor)})
     more = f" (and {len(found) - 1} more)" if found[1:] else ""
     return f"{found[0]} is not finite{more}" if found else None
+
+
+def _names_in_order(job: Job) -> list[str]:
+    """Return the names of the optimizer's parameters, as its state numbers them."""
+    names = {id(parameter): name for name, parameter in job.model.named_parameters()}
+    return [names[id(it)] for group in job.optimizer.param_groups for it in group["params"]]
 
 
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,38 @@ def test_the_step_goes_once_over_memory_where_it_can(amp: str, fused: bool) -> N
     for old, new in zip(before, model.parameters(), strict=True):
         assert new.grad is not None
         torch.testing.assert_close(new.detach(), old.detach() - 0.1 * new.grad)
+
+
+def test_settings_of_recipes() -> None:
+    """Fails if a setting is not passed on, or one that the optimizer lacks is dropped silently."""
+    build = partial(build_optimizer, lr=0.1, momentum=0.7, weight_decay=0.01)
+    adamw = build("adamw", small_model(), betas=(0.8, 0.95), eps=1e-6)
+    assert (adamw.defaults["betas"], adamw.defaults["eps"]) == ((0.8, 0.95), 1e-6)
+    assert build("sgd", small_model(), nesterov=True).defaults["nesterov"] is True
+    for name, flags, more in (
+        ("sgd", "--opt-betas and --opt-eps", {"betas": (0.9, 0.9), "eps": 1e-3}),
+        ("adamw", "--nesterov", {"nesterov": True}),
+        ("rprop", "--no-decay-norm-bias", {"decays_all": False}),
+    ):
+        with pytest.raises(UsageError, match=f"^{flags}: --opt={name} has no "):
+            build(name, small_model(), **more)
+    with pytest.raises(UsageError, match=r"^--opt=sgd: Nesterov momentum requires"):
+        build_optimizer("sgd", small_model(), 0.1, 0.0, 0.0, nesterov=True)
+
+
+def test_norms_and_biases_without_weight_decay() -> None:
+    """Fails if a bias or a norm decays, a matrix does not, or a parameter is in no group."""
+    model = small_model()
+    optimizer = build_optimizer("sgd", model, 0.1, 0.0, 0.5, decays_all=False)
+    before = {name: it.detach().clone() for name, it in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    after = dict(model.named_parameters())
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(after)
+    for name, value in before.items():
+        factor = 0.95 if name in ("0.weight", "2.weight") else 1
+        torch.testing.assert_close(after[name].detach(), value * factor)
 
 
 @pytest.mark.parametrize("name", [*UNSUITABLE, "sdg", "", "Adam W"])

@@ -18,6 +18,7 @@ from hvdtrain.errors import UsageError
 
 OPTIONS = train_options()
 ZERO_IS_FINE = {
+    *("min_lr", "opt_eps", "label_smoothing"),
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
@@ -49,6 +50,8 @@ def sample(option: Option, number: int) -> object:
         return f"{3 + number}-9"
     if option.name == "rank_weights":
         return f"1,{number},0.5"
+    if option.name == "opt_betas":
+        return f"0.{number},0.5"
     kinds = {int: 7 + number, float: 0.25 + number / 2, str: f"name{number}", bool: number == 0}
     return kinds[option.type]
 
@@ -261,7 +264,9 @@ def values(option: Option) -> st.SearchStrategy:
     if option.name == "rank_weights":
         weights = st.lists(st.floats(1e-3, 1e6), min_size=1)
         return st.none() | weights.map(lambda some: ",".join(map(str, some)))
-    if option.name in ("model_ema_decay", "hflip"):
+    if option.name == "opt_betas":
+        return st.none() | st.floats(0, 0.99).map(lambda beta: f"{beta},0.5")
+    if option.name in ("model_ema_decay", "hflip", "label_smoothing"):
         return st.floats(0, 1, exclude_max=True)
     if option.name == "profile":
         return st.none() | st.integers(1, 99).map(lambda first: f"{first}-{first + 2}")
@@ -290,6 +295,7 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
     if flat["sync_bn"] or flat["compression"] != "none":  # refused together
         flat["virtual_workers"] = None
     flat["audit_compute"] *= not flat["sync_bn"]
+    flat["label_smoothing"] *= not flat["task"]
     config = build_config(flat)
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")

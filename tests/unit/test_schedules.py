@@ -43,6 +43,16 @@ def test_cosine_falls_to_zero() -> None:
     assert 0 < rates[-1] < 1e-5
 
 
+@pytest.mark.parametrize("shape", SCHEDULES)
+def test_a_lowest_rate(shape: str) -> None:
+    """Fails if a schedule falls below it, does not come near it, or warms up from it."""
+    schedule = make_schedule(shape, 2.0, total_steps=1000, warmup_steps=10, min_lr=0.5)
+    rates = [schedule(step) for step in range(1000)]
+    assert (rates[0], rates[9]) == (0.2, 2.0)
+    parts = {"constant": 1.0, "cosine": 0.0, "step": 0.001}
+    assert min(rates[10:]) == pytest.approx(0.5 + 1.5 * parts[shape], rel=1e-4)
+
+
 @pytest.mark.parametrize("total", [9, 18, 90, 9_000, 99_999])
 def test_step_decays_at_the_milestones(total: int) -> None:
     """Fails when a decay comes a step early or late, or is not a tenth."""
