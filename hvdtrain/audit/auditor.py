@@ -26,8 +26,8 @@ from hvdtrain.ring import Transport
 
 if TYPE_CHECKING:
     from hvdtrain.data.feeding import StepData
-    from hvdtrain.train.loop import Audit
     from hvdtrain.train.metering import StepSums
+    from hvdtrain.train.step import Audit
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -80,7 +80,8 @@ class Auditor:
         self._parts = Parts(lengths, parts, seed, self._check.uncut)
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
-        self._pieces: list[Piece] = []
+        self._due: list[Piece] = []  # of this step
+        self._pieces: list[Piece] = []  # those of the optimizer
         self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
 
@@ -89,16 +90,15 @@ class Auditor:
         if step % self._every:
             return
         self._changed = None
-        self._pieces = self._parts.of_audit(step // self._every - 1)
-        self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
-        self._local.begin(self._pieces)
+        self._due = self._parts.of_audit(step // self._every - 1)
+        self._local.begin(self._due)
 
     def begin_pass(self, share: int, batch: Any = None) -> None:
         """Copy the gradients of each share on its own; has no effect unless the step is audited."""
         self._local.begin_share(share)
 
-    def end(self, step: int) -> None:
-        """Collective: compare the gradients, after the reduction.
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Collective: compare the gradients, after the reduction: all, or those of an optimizer.
 
         Has no effect at a step that is not audited, or if no rank has run a backward pass since
         `begin`. Raises AuditMismatch on every rank if a gradient on any rank is beyond its bound,
@@ -106,7 +106,11 @@ class Auditor:
         """
         if step % self._every:
             return
-        self._local.end()
+        self._pieces = self._due
+        if optimizer is not None:
+            owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+            self._pieces = [it for it in self._due if id(self._parameters[it.parameter]) in owned]
+        self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
         own, digests = NO_ERROR, []
         for block in self._blocks:
             local, reduced = self._values(block)
@@ -127,7 +131,9 @@ class Auditor:
         focus = self._blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
         self._explain(step, focus, list(table[:, focus.number]))
 
-    def updated(self, step: int, sums: StepSums) -> None: ...
+    def updated(self, step: int, sums: StepSums) -> None:
+        """Stop copying gradients."""
+        self._local.end()
 
     def look(self) -> None:
         """Check whether code has changed a gradient since the backward pass.
@@ -213,9 +219,9 @@ class Audits:
         for audit in self._each:
             audit.begin_pass(share, batch)
 
-    def end(self, step: int) -> None:
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         for audit in self._each:
-            audit.end(step)
+            audit.reduced(step, optimizer)
 
     def updated(self, step: int, sums: StepSums) -> None:
         for audit in self._each:

@@ -64,7 +64,7 @@ class PassDigests:
         self._calls.clear()
         self._names.clear()
 
-    def end(self, step: int) -> None:
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         self.close()
 
     def updated(self, step: int, sums: StepSums) -> None: ...

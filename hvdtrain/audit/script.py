@@ -134,7 +134,7 @@ class GradientAudit:
         AuditMismatch on all ranks if a gradient is beyond its rounding bound.
         """
         self._progress.calls += 1
-        self._auditor.end(self._progress.calls)
+        self._auditor.reduced(self._progress.calls)
         self._auditor.begin(self._progress.calls + 1)
 
     @property

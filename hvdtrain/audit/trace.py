@@ -71,7 +71,7 @@ class Tracer:
         """`is_due`: whether a step is recorded. `keeps_sums`: record `sums` as well."""
         self._setting = setting
         self._parameters = [it for it in job.model.parameters() if it.requires_grad]
-        self._optimizer, self._exchange = job.optimizer, exchange
+        self._job, self._exchange = job, exchange
         self._shares = len(job.feed.shares.weights)
         self._is_due, self._on_record, self._keeps_sums = is_due, on_record, keeps_sums
         self._records = False  # this step
@@ -90,26 +90,33 @@ class Tracer:
         self._records = self._is_due(step)
         if self._records:
             self._samples = text_of(digest_of(torch.from_numpy(data.indices)))
+            self._reduced = self._digests([], [])
+            self._sums = [0.0] * len(self._parameters) if self._keeps_sums else []
             self._local.begin()
 
     def begin_pass(self, share: int, batch: Any) -> None:
         if self._records:
             self._local.begin_pass(share, batch)
 
-    def end(self, step: int) -> None:
-        """Digest the reduced gradients."""
-        if self._records:
-            self._local.end()
-            gradients = [it.grad for it in self._parameters]
-            self._reduced = self._digests(gradients, self._own_reduced)
-            if self._keeps_sums:
-                totals = (0.0 if it is None else float(it.double().sum()) for it in gradients)
-                self._sums = [_finite(total) for total in totals]
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Digest the reduced gradients of an optimizer."""
+        if not self._records:
+            return
+        owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        places = {n for n, it in enumerate(self._parameters) if id(it) in owned}
+        gradients = [it.grad for it in self._parameters]
+        self._reduced += self._digests(gradients, [it for it in self._own_reduced if it in places])
+        if self._keeps_sums:
+            for place in places:
+                gradient = gradients[place]
+                total = 0.0 if gradient is None else float(gradient.double().sum())
+                self._sums[place] = _finite(total)
 
     def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
         if not self._records:
             return
+        self._local.end()
         # Rows of one length: those of the shares, of the reduced gradients, and of the parameters.
         local = self._local.table(self._shares)
         after = self._digests(self._parameters, self._own_updated)
@@ -127,7 +134,7 @@ class Tracer:
                 reduced=reduced[1:],
                 parameters=parameters[1:],
                 loss=_finite(sums.mean_loss()),
-                lr=float(self._optimizer.param_groups[0]["lr"]),
+                lr=self._job.lr,
                 sums=list(self._sums),
             )
         )

@@ -117,12 +117,15 @@ class CanonicalSums:
         optimizer: torch.optim.Optimizer,
         shares: int,
         exchange: Exchange,
+        place: int = 0,
     ) -> None:
-        """Prepare buckets and hooks. `shares`: number of shares over all ranks.
+        """Prepare buckets and hooks for the parameters of `optimizer`, one of those of `model`.
 
+        `shares`: number of shares over all ranks. `place`: of the optimizer, if there are several.
         The trainable parameters must be those of `check_types`.
         """
         self._exchange = exchange
+        self._name = "hvdtrain.canonical" + (f".{place}" if place else "")
         self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
         self._optimizer = optimizer
         self._trainable = Trainable(model, optimizer)
@@ -130,7 +133,9 @@ class CanonicalSums:
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         # Backward passes make the gradients of the last layers first.
-        self._buckets = _make_buckets([it for it in model.parameters() if it.requires_grad][::-1])
+        owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        own = [it for it in model.parameters() if it.requires_grad and id(it) in owned]
+        self._buckets = _make_buckets(own[::-1])
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -205,7 +210,7 @@ class CanonicalSums:
                 found = form.exponent_fields(_largest(_finite(share)))
             torch.maximum(exponents[:-1], found, out=exponents[:-1])
         bucket.exponents = exponents
-        name = f"hvdtrain.canonical.exponents.{bucket.number}"
+        name = f"{self._name}.exponents.{bucket.number}"
         bucket.agreed = self._exchange.begin_reduction(exponents, "max", name)
 
     def _send_integers(self, bucket: _Bucket) -> None:
@@ -223,11 +228,11 @@ class CanonicalSums:
             for share in shares:
                 others += share.masked_fill(share.isfinite(), 0)
             shares = [_finite(share) for share in shares]
-            name = f"hvdtrain.canonical.not_finite.{bucket.number}"
+            name = f"{self._name}.not_finite.{bucket.number}"
             bucket.marked = self._exchange.begin_reduction(others, "sum", name)
         _add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
         bucket.shares.clear()
-        name = f"hvdtrain.canonical.integers.{bucket.number}"
+        name = f"{self._name}.integers.{bucket.number}"
         bucket.added = self._exchange.begin_reduction(bucket.integers, "sum", name)
 
     def _receive(self, bucket: _Bucket) -> None:

@@ -91,10 +91,11 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     if virtual:
         workers += f" for {counted(len(shares), kind)}"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
-    optimizer = type(job.optimizer).__name__.lower()
-    peak_lr = max(float(group["lr"]) for group in job.optimizer.param_groups)
+    optimizer = " and ".join(type(it).__name__.lower() for it in job.optimizers)
+    peak_lr = max(float(group["lr"]) for group in job.optimizers[0].param_groups)
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
-    varies = any(job.schedule(step) != peak_lr for step in (0, job.total_steps - 1))
+    ends = (0, job.total_steps - 1)
+    varies = job.schedule is not None and any(job.schedule(step) != peak_lr for step in ends)
     return "\n".join(
         [
             f"hvdtrain {__version__}",
@@ -130,14 +131,18 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
     """Return the last lines of a finished run."""
     speed = summary["samples_per_s"]  # None where no step was made
     figure = "loss" if summary.get("valid_accuracy") is None else "accuracy"
+    valid = summary[f"valid_{figure}"]  # None where nothing is evaluated
     lines = [
         f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
         f"{counted(summary['samples_seen'], 'sample')}"
         + (f", {rate(speed)} samples/s" if speed is not None and math.isfinite(speed) else "")
         + (f", {duration(summary['wall_s'])} in all" if summary.get("wall_s") else "")
         + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
-        + f"; validation {figure} {summary[f'valid_{figure}']:.4f} on "
-        f"{summary['valid_samples']:,}"
+        + (
+            f"; training loss {summary['train_loss']:.4f}"
+            if valid is None
+            else f"; validation {figure} {valid:.4f} on {summary['valid_samples']:,}"
+        )
     ]
     if best := summary.get("best"):
         (name,) = (key for key in best if key.startswith("valid_"))

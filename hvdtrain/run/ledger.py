@@ -202,7 +202,8 @@ class RunLedger(Ledger):
         """Wait for the last checkpoint, write the summary and print the result."""
         self._checkpoints.wait()
         self._note(outcome.totals)
-        self._note_evaluation(outcome.evaluation)
+        if outcome.evaluation:
+            self._note_evaluation(outcome.evaluation)
         self._summary |= {
             "status": "finished",
             "epochs": outcome.totals.epoch,

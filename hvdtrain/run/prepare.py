@@ -61,7 +61,7 @@ def prepare(
     ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
         model=model,
-        optimizer=optimizer,
+        optimizers=(optimizer,),
         update=Update(model, device, amp, settings.clip_grad, ema_decay),
         task=source.task,
         data=source.data,

@@ -35,10 +35,11 @@ from hvdtrain.run.trace_file import RecordedRun, Stretch, origin_of, stretches
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Audit, State, steps_from, train_step
+from hvdtrain.train.loop import State, steps_from
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.simulated import SimulatedRanks
 from hvdtrain.train.state import restore
+from hvdtrain.train.step import Audit, train_step
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,10 @@ from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Audit, Hooks, Outcome, State
+from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
+from hvdtrain.train.step import Audit
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Task:
         the lowest value or, with `best_is_highest`, the highest.
     `counts_samples`: whether `Sums.samples` is the number of samples in the batch. Set it to False
         if it counts something else that varies between batches, such as tokens.
+    `computes_loss`: whether there is a `loss`; not where a script computes it in its own loop.
     """
 
     metrics: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class Task:
     best = "loss"
     best_is_highest = False
     counts_samples = True
+    computes_loss = True
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,40 +29,60 @@ class Intervals:
     hash: int
 
 
+class Stateful(Protocol):
+    """An object with a state to save, such as a learning rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """A training job: model, data, update rule and length."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]  # one, unless a script's own loop has more
     update: Update
     task: Task
     data: Splits
     feed: Feed
     valid_shares: SharesLike
-    schedule: Schedule
+    schedule: Schedule | None  # None: the script sets learning rates itself
     total_steps: int
     device: torch.device
     intervals: Intervals
     reduction: Reduction = SUM
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
     seed: int = 0  # of the virtual workers' random numbers
+    further_state: Sequence[Stateful] = ()  # objects of a script, saved in each checkpoint
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 
     def distributed(self, exchange: Exchange) -> Job:
-        """Collective: return this job with an optimizer that reduces gradients over ranks."""
+        """Collective: return this job with optimizers whose gradients are reduced over ranks."""
         model, shares, batch = self.model, self.feed.shares, self.sampler.global_batch_size
         if isinstance(shares, VirtualShares):
-            make_gradients_dense(model, self.optimizer)
-            exchange.broadcast_state(model, self.optimizer)
-            virtual = VirtualWorkers(model, self.optimizer, exchange, shares, self.seed, batch)
+            for optimizer in self.optimizers:
+                make_gradients_dense(model, optimizer)
+                exchange.broadcast_state(model, optimizer)
+            virtual = VirtualWorkers(model, self.optimizers, exchange, shares, self.seed, batch)
             return replace(self, workers=virtual)
-        optimizer = exchange.distribute(
-            self.optimizer, model, self.feed.micro_batches, self.reduction
-        )
+        for optimizer in self.optimizers:
+            exchange.distribute(optimizer, model, self.feed.micro_batches, self.reduction)
         samples = shares.sizes(batch)[exchange.rank]
-        worker = RankWorker(model, optimizer, exchange, self.device, samples)
-        return replace(self, optimizer=optimizer, workers=worker)
+        worker = RankWorker(model, self.optimizers, exchange, self.device, samples)
+        return replace(self, workers=worker)
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the first group of parameters."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def set_lr(self, step: int) -> None:
+        """Set the learning rates of a step (from 1), unless the script does."""
+        if self.schedule is not None:
+            for group in self.optimizers[0].param_groups:
+                group["lr"] = self.schedule(step - 1) * group.get("lr_scale", 1.0)
 
     @property
     def sampler(self) -> GlobalBatchSampler:

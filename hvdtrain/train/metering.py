@@ -90,13 +90,35 @@ class StepSums:
             own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
 
     def start(
-        self, exchange: Exchange, step: int, stop_requested: bool, phases_s: Sequence[float]
+        self,
+        exchange: Exchange,
+        step: int,
+        stop_requested: bool,
+        phases_s: Sequence[float],
+        part: int = 0,
     ) -> None:
-        """Collective: begin the reduction. Two steps may be in progress, so two names alternate."""
+        """Collective: begin the reduction. Two steps may be in progress, so two names alternate.
+
+        `part`: number of the update within the step.
+        """
         self._rows[0, STOP] = stop_requested
         self._rows[0, BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
-        of_all = exchange.sum_later(self._rows.clone(), f"hvdtrain.step_sums.{step % 2}")
+        name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
+        of_all = exchange.sum_later(self._rows.clone(), name)
         self._total = cache(lambda: of_all().sum(0))
+
+    def join(self, further: StepSums) -> None:
+        """Add the sums of a further update of the step, but for its loss and its count."""
+        first, second, own = self._total, further._total, further._rows.clone()
+        kept = [NOT_FINITE, *range(BAD + 1, own.shape[1])]
+
+        def total() -> torch.Tensor:
+            both = first().clone()
+            both[kept] += second()[kept]
+            return both
+
+        self._total = cache(total)
+        self._rows[:, kept] += own[:, kept]
 
     def total(self) -> torch.Tensor:
         """Collective: wait for the reduction; return the sums over all ranks."""

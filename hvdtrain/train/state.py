@@ -39,10 +39,15 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "step": at.step,
             "samples_seen": at.samples_seen,
             "parameters": [name for name, _ in job.model.named_parameters()],
-            "optimizer_order": _names_in_order(job),
+            "optimizer_order": _names_in_order(job, job.optimizers[0]),
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "model": model_state,
-            "optimizer": copied_to_cpu(job.optimizer.state_dict()),
+            "optimizer": copied_to_cpu(job.optimizers[0].state_dict()),
+            "further_optimizers": [
+                {"order": _names_in_order(job, it), "state": copied_to_cpu(it.state_dict())}
+                for it in job.optimizers[1:]
+            ],
+            "further_state": [copied_to_cpu(it.state_dict()) for it in job.further_state],
             "update": copied_to_cpu(job.update.state_dict()),
             "meter": at.meter.state_dict(),
             "ranks": list(itertools.chain.from_iterable(gathered)),
@@ -69,12 +74,15 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     buffers = state["ranks"][0]["buffers"]
     # Checkpoints of earlier versions do not name them; their optimizers had the model's order.
     names = state.get("parameters") or [name for name in state["model"] if name not in buffers]
-    order = state.get("optimizer_order") or names
+    optimizers = [{"order": state.get("optimizer_order") or names, "state": state["optimizer"]}]
+    optimizers += state.get("further_optimizers", [])
     trainable = sorted(set(names) - set(state.get("frozen", ())))
     tensors = {f"the parameter {name}": state["model"][name] for name in trainable}
-    for number, held in state["optimizer"]["state"].items():
-        own = order[number] if number < len(order) else f"parameter {number}"
-        tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
+    for optimizer in optimizers:
+        order = optimizer["order"]
+        for number, held in optimizer["state"]["state"].items():
+            own = order[number] if number < len(order) else f"parameter {number}"
+            tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
     if average := state["update"]["average"]:
         tensors |= {
             f"the moving average of {name}": average[f"module.{name}"] for name in trainable
@@ -89,10 +97,10 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     return f"{found[0]} is not finite{more}" if found else None
 
 
-def _names_in_order(job: Job) -> list[str]:
+def _names_in_order(job: Job, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, as its state numbers them."""
     names = {id(parameter): name for name, parameter in job.model.named_parameters()}
-    return [names[id(it)] for group in job.optimizer.param_groups for it in group["params"]]
+    return [names[id(it)] for group in optimizer.param_groups for it in group["params"]]
 
 
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
@@ -103,7 +111,11 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     generators, and this loss is returned as text.
     """
     job.model.load_state_dict(state["model"])
-    job.optimizer.load_state_dict(state["optimizer"])
+    states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
+    for optimizer, own in zip(job.optimizers, states, strict=True):
+        optimizer.load_state_dict(own)
+    for held, own in zip(job.further_state, state.get("further_state", []), strict=True):
+        held.load_state_dict(own)
     job.update.load_state_dict(state["update"])
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+Optimizer = torch.optim.Optimizer
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,42 +47,43 @@ class Update:
         """Return the loss for the backward pass (fp16: multiplied by the loss scale)."""
         return self._scaler.scale(loss)
 
-    def not_finite(self) -> list[str]:
+    def not_finite(self, optimizer: Optimizer) -> list[str]:
         """Return the names of the parameters whose reduced gradient is not finite, on every rank.
 
         With fp16 there are none: the scaler skips such a step and lowers the loss scale.
         """
         if self._scaler.is_enabled():
             return []
-        named = self._model.named_parameters()
-        return not_finite({name: p.grad for name, p in named if p.grad is not None})
+        own = {id(parameter) for parameter in _parameters(optimizer)}
+        named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
+        return not_finite({name: it for name, it in named.items() if it is not None})
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, optimizer: Optimizer, factor: float) -> None:
         """Multiply all gradients by `factor`."""
         if factor != 1:
-            for gradient in self._gradients():
+            for gradient in _gradients(optimizer):
                 gradient.mul_(factor)
 
-    def apply(self, optimizer: torch.optim.Optimizer, measure: bool = False) -> torch.Tensor | None:
-        """Unscale and clip the gradients, make one optimizer step and update the average.
+    def apply(self, optimizer: Optimizer, measure: bool = False) -> torch.Tensor | None:
+        """Unscale and clip the gradients, and make one optimizer step.
 
         Returns the norm before clipping if clipping is on or `measure` is set, else None.
         """
         self._scaler.unscale_(optimizer)
         norm = None
         if self._clip_grad is not None or measure:
-            norm = torch.nn.utils.get_total_norm(self._gradients())
+            norm = torch.nn.utils.get_total_norm(_gradients(optimizer))
         if self._clip_grad is not None and norm is not None:
-            parameters = self._model.parameters()
+            parameters = _parameters(optimizer)
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         self._scaler.step(optimizer)
         self._scaler.update()
-        if self.average is not None:
-            self.average.update_parameters(self._model)
         return norm
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._model.parameters() if p.grad is not None]
+    def end_step(self) -> None:
+        """Update the average, once all optimizers have made their step."""
+        if self.average is not None:
+            self.average.update_parameters(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale and the average."""
@@ -93,6 +95,14 @@ class Update:
         self._scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [it.grad for it in _parameters(optimizer) if it.grad is not None]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

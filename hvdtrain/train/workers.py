@@ -50,8 +50,8 @@ def seed_all(*numbers: int) -> None:
 class Workers(Protocol):
     """The workers that this rank computes."""
 
-    def begin_step(self) -> None:
-        """Begin a step, before its first backward pass."""
+    def begin_step(self, optimizer: int) -> None:
+        """Prepare the passes of a step that train an optimizer, given by its place."""
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         """Prepare the model for a pass over a part of `share`; passes of a share are adjacent.
@@ -70,7 +70,7 @@ class Workers(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """Collective: make every `.grad` the sum over all workers."""
+        """Collective: make every `.grad` of that optimizer the sum over all workers."""
 
     def states(self) -> list[WorkerState]:
         """Return the state to save of each worker of this rank, in order."""
@@ -93,16 +93,18 @@ class RankWorker:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         exchange: Exchange,
         device: torch.device,
         samples: int,
     ) -> None:
         """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
-        self._model, self._optimizer, self._exchange = model, optimizer, exchange
+        self._model, self._optimizers, self._exchange = model, optimizers, exchange
         self._device, self._samples = device, samples
+        self._optimizer = optimizers[0]
 
-    def begin_step(self) -> None: ...
+    def begin_step(self, optimizer: int) -> None:
+        self._optimizer = self._optimizers[optimizer]
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None: ...
 
@@ -146,7 +148,7 @@ class VirtualWorkers:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         exchange: Exchange,
         shares: VirtualShares,
         seed: int,
@@ -156,15 +158,19 @@ class VirtualWorkers:
         self._model, self._exchange, self._seed = model, exchange, seed
         self._own = shares.of_rank(exchange.rank)
         self._samples = shares.sizes(batch)
-        self._sums = CanonicalSums(model, optimizer, shares.rows, exchange)
+        self._sums_of = [
+            CanonicalSums(model, optimizer, shares.rows, exchange, place)
+            for place, optimizer in enumerate(optimizers)
+        ]
+        self._sums = self._sums_of[0]
         self._buffers = {share: buffers_of(model) for share in self._own}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
         self._versions: list[int] = []  # of the parameters, when the step began
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
-    def begin_step(self) -> None:
-        self._current = None
+    def begin_step(self, optimizer: int) -> None:
+        self._current, self._sums = None, self._sums_of[optimizer]
         self._versions = [parameter._version for parameter in self._model.parameters()]
         if self._first_hash == "":
             self._first_hash = params_sha256(self._model, with_buffers=False)

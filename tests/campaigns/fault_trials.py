@@ -32,8 +32,8 @@ from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import train_step
 from hvdtrain.train.metering import PhaseClock
+from hvdtrain.train.step import train_step
 
 PLUGINS = "tests.parallel.plugins"
 WORKLOADS: dict[str, dict[str, Any]] = {

@@ -84,7 +84,7 @@ def make_job(
     sampler = GlobalBatchSampler(len(dataset.train), len(dataset.train), seed=0)
     return Job(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.0),),
         update=Update(model, CPU),
         task=task,
         data=task.build_data(),
@@ -175,7 +175,7 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
             model = Words(sparse).double()
             update = Update(model, CPU, clip_grad=0.5)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            job = replace(job, model=model, optimizer=optimizer, update=update)
+            job = replace(job, model=model, optimizers=(optimizer,), update=update)
             job = distributed(replace(job, schedule=lambda step: 0.1, reduction=SUM), where)
             audit = Audits()
             if where is exchange:
@@ -413,7 +413,7 @@ def an_unused_layer_stays_the_same_for_every_n(exchange: Exchange) -> None:
         with torch.no_grad():
             job.model.unused.weight.fill_(2)
         optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, weight_decay=0.5)
-        job = replace(job, optimizer=optimizer, schedule=lambda step: 0.1)
+        job = replace(job, optimizers=(optimizer,), schedule=lambda step: 0.1)
         job = distributed(job, where)
         one_step(job, where, Audits(), 1, np.arange(8))
         results.append(job.model.unused.weight.detach())
@@ -555,10 +555,10 @@ class FaultyExchangeAudit:
 
     def updated(self, step: int, sums: StepSums) -> None: ...
 
-    def end(self, step: int) -> None:
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         if self._fault:
             self._fault(self._job.model.output.weight.grad)
-        self._audit.end(step)
+        self._audit.reduced(step, optimizer)
 
 
 def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:

@@ -25,10 +25,11 @@ from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation, evaluate
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, train, train_step
+from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, train
 from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
 from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
+from hvdtrain.train.step import train_step
 from hvdtrain.train.update import Update
 
 SHAPE = (1, 4, 4)
@@ -134,7 +135,7 @@ def make_job(
     sampler = GlobalBatchSampler(len(dataset.train), batch, seed=5)
     job = Job(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01),),
         update=Update(model, CPU, **update),
         task=task,
         data=task.build_data(),

@@ -61,7 +61,7 @@ class Overflowing(nn.Module):
 
 
 def state_of(job: Job) -> Any:
-    return copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()["state"]))
+    return copy.deepcopy((job.model.state_dict(), job.optimizers[0].state_dict()["state"]))
 
 
 def refused_step(job: Job, exchange: Any, samples: int) -> str:
@@ -158,9 +158,9 @@ def spoil_average(job: Job) -> None:
 
 SPOILED = {
     "the parameter 6.bias is not finite": lambda job: job.model[6].bias.data[3:4].fill_(torch.nan),
-    "the optimizer's momentum_buffer of 4.weight is not finite": lambda job: job.optimizer.state[
-        job.model[4].weight
-    ]["momentum_buffer"].fill_(torch.inf),
+    "the optimizer's momentum_buffer of 4.weight is not finite": lambda job: (
+        job.optimizers[0].state[job.model[4].weight]["momentum_buffer"].fill_(torch.inf)
+    ),
     "the moving average of 4.bias is not finite": spoil_average,
     "1.running_var of rank 0 is not finite": lambda job: job.model[1].running_var.fill_(torch.nan),
 }

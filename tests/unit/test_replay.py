@@ -48,12 +48,12 @@ prepare.make_schedule = lambda *them: lambda step: honest(*them)(step) * (1.5 if
 STOPPED = """
 import os, signal
 from hvdtrain.train import loop
-honest = loop.train_step
-def train_step(job, exchange, audit, step, *them):
-    if step == 7:
+honest = loop.compute
+def compute(job, step):
+    if step.number == 7:
         os.kill(os.getpid(), signal.SIGTERM)
-    return honest(job, exchange, audit, step, *them)
-loop.train_step = train_step
+    honest(job, step)
+loop.compute = compute
 """
 
 

@@ -198,9 +198,9 @@ def test_infinite_fp16_gradients_skip_the_step() -> None:
     state = job.update.state_dict()
     state["scaler"]["scale"] = 2.0**40
     job.update.load_state_dict(state)
-    before = copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()["state"]))
+    before = copy.deepcopy((job.model.state_dict(), job.optimizers[0].state_dict()["state"]))
     sums = one_step(job, SINGLE, Audits(), 2, np.arange(12)).total()
-    after = (job.model.state_dict(), job.optimizer.state_dict()["state"])
+    after = (job.model.state_dict(), job.optimizers[0].state_dict()["state"])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.isfinite(sums[0]) and sums[3] == 0
     assert job.update.state_dict()["scaler"]["scale"] == 2.0**39
@@ -213,13 +213,13 @@ def test_the_learning_rate_of_every_step_is_the_schedules() -> None:
     """Fails when a step uses the rate of its neighbour, or the one that is reported differs."""
     job = make_job(made_up_data(10), 4, SINGLE, total_steps=7)
     used: list[float] = []
-    step = job.optimizer.step
+    step = job.optimizers[0].step
 
     def stepping(*args: Any, **kwargs: Any) -> Any:
-        used.extend(group["lr"] for group in job.optimizer.param_groups)
+        used.extend(group["lr"] for group in job.optimizers[0].param_groups)
         return step(*args, **kwargs)
 
-    job.optimizer.step = stepping  # type: ignore[method-assign]
+    job.optimizers[0].step = stepping  # type: ignore[method-assign]
     ran = run_job(job, SINGLE)
     assert used == [job.schedule(number) for number in range(7)]
     reported = [(record[1].step, record[-1]) for record in ran.recording.records]

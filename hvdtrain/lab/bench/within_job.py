@@ -46,9 +46,10 @@ from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import Audit, State, train_step
+from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
+from hvdtrain.train.step import Audit, train_step
 from hvdtrain.train.update import Update
 
 DATA = "synthetic:1x28x28"
@@ -113,7 +114,7 @@ def make_job(
     device = torch.device("cpu")
     job = Job(
         model=work.model,
-        optimizer=work.tuned_optimizer(),
+        optimizers=(work.tuned_optimizer(),),
         update=Update(work.model, device),
         task=work.task,
         data=work.task.build_data(),

@@ -17,8 +17,8 @@ from hvdtrain.data.feeding import Feed
 from hvdtrain.lab.systems.contract import Parameters, Place, RingTraffic, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import train_step
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.step import train_step
 from hvdtrain.train.update import Update
 
 LOG_INTERVAL = 10
@@ -41,7 +41,7 @@ class Horovod(RingTraffic):
         shares, device = Shares(exchange.size), torch.device("cpu")
         job = Job(
             model=work.model,
-            optimizer=work.optimizer(trained(work.model)),
+            optimizers=(work.optimizer(trained(work.model)),),
             update=Update(work.model, device),
             task=work.task,
             data=work.task.build_data(),

@@ -1,0 +1,277 @@
+"""One step of training: passes over this rank's batches, the reduction, and the update.
+
+A step's update uses the gradient of the mean loss over the *global* batch. Rank r computes the sum
+of its own samples' losses and divides it by B, the number of samples in this global batch, so that
+the sum over ranks is sum_r (1/B) sum_i loss_i = (1/B) sum_i loss_i, even if ranks hold different
+numbers of samples, or none. (Gradients sent in float16 are N times as large, and averaged over the
+N ranks: otherwise they would underflow float16 as N grows.) With accumulation the global batch is
+first cut into micro-batches, and each of them is divided among the ranks, so micro-batches are the
+same for every N. If the loss counts something else (tokens), or samples were skipped, the reduced
+gradient is multiplied by B / (count over all ranks) before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+
+from hvdtrain.data.feeding import Loaded, StepData, may_skip, to_device
+from hvdtrain.errors import TrainingError, UsageError, name_ranks
+from hvdtrain.exchange import Exchange
+from hvdtrain.tasks import Sums, check_sums
+from hvdtrain.train.job import Job
+from hvdtrain.train.metering import COUNT, PhaseClock, StepSums
+from hvdtrain.train.update import not_finite
+
+
+class Audit(Protocol):
+    """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Prepare for a step (counted from 1), before its first backward pass."""
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
+
+    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Collective: examine the gradients of an optimizer once they are reduced."""
+
+    def updated(self, step: int, sums: StepSums) -> None:
+        """Collective: examine the step once all parameters are updated."""
+
+    def close(self) -> None:
+        """Collective: end, after the last step."""
+
+
+class Pass(NamedTuple):
+    """A forward and backward pass of this rank."""
+
+    share: int
+    number: int  # within the share
+    is_last: bool  # of this rank in the step
+    loaded: Loaded
+
+
+class Step:
+    """One step: for each batch of `batches` a call of `backward`, then `update`, then `close`.
+
+    With several optimizers these follow one another for each of them, over the same batches.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        exchange: Exchange,
+        audit: Audit,
+        number: int,
+        data: StepData,
+        clock: PhaseClock,
+        stop_requested: bool = False,
+    ) -> None:
+        """Begin step `number` (from 1). `data`: this rank's part of the global batch.
+
+        `stop_requested`: of this rank; all ranks learn of it with the sums of the step.
+        """
+        self.number = number
+        self._job, self._exchange, self._audit = job, exchange, audit
+        self._data, self._clock, self._stop_requested = data, clock, stop_requested
+        self._weight = job.reduction.weight(exchange.size) / data.samples
+        self._loaded: list[Loaded] = []  # read so far, for the optimizers after the first
+        self._own: list[Pass] = []  # of the current optimizer
+        self._pass: Pass | None = None  # which waits for its backward pass
+        self._active: int | None = None  # the optimizer whose passes are made
+        self._made: list[StepSums] = []  # of each update
+        self._sums = StepSums(job.device)
+        job.set_lr(number)
+        audit.begin(number, data)
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples in the global batch."""
+        return self._data.samples
+
+    @property
+    def is_updated(self) -> bool:
+        """Return whether the body of the step is done."""
+        return self._active is None and bool(self._made)
+
+    def batches(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Any]:
+        """Yield each batch of this rank, on its device: none if its share is empty.
+
+        `optimizer`: the one to train, of several. Only its parameters have gradients meanwhile.
+        """
+        job, clock = self._job, self._clock
+        if self._active is not None:
+            raise UsageError(f"step {self.number}: call update() after the passes over its batches")
+        self._active = place = _place_of(optimizer, job.optimizers)
+        job.optimizers[place].zero_grad()
+        self._sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
+        self._own = []
+        # The passes of a further optimizer draw other random numbers.
+        drawn = len(self._made) * job.feed.micro_batches
+        job.workers.begin_step(place)
+        with _others_frozen(job, place):
+            for it in self._passes():
+                clock.enter("compute")
+                if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+                    job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
+                    self._audit.begin_pass(it.share, it.loaded.batch)
+                    self._pass = it
+                    yield to_device(it.loaded.batch, job.device)
+                    self._refuse_missing_backward()
+                    if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
+                        self._own.append(it._replace(number=it.number + drawn))
+                clock.enter("data")
+
+    def backward(self, found: Sums) -> None:
+        """Add the weighted gradient of the batch to `.grad`, and its sums to those of the step."""
+        job, it = self._job, self._pass
+        if it is None:
+            raise UsageError(f"step {self.number}: backward() is called once for each batch")
+        self._pass = None
+        found = check_sums(found, job.task, it.loaded.samples, training=True)
+        job.update.scale(found.loss * self._weight).backward()
+        self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
+
+    def update(self) -> None:
+        """Collective: reduce the gradients, and make one step of the optimizer.
+
+        Raises TrainingError on all ranks if a gradient is not finite.
+        """
+        if self._active is None:
+            raise UsageError(f"step {self.number}: iterate over its batches before update()")
+        self._refuse_missing_backward()
+        job, sums, clock, number = self._job, self._sums, self._clock, self.number
+        optimizer, self._active = job.optimizers[self._active], None
+        clock.enter("exchange")
+        sums.start(self._exchange, number, self._stop_requested, clock.take(), len(self._made))
+        job.workers.reduce_gradients()
+        self._audit.reduced(number, optimizer)
+        if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
+            counted = float(sums.total()[COUNT])
+            job.update.rescale(optimizer, self._data.samples / counted if counted else 1.0)
+        clock.enter("update")
+        if found := job.update.not_finite(optimizer):
+            self._refuse_gradients(found)
+        is_logged = number % job.intervals.log == 0
+        sums.gradient_norm = job.update.apply(optimizer, measure=is_logged)
+        self._made.append(sums)
+
+    def close(self) -> StepSums:
+        """Collective: end the step. Returns its sums, whose reduction may still be in progress."""
+        if not self.is_updated:
+            raise UsageError(f"step {self.number}: call update() once its batches are used")
+        sums = self._made[0]
+        for further in self._made[1:]:
+            sums.join(further)
+        self._job.update.end_step()
+        self._audit.updated(self.number, sums)
+        self._clock.leave()
+        return sums
+
+    def _passes(self) -> Iterator[Pass]:
+        """Read and yield the passes of this rank, one after another."""
+        data, is_first, keep = self._data, not self._made, len(self._job.optimizers) > 1
+        for place, (share, number) in enumerate(data.passes):
+            self._job.workers.seed(self.number, share, number, reading=True)
+            loaded = next(data.batches) if is_first else self._loaded[place]
+            if is_first and keep:
+                self._loaded.append(loaded)
+            yield Pass(share, number, place + 1 == len(data.passes), loaded)
+
+    def _refuse_missing_backward(self) -> None:
+        if self._pass is not None:
+            raise UsageError(f"step {self.number}: call backward() for each of its batches")
+
+    def _refuse_gradients(self, found: list[str]) -> NoReturn:
+        """Collective: raise TrainingError on all ranks for the parameters `found`.
+
+        Their reduced gradients are not finite. If a loss is not finite, that is reported as the
+        cause.
+        """
+        job, exchange, step = self._job, self._exchange, self.number
+        faulty = exchange.size == 1 or self._own_are_faulty(found)
+        self._sums.check_losses(exchange, step)
+        faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
+        ranks = [rank for rank, at_fault in enumerate(faulty_ranks) if at_fault]
+        where = "after summation, although finite on each rank"
+        if ranks or not job.task.computes_loss:
+            where = f"on {name_ranks(ranks)}" if ranks else "on at least one rank"
+        parameters = sum(1 for _ in job.model.parameters())
+        advice = "look for functions without a derivative where they are used (sqrt or a norm at 0)"
+        if not ranks and job.reduction.compression != "none":
+            advice = f"leave --compression={job.reduction.compression} out, which overflows early"
+        raise TrainingError(
+            f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
+            f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
+            f"applied, and nothing of it is saved. Lower --lr, or {advice}"
+        )
+
+    def _own_are_faulty(self, names: list[str]) -> bool:
+        """Recompute this rank's own gradients, which the reduction has overwritten. Returns whether
+        a gradient of `names` is not finite. Collective if layers are synchronised.
+        """
+        job, faulty = self._job, False
+        if not job.task.computes_loss:
+            return False
+        parameters = [job.model.get_parameter(name) for name in names]
+        for it in self._own:
+            job.workers.repeat_pass(self.number, it.share, it.number)
+            with job.update.autocast():
+                loss = job.task.loss(job.model, to_device(it.loaded.batch, job.device)).loss
+            gradients = torch.autograd.grad(loss * self._weight, parameters, allow_unused=True)
+            known = {str(i): it for i, it in enumerate(gradients) if it is not None}
+            faulty = faulty or bool(not_finite(known))
+        return faulty
+
+
+def compute(job: Job, step: Step) -> None:
+    """Collective: make the passes and the update of a step with the loss of the job's task."""
+    for batch in step.batches():
+        with job.update.autocast():
+            found = job.task.loss(job.model, batch)
+        step.backward(found)
+    step.update()
+
+
+def train_step(
+    job: Job, exchange: Exchange, audit: Audit, number: int, data: StepData, clock: PhaseClock
+) -> StepSums:
+    """Collective: make one optimizer update from a global batch; `data` is this rank's part.
+
+    Returns the sums of this step, whose reduction over ranks may still be in progress.
+    """
+    step = Step(job, exchange, audit, number, data, clock)
+    compute(job, step)
+    return step.close()
+
+
+def _place_of(
+    optimizer: torch.optim.Optimizer | None, optimizers: tuple[torch.optim.Optimizer, ...]
+) -> int:
+    """Return the place of an optimizer. Raises UsageError unless it is one of them."""
+    if optimizer is None and len(optimizers) == 1:
+        return 0
+    for place, known in enumerate(optimizers):
+        if known is optimizer:
+            return place
+    raise UsageError("step.batches(optimizer): name one of the optimizers that the loop was given")
+
+
+@contextmanager
+def _others_frozen(job: Job, place: int) -> Iterator[None]:
+    """Let only the parameters of one optimizer have gradients, of several."""
+    own = {id(it) for group in job.optimizers[place].param_groups for it in group["params"]}
+    frozen = []
+    if len(job.optimizers) > 1:
+        frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
