@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hvdtrain.data import Split as Split
     from hvdtrain.data import Splits as Splits
     from hvdtrain.data import TensorSplit as TensorSplit
+    from hvdtrain.run.own_loop import Loop as Loop
     from hvdtrain.tasks import Settings as Settings
     from hvdtrain.tasks import Sums as Sums
     from hvdtrain.tasks import Task as Task
@@ -36,6 +37,7 @@ _PUBLIC = {
         *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares"),
         *("Split", "Splits", "TensorSplit"),
     ),
+    "hvdtrain.run.own_loop": ("Loop",),
     "hvdtrain.tasks": ("Settings", "Sums", "Task"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, Stopped
 
 
 def say(text: str) -> None:
@@ -69,6 +69,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         return
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if Path(__file__).parent not in Path(frame.filename).parents]
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    complain(f"hvdtrain: error{place}: {error}")
+    place = f": error at {own[-1].filename}:{own[-1].lineno}" if own else ": error"
+    if isinstance(error, Stopped):
+        place = ""
+    complain(f"hvdtrain{place}: {error}")
     raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

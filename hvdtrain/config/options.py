@@ -78,6 +78,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return ELSEWHERE.get(near, near) if near else None
 
 
+def type_problem(name: str, value: Any) -> str | None:
+    """Return what is wrong with the type of an option's value, given in Python, if anything."""
+    option = train_options()[name]
+    accepted = (int, float) if option.type is float else option.type
+    is_truth = isinstance(value, bool)
+    fits = isinstance(value, accepted) and is_truth == (option.type is bool)
+    if fits or (value is None and option.optional):
+        return None
+    return f"{name}={value!r}: expected {option.type.__name__}, not {type(value).__name__}"
+
+
 BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
 

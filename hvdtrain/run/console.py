@@ -96,6 +96,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
     ends = (0, job.total_steps - 1)
     varies = job.schedule is not None and any(job.schedule(step) != peak_lr for step in ends)
+    rates = "up to " if varies else "at first " if job.schedule is None else ""
     return "\n".join(
         [
             f"hvdtrain {__version__}",
@@ -106,7 +107,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
             f"{counted(torch.get_num_threads(), 'compute thread')} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
-            f"  update   {optimizer}, learning rate {'up to ' if varies else ''}{peak_lr:.4g}",
+            f"  update   {optimizer}, learning rate {rates}{peak_lr:.4g}",
             *_notes_on_workers(job.model, len(shares), kind),
         ]
     )

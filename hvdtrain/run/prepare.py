@@ -17,6 +17,7 @@ from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.ring import split_evenly
+from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
@@ -37,15 +38,22 @@ def prepare(
     source: Source,
     exchange: Exchange,
     topology: Topology,
+    script: Script | None = None,
 ) -> Job:
-    """Return the job of this rank, its optimizer not distributed yet. Raises UsageError."""
+    """Return the job of this rank, its optimizer not distributed yet. Raises UsageError.
+
+    `script`: has a model and optimizers of its own.
+    """
     if config.precision.deterministic:
         _demand_repetition(config, exchange)
     device = choose_device(config.model.device, topology)
     _choose_threads(config)
     _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
-    model = _make_model(config, source, exchange, device)
+    if script:
+        model = _take_model(config, script, exchange, device)
+    else:
+        model = _make_model(config, source, exchange, device)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
@@ -53,15 +61,19 @@ def prepare(
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if has_batch_norm(model):
         _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
-    lr = scaled_lr(settings.lr, settings.scale_lr, global_batch_size, settings.lr_base_batch_size)
-    warmup_steps = round(min(config.schedule.warmup_epochs * sampler.steps_per_epoch, total_steps))
-    optimizer = _make_optimizer(config, source.task, model, lr)
-    schedule = _make_schedule(config, source.task, optimizer, total_steps, warmup_steps)
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedule: Schedule | None = None
+    if script:
+        optimizers = _take_optimizers(script)
+    else:
+        optimizer = _make_optimizer(config, source.task, model, global_batch_size)
+        schedule = _make_schedule(config, source.task, optimizer, sampler)
+        optimizers = (optimizer,)
     amp, compression = config.precision.amp, config.precision.compression
     ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
         model=model,
-        optimizers=(optimizer,),
+        optimizers=optimizers,
         update=Update(model, device, amp, settings.clip_grad, ema_decay),
         task=source.task,
         data=source.data,
@@ -79,6 +91,7 @@ def prepare(
         reduction=SUM if compression == "none" else Reduction("average", compression),
         fingerprints=source.fingerprints,
         seed=config.run.seed,
+        further_state=script.further_state if script else (),
     )
 
 
@@ -117,13 +130,57 @@ def _make_model(
     return model
 
 
+def _take_model(
+    config: TrainConfig, script: Script, exchange: Exchange, device: torch.device
+) -> torch.nn.Module:
+    """Return the model of a script, on the device of this rank; then seed each rank alone."""
+    model = script.model.to(device)
+    if config.batch.virtual_workers is not None:
+        check_model(model)
+    seed_all(config.run.seed, exchange.rank)
+    return model
+
+
+def _take_optimizers(script: Script) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of a script. Raises UsageError with every problem."""
+    named = {id(it): name for name, it in script.model.named_parameters() if it.requires_grad}
+    owner: dict[int, int] = {}
+    problems = []
+    for place, optimizer in enumerate(script.optimizers):
+        kind = type(optimizer).__name__
+        if reason := UNSUITABLE.get(kind.lower()):
+            problems.append(f"hvdtrain.Loop: {kind} {reason}")
+        own = [it for group in optimizer.param_groups for it in group["params"]]
+        if foreign := sum(it.requires_grad and id(it) not in named for it in own):
+            problems.append(
+                f"hvdtrain.Loop: {counted(foreign, 'parameter')} of {kind} are not of the models "
+                "that it was given"
+            )
+        if shared := [named[id(it)] for it in own if id(it) in owner and id(it) in named]:
+            problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
+        owner |= {id(it): place for it in own}
+    if missing := [name for parameter, name in named.items() if parameter not in owner]:
+        problems.append(
+            f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "
+            f"({len(missing)} of {len(named)}). Give it to one, or freeze it by "
+            "requires_grad_(False)"
+        )
+    if problems:
+        raise UsageError(*problems)
+    return script.optimizers
+
+
 def _make_optimizer(
-    config: TrainConfig, task: Task, model: torch.nn.Module, lr: float
+    config: TrainConfig, task: Task, model: torch.nn.Module, batch: int
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the task, or else that of the flags. Raises UsageError."""
+    """Return the optimizer of the task, or else that of the flags. Raises UsageError.
+
+    `batch`: samples of a global batch, for --scale-lr.
+    """
     name, settings = config.model.task, config.optimizer
     own = plugins.call("--task", name, task.build_optimizer, model) if name else None
     if own is None:
+        lr = scaled_lr(settings.lr, settings.scale_lr, batch, settings.lr_base_batch_size)
         return build_optimizer(
             settings.opt,
             model,
@@ -152,12 +209,14 @@ def _make_schedule(
     config: TrainConfig,
     task: Task,
     optimizer: torch.optim.Optimizer,
-    total_steps: int,
-    warmup_steps: int,
+    sampler: GlobalBatchSampler,
 ) -> Schedule:
     """Return the learning rate of the groups that have the highest, by step. All others keep their
     ratio to it. Raises UsageError.
     """
+    steps_per_epoch = sampler.steps_per_epoch
+    total_steps = config.schedule.total_steps(steps_per_epoch)
+    warmup_steps = round(min(config.schedule.warmup_epochs * steps_per_epoch, total_steps))
     peak = max(float(group["lr"]) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         group["lr_scale"] = float(group["lr"]) / peak if peak else 1.0

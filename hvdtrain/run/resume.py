@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import Option, as_flat_dict, train_options
 from hvdtrain.data.splits import difference
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run.directory import RunDirectory
@@ -118,6 +119,21 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
             f"{config.folder} to take over its weights"
         )
         raise UsageError(*problems)
+
+
+def take_last_weights(model: torch.nn.Module, folder: Path, exchange: Exchange) -> None:
+    """Collective: load the weights of a finished run's last checkpoint, which rank 0 reads."""
+
+    def read() -> dict[str, torch.Tensor] | None:
+        if exchange.rank != 0:
+            return None
+        newest = Checkpoints(folder / "checkpoints", keep=1).complete()
+        if not newest:
+            raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
+        return load_checkpoint(newest[0])[0]
+
+    weights = agree(exchange, "last_weights", read)
+    model.load_state_dict(exchange.broadcast_object(weights, "hvdtrain.last_weights"))
 
 
 def _way_to(path: Path) -> str:

@@ -30,6 +30,7 @@ from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import counted
 from hvdtrain.models import IMAGE_SIZES, check_model, fit_dataset
 from hvdtrain.models import build_model as build_network
+from hvdtrain.run.script import Script
 from hvdtrain.tasks import Settings, Task
 from hvdtrain.tasks.classification import Classification
 
@@ -71,19 +72,24 @@ class Source:
         return GlobalBatchSampler(samples, global_batch_size, seed, self.parts)
 
 
-def find_source(config: TrainConfig, exchange: Exchange, local_rank: int) -> Source:
+def find_source(
+    config: TrainConfig, exchange: Exchange, local_rank: int, script: Script | None = None
+) -> Source:
     """Collective: build the task and read its data on every rank, and compare the ranks' results.
+
+    `script`: has a task and data of its own.
 
     Raises AgreedFailure if a rank fails, or hosts hold parts of different data sets.
     """
     hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
-    agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
+    if script is None:
+        agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
     shared = config.data.data_placement == "shared"
 
     def build() -> tuple[Task, Splits, Fingerprints]:
-        task = build_task(config, host, hosts.count(host))
-        data = build_data(task, config)
+        task: Task = script.task if script else build_task(config, host, hosts.count(host))
+        data = script.data if script else build_data(task, config)
         known = {} if shared and exchange.rank > 0 else _fingerprints(data, config)
         return task, data, known
 

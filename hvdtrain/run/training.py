@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, agree, known_order_of
+from hvdtrain.exchange import Exchange, agree, join, known_order_of
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
@@ -37,6 +38,7 @@ from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
+from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
@@ -58,11 +60,14 @@ class Session:
 
 
 @contextmanager
-def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
+def join_session(
+    config: TrainConfig, topology: Topology, script: Script | None = None
+) -> Iterator[Session]:
     """Collective: join the other workers, and leave together with them on exit.
 
-    On a failure within the context, a single process raises it. With several workers it is printed,
-    and the process ends at once with its exit code.
+    A `script` stays joined after that, until it ends. On a failure within the context, a single
+    process raises it. With several workers it is printed, and the process ends at once with its
+    exit code.
     """
     pulse = Pulse.from_environment()
     keep_freed_memory()
@@ -71,7 +76,7 @@ def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
     if not pulse.is_watched:  # otherwise the launcher's watchdog, which sees every rank, decides
         os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
     with StopSignals() as signals:
-        exchange = connect(topology)
+        exchange = join(lambda: connect(topology)) if script else connect(topology)
 
         def stalled(error: PeerFailure) -> None:
             signals.note(error)
@@ -81,7 +86,8 @@ def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
         try:
             with exchange.peer_failures():
                 yield Session(exchange, topology, signals, pulse)
-                exchange.close()
+                if script is None:
+                    exchange.close()
         except Exception as error:
             pulse.end(error)
             if exchange.size == 1:
@@ -103,7 +109,9 @@ class TrainingRun:
 
 
 @contextmanager
-def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun | None]:
+def training_run(
+    config: TrainConfig, session: Session, script: Script | None = None
+) -> Iterator[TrainingRun | None]:
     """Collective: prepare a run on all ranks and yield it once every rank has succeeded.
 
     Yields None if `--resume auto` finds a finished run. The ledger records failures within.
@@ -120,7 +128,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
-    source = find_source(config, exchange, session.topology.local_rank)
+    source = find_source(config, exchange, session.topology.local_rank, script)
     saved = resumed.state if resumed else None
     if saved:
         agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
@@ -128,11 +136,13 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         config = replace(config, model=replace(config.model, pretrained=None))
     topology = session.topology
     job = agree(
-        exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
+        exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     ledger = agree(
-        exchange, "output", lambda: _open_ledger(config, job, exchange, found, session.pulse)
+        exchange,
+        "output",
+        lambda: _open_ledger(config, job, exchange, found, session.pulse, script),
     )
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
@@ -183,7 +193,12 @@ def _make_ready(
 
 
 def _open_ledger(
-    config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None, pulse: Pulse
+    config: TrainConfig,
+    job: Job,
+    exchange: Exchange,
+    found: Resumable | None,
+    pulse: Pulse,
+    script: Script | None,
 ) -> Ledger:
     """Return the ledger; on rank 0, take the run directory and print the header first."""
     if exchange.rank != 0:
@@ -196,8 +211,12 @@ def _open_ledger(
         "batch_size": None,
         "experiment": config.experiment,
     }
-    directory.write_config(resolved)
     name = config.model.task or config.model.model
+    if script:
+        name = type(script.model).__name__
+        resolved = {option: resolved[option] for option in OPTIONS}
+        resolved["script"] = [str(script.path), *sys.argv[1:]]
+    directory.write_config(resolved)
     say(header(job, exchange, name))
     state = found.resumed.state if found else None
     return RunLedger(directory, job, exchange, state, resolved, pulse)

@@ -109,18 +109,30 @@ def valid_metrics_of(task: Task) -> tuple[str, ...]:
     return task.metrics if task.valid_metrics is None else task.valid_metrics
 
 
+def as_sums(found: Any, task: Task, training: bool) -> Sums:
+    """Return the result of a task for a batch. Raises TrainingError unless it is a `Sums`."""
+    if not isinstance(found, Sums):
+        name = _name_of(task, training)
+        raise TrainingError(f"{name} returned {type(found).__name__}, expected hvdtrain.Sums")
+    return found
+
+
 def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
     """Return `sums`, the result of a task for a batch of `samples`.
 
     Raises TrainingError unless it matches what the task declares.
     """
-    name = f"{type(task).__name__}.{'loss' if training else 'evaluate'}"
-    if not isinstance(sums, Sums):
-        raise TrainingError(f"{name} returned {type(sums).__name__}, expected hvdtrain.Sums")
-    problems = "; ".join(_wrong_in(sums, task, samples, training))
+    found, name = as_sums(sums, task, training), _name_of(task, training)
+    problems = "; ".join(_wrong_in(found, task, samples, training))
     if problems:
         raise TrainingError(f"{name}: {problems}")
-    return sums
+    return found
+
+
+def _name_of(task: Task, training: bool) -> str:
+    if task.computes_loss:
+        return f"{type(task).__name__}.{'loss' if training else 'evaluate'}"
+    return "step.backward" if training else "evaluate"
 
 
 def _wrong_in(sums: Sums, task: Task, samples: int, training: bool) -> Iterator[str]:

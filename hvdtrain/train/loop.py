@@ -142,6 +142,12 @@ class TrainingLoop:
             self._hooks.keeper.stop()
 
     @property
+    def is_last_of_epoch(self) -> bool:
+        """Return whether the step whose body runs is the last one of its epoch."""
+        samples = 0 if self._step is None else self._step.samples
+        return (self.state.samples_seen + samples) % self.job.sampler.samples == 0
+
+    @property
     def _is_epoch_end(self) -> bool:
         state, job = self.state, self.job
         return state.samples_seen % job.sampler.samples == 0 or state.step == job.total_steps

@@ -12,7 +12,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -21,7 +21,7 @@ import torch
 from hvdtrain.data.feeding import Loaded, StepData, may_skip, to_device
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
-from hvdtrain.tasks import Sums, check_sums
+from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, PhaseClock, StepSums
 from hvdtrain.train.update import not_finite
@@ -126,12 +126,24 @@ class Step:
                         self._own.append(it._replace(number=it.number + drawn))
                 clock.enter("data")
 
-    def backward(self, found: Sums) -> None:
-        """Add the weighted gradient of the batch to `.grad`, and its sums to those of the step."""
+    def backward(
+        self, loss: torch.Tensor, count: int, metrics: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Add the weighted gradient of the current batch to `.grad`, and its sums to the step's.
+
+        `loss`: the sum of the losses of the batch, a scalar. `count`: what the step's loss is a
+        mean over: the number of samples (or of tokens) in that sum. `metrics`: further sums, by
+        name; a script may leave some out. Raises TrainingError unless they were declared.
+        """
         job, it = self._job, self._pass
         if it is None:
             raise UsageError(f"step {self.number}: backward() is called once for each batch")
         self._pass = None
+        given = dict(metrics or {})
+        if not job.task.computes_loss:
+            nothing = torch.zeros((), device=job.device)
+            given = dict.fromkeys(job.task.metrics, nothing) | given
+        found = Sums(loss, int(count), given)
         found = check_sums(found, job.task, it.loaded.samples, training=True)
         job.update.scale(found.loss * self._weight).backward()
         self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
@@ -232,8 +244,8 @@ def compute(job: Job, step: Step) -> None:
     """Collective: make the passes and the update of a step with the loss of the job's task."""
     for batch in step.batches():
         with job.update.autocast():
-            found = job.task.loss(job.model, batch)
-        step.backward(found)
+            found = as_sums(job.task.loss(job.model, batch), job.task, training=True)
+        step.backward(found.loss, found.samples, found.metrics)
     step.update()
 
 

@@ -1,0 +1,271 @@
+"""A script's own training loop, with all that `hvdtrain train` does around it.
+
+with hvdtrain.Loop(model, optimizer, train_set, global_batch_size=100, epochs=3) as loop:
+    for step in loop:
+        for x, y in step.batches():
+            step.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        step.update()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import build_config, nearest, type_problem
+from hvdtrain.data import Split, Splits, TensorSplit
+from hvdtrain.data.map_style import split_of
+from hvdtrain.data.splits import check_split
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange
+from hvdtrain.log import report_uncaught
+from hvdtrain.pulse import RESTART
+from hvdtrain.run.resume import take_last_weights
+from hvdtrain.run.script import OPTIONS, Evaluate, Script, ScriptTask
+from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
+from hvdtrain.topology import Topology
+from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.job import Stateful
+from hvdtrain.train.loop import TrainingLoop
+from hvdtrain.train.step import Step
+
+Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
+REPLACED = "HVDTRAIN_OPTIONS"
+NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
+
+
+class Loop:
+    """The steps of a script's own loop, as a context manager.
+
+    It hands out each step's own samples, weights the losses, reduces, audits, clips, counts, saves,
+    resumes, stops on signals, evaluates and reports, and leaves the same run folder as
+    `hvdtrain train`. In the context, on every rank: `for step in loop`, and for each step a pass
+    over `step.batches()` with one call of `step.backward` each, then `step.update()`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        train: Samples,
+        valid: Samples | None = None,
+        evaluate: Evaluate | None = None,
+        *,
+        metrics: Sequence[str] = (),
+        valid_metrics: Sequence[str] | None = None,
+        best: str = "loss",
+        best_is_highest: bool = False,
+        state: Sequence[Stateful] = (),
+        **options: Any,
+    ) -> None:
+        """Check what is given; raises UsageError with every problem.
+
+        `model`: one, or several by name; they are moved to the device of the rank, and those of
+        rank 0 are broadcast. `optimizer`: one, or several, for `step.batches(optimizer)`. `train`,
+        `valid`: the samples, as a split, a map-style data set, or a DataLoader, of which the
+        samples, their collation and, as default for the global batch, its size are taken.
+        `evaluate`: returns the Sums of a batch of `valid`, as
+        `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
+        names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
+        returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen.
+        `state`: objects to save and restore too, such as learning rate schedulers.
+
+        `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
+        `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the
+        name of the script), `seed` and `resume`. Not those of the model, the data, the optimizer
+        and the learning rate, which are the script's own. The environment variable HVDTRAIN_OPTIONS
+        replaces some of them, as JSON: `{"virtual_workers": 6}`.
+        """
+        if isinstance(train, DataLoader) and "batch_size" not in options:
+            options = {"global_batch_size": train.batch_size, **options}
+        self._config = _read_options(options)
+        path = Path(sys.argv[0])
+        problems = []
+        if (valid is None) != (evaluate is None):
+            problems.append("hvdtrain.Loop: give `valid` and `evaluate` together, or none of them")
+        optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        problems += [
+            f"hvdtrain.Loop: an optimizer is a {type(it).__name__}, not one of torch"
+            for it in optimizers
+            if not isinstance(it, torch.optim.Optimizer)
+        ]
+        if not optimizers:
+            problems.append("hvdtrain.Loop: there is no optimizer")
+        if problems:
+            raise UsageError(*problems)
+        data = Splits(path.name, split_of(train), NOTHING if valid is None else split_of(valid))
+        for name, split in (("train", data.train), ("valid", data.valid)):
+            if split is not NOTHING:
+                check_split("hvdtrain.Loop", name, name, split)
+        task = ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest)
+        self._script = Script(
+            path=path,
+            model=_as_one(model),
+            optimizers=optimizers,
+            further_state=tuple(state),
+            task=task,
+            data=data,
+        )
+        self._stack = ExitStack()
+        self._session: Session | None = None
+        self._run: TrainingRun | None = None
+        self._loop: TrainingLoop | None = None
+
+    def __enter__(self) -> Loop:
+        """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
+        report_uncaught()
+        with ExitStack() as stack:
+            topology = Topology.from_environment()
+            self._session = stack.enter_context(join_session(self._config, topology, self._script))
+            run = stack.enter_context(training_run(self._config, self._session, self._script))
+            exchange = self._session.exchange
+            if run is None:
+                take_last_weights(self._script.model, self.folder, exchange)
+            else:
+                self._loop = TrainingLoop(run.job, run.state, exchange, run.hooks)
+                self._run = run
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        """Collective: end the run: evaluate and save, if the loop was left early, and report."""
+        with self._stack:
+            if error is not None:
+                raise error
+            if self._loop is not None and self._run is not None:
+                if self._loop.outcome is None:
+                    self._loop.end()
+                assert self._loop.outcome is not None
+                self._run.finish(self._loop.outcome)
+        return None
+
+    def __iter__(self) -> Iterator[Step]:
+        """Collective: yield the steps that are left; none if a finished run is resumed."""
+        self._demand_context()
+        return iter(()) if self._loop is None else self._loop.steps()
+
+    @property
+    def exchange(self) -> Exchange:
+        """Return the collectives over all workers."""
+        return self._demand_context().exchange
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this worker, from 0."""
+        return self.exchange.rank
+
+    @property
+    def size(self) -> int:
+        """Return the number of workers."""
+        return self.exchange.size
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this worker on its host, from 0."""
+        return self._demand_context().topology.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this worker, which has the models and each batch."""
+        return next(self._script.model.parameters()).device
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        return self._config.folder
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the current epoch, from 0."""
+        if self._loop is None:
+            return 0
+        return self._loop.state.samples_seen // self._loop.job.sampler.samples
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """Return whether the current step is the last one of its epoch."""
+        return self._loop is not None and self._loop.is_last_of_epoch
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Return the newest evaluation; None before the first one."""
+        return None if self._loop is None else self._loop.evaluation
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context for forward passes with the option `amp`."""
+        if self._loop is None:
+            return torch.autocast(self.device.type, enabled=False)
+        return self._loop.job.update.autocast()
+
+    def mean(self, total: torch.Tensor | float, count: float) -> float:
+        """Collective: return the sum of `total` over all workers, divided by that of `count`.
+
+        Both are added in float64. NaN if there is nothing to count.
+        """
+        own = torch.tensor([float(total), float(count)], dtype=torch.float64)
+        both = self.exchange.sum_later(own, "hvdtrain.loop.mean")()
+        return float(both[0] / both[1])
+
+    def barrier(self) -> None:
+        """Collective: wait until every worker is here."""
+        self.exchange.all_gather_object(None, "hvdtrain.loop.barrier")
+
+    def _demand_context(self) -> Session:
+        if self._session is None:
+            raise UsageError("hvdtrain.Loop: use it as `with hvdtrain.Loop(...) as loop:`")
+        return self._session
+
+
+def _read_options(options: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a script's options. Raises UsageError with every problem."""
+    outer = os.environ.get(REPLACED, "{}")
+    try:
+        replaced = json.loads(outer)
+    except ValueError:
+        replaced = None
+    if not isinstance(replaced, dict):
+        raise UsageError(f'{REPLACED}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
+    problems = []
+    for place, names in (("hvdtrain.Loop", options), (REPLACED, replaced)):
+        for name in names:
+            if name not in OPTIONS:
+                near = nearest(name, OPTIONS)
+                hint = f": did you mean {near}?" if near else ". See help(hvdtrain.Loop)"
+                problems.append(f"{place}: unknown option {name!r}{hint}")
+    known = {}
+    for name, given in {**options, **replaced}.items():
+        if name in OPTIONS:
+            value = os.fspath(given) if isinstance(given, os.PathLike) else given
+            if problem := type_problem(name, value):
+                problems.append(f"hvdtrain.Loop: {problem}")
+            else:
+                known[name] = value
+    config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
+    restarted = os.environ.get(RESTART, "0") != "0"
+    return replace(config, run=replace(config.run, resume="auto")) if restarted else config
+
+
+def _as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """Return one module; of a compiled model, the one that was compiled."""
+    if isinstance(model, Mapping):
+        return torch.nn.ModuleDict({name: _as_one(it) for name, it in model.items()})
+    original = getattr(model, "_orig_mod", model)
+    if not isinstance(original, torch.nn.Module):
+        raise UsageError(f"hvdtrain.Loop: a model is a {type(model).__name__}, not a torch module")
+    return original

@@ -1,0 +1,97 @@
+"""Scripts with a training loop of their own: any number of workers, kills, several optimizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.experiments import largest_difference, summary_and_weights
+from tests.parallel.launching import BIN, CHECKOUT, Finished, horovodrun, hvdtrain, run
+
+EXAMPLES = CHECKOUT / "examples"
+PYTHON = str(BIN / "python")
+TOLERANCE = 1e-9  # of each tensor's largest weight, in float64
+
+
+def options(folder: Path, **values: object) -> dict[str, str]:
+    """The environment of a script whose run is written to `folder`."""
+    place = {"output": str(folder.parent), "experiment": folder.name}
+    return {"HVDTRAIN_OPTIONS": json.dumps(place | values)}
+
+
+def train(name: str, folder: Path, size: int, controller: str, **values: object) -> Finished:
+    """Run an example on `size` workers; a single one runs by itself."""
+    command = [PYTHON, str(EXAMPLES / name)]
+    variables = options(folder, **values)
+    if size == 1:
+        done = run(command, variables=variables)
+    else:
+        done = horovodrun(size, controller, command, variables=variables)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of the example on one worker."""
+    folder = tmp_path_factory.mktemp("own_loop") / "alone"
+    assert "final loss" in train("own_loop.py", folder, 1, "none").output
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "controller", "values"),
+    [
+        (2, "mpi", {"rank_weights": "0,1"}),
+        (3, "gloo", {"audit_every": 5, "audit": "exact"}),
+    ],
+)
+def test_own_loop_learns_the_same_on_any_number_of_workers(
+    alone: Path, size: int, controller: str, values: dict[str, object], tmp_path: Path
+) -> None:
+    """Fails if tokens of uneven shares weigh differently, an empty share fails, or gradients are
+    not audited.
+    """
+    done = train("own_loop.py", tmp_path / "x", size, controller, **values)
+    expected, (summary, weights) = summary_and_weights(alone), summary_and_weights(tmp_path / "x")
+    assert largest_difference(weights, expected[1]) < TOLERANCE
+    assert summary["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=TOLERANCE)
+    assert summary["audit"]["checked"] == (3 if "audit_every" in values else 0)
+    assert done.output.count("final loss") == size  # the script's own last line
+
+
+@pytest.mark.parametrize("name", ["own_loop", "gan"])
+def test_own_loop_with_virtual_workers_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Fails if the number of workers, or a stop and a resume at another number, changes a bit of
+    the parameters or of the trace.
+    """
+    values = {"virtual_workers": 4, "trace_every": 3, "audit_every": 4}
+    script = f"{name}.py"
+    train(script, tmp_path / "one", 1, "none", **values)
+    train(script, tmp_path / "three", 3, "gloo", **values)
+    train(script, tmp_path / "two", 2, "mpi", **values, max_steps=7)
+    train(script, tmp_path / "two", 1, "none", **values, resume="auto")
+    hashes = {summary_and_weights(it)[0]["params_sha256"] for it in tmp_path.iterdir()}
+    assert len(hashes) == 1
+    traces = [(tmp_path / it / "trace.jsonl").read_text() for it in ("one", "three")]
+    assert traces[0] == traces[1] and traces[0].count("\n") >= 6
+
+
+def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path) -> None:
+    """Fails if a restart loses or repeats a sample, a step of the schedule, or the optimizer's
+    state; or if it does not resume by itself.
+    """
+    values = {"virtual_workers": 3, "checkpoint_interval": 2}
+    train("own_loop.py", tmp_path / "calm", 1, "none", **values)
+    script = str(CHECKOUT / "tests" / "parallel" / "scripts" / "killed_loop.py")
+    own = [PYTHON, script, str(EXAMPLES / "own_loop.py"), "3,5,8,10,13,17"]
+    command = hvdtrain("launch", "-np", "2", "--restarts=6", f"--log-dir={tmp_path}", "--", *own)
+    variables = options(tmp_path / "killed", **values)
+    done = run(command, timeout_s=400, variables=variables)
+    assert done.exit_code == 0, done.output
+    summaries = [summary_and_weights(tmp_path / it)[0] for it in ("calm", "killed")]
+    assert summaries[0]["params_sha256"] == summaries[1]["params_sha256"]
+    assert summaries[1]["resumed_from"] == 16
+    assert done.output.count("killed by SIGKILL") >= 6, done.output
