@@ -9,7 +9,7 @@ import importlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,19 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def refuse_code_of(source: Path, named: Mapping[str, Any]) -> None:
+def refuse_code_of(
+    source: Path, named: Mapping[str, Any], script: Sequence[str] | None = None
+) -> None:
     """Raise UsageError if the checkpoint of `source`, an untrusted file, names code to run.
 
     `named`: its value for each flag, such as {"--model": "mine:network"}. A built-in name is not
-    code.
+    code. `script`: the command line of a script with a loop of its own, if any.
     """
+    if script is not None:
+        raise UsageError(
+            f"{source}: is the run of a script, {' '.join(map(str, script))}, which must be run up "
+            "to its loop. Nothing was run. If you trust that code, give --trust-code"
+        )
     code = {flag: str(name) for flag, name in named.items() if is_plugin(str(name))}
     if code:
         raise UsageError(

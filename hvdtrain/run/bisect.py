@@ -25,6 +25,7 @@ from hvdtrain.log import say
 from hvdtrain.run.replay import Replayer, place_of
 from hvdtrain.run.trace_file import RecordedRun, stretch_of
 from hvdtrain.train.job import Job
+from hvdtrain.train.step import computed
 
 SHOWN = 8  # samples
 
@@ -45,7 +46,7 @@ def bisect(
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
             return {"wrong": [letter]}
-        found.append(replayer.records(agreed + 1, last))
+        found.append(computed(replayer.records(agreed + 1, last)))
         reason = _first_wrong(run, found[-1], replayer.names)
         steps = f"steps {agreed + 1} to {last}" if last > agreed + 1 else f"step {last}"
         text = f"bisect: {letter}, {steps}, computed again from {place_of(start)}: "
@@ -96,7 +97,7 @@ def _name_first(
         replayer = _replayer(run, config, step, step)
         replayer.start_before(step)
         passes.append(PassDigests(replayer.job.model, step))
-        replayer.advance(step, passes[-1])
+        computed(replayer.advance(step, passes[-1]))
         samples.append(_sample_digests(replayer.job, step, passes[-1].indices))
     if parting.what == "data order":
         return _first_place(*(it.indices.tolist() for it in passes))

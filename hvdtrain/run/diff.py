@@ -34,6 +34,11 @@ def diff(arguments: dict[str, Any]) -> int:
     traces = Traces.of(one, other, names)
     if arguments["bisect"] and not traces.common:
         raise UsageError("--bisect: the runs recorded no common step: train with --trace-every")
+    if arguments["bisect"] and (scripts := [run for run in runs if "script" in run.config]):
+        raise UsageError(
+            f"--bisect: {scripts[0].path} is the run of a script with a loop of its own, which "
+            "cannot be computed next to another one. Compute each: hvdtrain replay"
+        )
     configs = [config_of(run, arguments) for run in runs] if arguments["bisect"] else []
     same, verdict = _verdict(runs, around, traces)
     for letter, run in zip("AB", runs, strict=True):

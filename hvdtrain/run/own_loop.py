@@ -28,11 +28,18 @@ from hvdtrain.data import Split, Splits, TensorSplit
 from hvdtrain.data.map_style import split_of
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
 from hvdtrain.pulse import RESTART
 from hvdtrain.run.resume import take_last_weights
-from hvdtrain.run.script import OPTIONS, Evaluate, Script, ScriptTask
+from hvdtrain.run.script import (
+    OPTIONS,
+    Evaluate,
+    LoopEnded,
+    Script,
+    ScriptTask,
+    current_direction,
+)
 from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
@@ -119,11 +126,15 @@ class Loop:
         )
         self._stack = ExitStack()
         self._session: Session | None = None
+        self._directed: Iterator[Step] | None = None  # the steps in place of those of a training
         self._run: TrainingRun | None = None
         self._loop: TrainingLoop | None = None
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
+        if direction := current_direction():
+            self._directed = direction(self._script)
+            return self
         report_uncaught()
         with ExitStack() as stack:
             topology = Topology.from_environment()
@@ -148,6 +159,9 @@ class Loop:
         with self._stack:
             if error is not None:
                 raise error
+            if self._directed is not None:
+                next(self._directed, None)  # if the script has no use for steps
+                raise LoopEnded
             if self._loop is not None and self._run is not None:
                 if self._loop.outcome is None:
                     self._loop.end()
@@ -157,13 +171,15 @@ class Loop:
 
     def __iter__(self) -> Iterator[Step]:
         """Collective: yield the steps that are left; none if a finished run is resumed."""
+        if self._directed is not None:
+            return self._directed
         self._demand_context()
         return iter(()) if self._loop is None else self._loop.steps()
 
     @property
     def exchange(self) -> Exchange:
         """Return the collectives over all workers."""
-        return self._demand_context().exchange
+        return SingleProcess() if self._directed else self._demand_context().exchange
 
     @property
     def rank(self) -> int:
@@ -178,7 +194,7 @@ class Loop:
     @property
     def local_rank(self) -> int:
         """Return the number of this worker on its host, from 0."""
-        return self._demand_context().topology.local_rank
+        return 0 if self._directed else self._demand_context().topology.local_rank
 
     @property
     def device(self) -> torch.device:
@@ -191,21 +207,9 @@ class Loop:
         return self._config.folder
 
     @property
-    def epoch(self) -> int:
-        """Return the number of the current epoch, from 0."""
-        if self._loop is None:
-            return 0
-        return self._loop.state.samples_seen // self._loop.job.sampler.samples
-
-    @property
-    def is_epoch_end(self) -> bool:
-        """Return whether the current step is the last one of its epoch."""
-        return self._loop is not None and self._loop.is_last_of_epoch
-
-    @property
     def evaluation(self) -> Evaluation | None:
         """Return the newest evaluation; None before the first one."""
-        return None if self._loop is None else self._loop.evaluation
+        return None if self._loop is None else self._loop.state.evaluation
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context for forward passes with the option `amp`."""

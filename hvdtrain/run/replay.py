@@ -10,7 +10,7 @@ of rounding.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from hvdtrain.log import counted, say
 from hvdtrain.plugins import refuse_code_of
 from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
+from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import find_source
 from hvdtrain.run.trace_file import RecordedRun, Stretch, origin_of, stretches
 from hvdtrain.topology import Topology
@@ -39,7 +40,7 @@ from hvdtrain.train.loop import State, steps_from
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.simulated import SimulatedRanks
 from hvdtrain.train.state import restore
-from hvdtrain.train.step import Audit, train_step
+from hvdtrain.train.step import Audit, Step, computed
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,22 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     """
     run = RecordedRun(Path(arguments["source"]))
     config = config_of(run, arguments, overrides)
+    if command := run.config.get("script"):
+        return run_script(
+            command, lambda script: _replay(arguments, run, config, choice, script), run.path
+        )
+    exit_code: int = computed(_replay(arguments, run, config, choice))
+    return exit_code
+
+
+def _replay(
+    arguments: dict[str, Any],
+    run: RecordedRun,
+    config: TrainConfig,
+    choice: Choice,
+    script: Script | None = None,
+) -> Generator[Step, None, int]:
+    """Yield the steps to compute again; return the exit code."""
     each = stretches(run)
     possible = [step for it in each for step in it.computable(run.checkpoints)]
     steps = choice.of(possible, len(run.records))
@@ -96,10 +113,8 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
         for stretch in each:
             own = [step for step in steps if step in stretch.steps]
             if own:
-                replayer = Replayer(run, config, stretch)
-                for line, found in replayer.compare(own):
-                    say(line)
-                    agreed += found
+                replayer = Replayer(run, config, stretch, script)
+                yield from replayer.compare(own, agreed)
     except ReplayMismatch as error:
         report["difference"] = str(error)
         write_json(arguments["json"], report)
@@ -131,7 +146,7 @@ def config_of(
     given = {name: arguments[name] for name in overrides if arguments.get(name) is not None}
     if not arguments["trust_code"]:
         left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in given}
-        refuse_code_of(run.path, left)
+        refuse_code_of(run.path, left, run.config.get("script"))
     alone = {"resume": None, "rank_weights": None, "workers": 0}
     config = build_config(stored | alone | given)
     problems = []
@@ -154,18 +169,24 @@ def config_of(
 class Replayer:
     """A run's job on one process, which computes steps again from the run's checkpoints."""
 
-    def __init__(self, run: RecordedRun, config: TrainConfig, stretch: Stretch) -> None:
+    def __init__(
+        self,
+        run: RecordedRun,
+        config: TrainConfig,
+        stretch: Stretch,
+        script: Script | None = None,
+    ) -> None:
         """Build the job. Raises ReplayMismatch if the data are not those of the run."""
         self._run, self._exchange, topology = run, SingleProcess(), Topology()
         self._stretch = stretch
         length = replace(config.schedule, max_steps=stretch.setting.total_steps, epochs=None)
         config = replace(config, schedule=length)
-        source = find_source(config, self._exchange, 0)
+        source = find_source(config, self._exchange, 0, script)
         self._data, self._splits = source.fingerprints, source.data
         if run.origin != origin_of(run.config, source.fingerprints):
             raise ReplayMismatch(self._describe_origin())
         batch_size = run.config["global_batch_size"]
-        job = prepare(config, batch_size, source, self._exchange, topology)
+        job = prepare(config, batch_size, source, self._exchange, topology, script)
         torch.set_num_threads(stretch.setting.threads)
         self.job: Job = job.distributed(self._exchange)
         self._simulated: SimulatedRanks | None = None
@@ -174,9 +195,10 @@ class Replayer:
         self._state = self._new_state()
         self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
 
-    def compare(self, steps: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """Compute these recorded steps again; yield a line and the steps for each checkpoint used.
+    def compare(self, steps: Sequence[int], agreed: list[int]) -> Iterator[Step]:
+        """Compare these recorded steps with what they give now; add those that agree to `agreed`.
 
+        Like all that computes, it yields the steps, whose passes and update the caller makes.
         Raises ReplayMismatch at the first step that is not found again.
         """
         groups: dict[int, list[int]] = {}
@@ -186,7 +208,7 @@ class Replayer:
         for start, own in groups.items():
             self.start_before(own[0])
             for step in own:
-                (found,) = self.records(step, step)
+                (found,) = yield from self.records(step, step)
                 bounds = self._simulated.bounds if self._simulated else None
                 parting = first_difference(recorded[step], found, self.names, bounds)
                 if parting:
@@ -195,7 +217,8 @@ class Replayer:
                         f"{parting.text} (recorded, and computed again). "
                         + self._since(recorded, start, step)
                     )
-            yield f"from {place_of(start)}: {_named(own)} agreed", own
+            say(f"from {place_of(start)}: {_named(own)} agreed")
+            agreed += own
 
     def start_before(self, step: int) -> int:
         """Continue from the nearest checkpoint before `step`, if any, and return its step, or 0.
@@ -207,21 +230,23 @@ class Replayer:
             self._restore(self._run.checkpoints[start])
         return start
 
-    def records(self, first: int, last: int) -> list[TraceRecord]:
+    def records(self, first: int, last: int) -> Generator[Step, None, list[TraceRecord]]:
         """Compute up to and including step `last`; return the records from step `first` on."""
         found: list[TraceRecord] = []
         is_due = range(first, last + 1).__contains__
         setting, keeps_sums = self._stretch.setting, not self._stretch.add_alike
         tracer = Tracer(self.job, self._exchange, setting, is_due, found.append, keeps_sums)
-        self.advance(last, tracer)
+        yield from self.advance(last, tracer)
         return found
 
-    def advance(self, last: int, audit: Audit) -> None:
+    def advance(self, last: int, audit: Audit) -> Iterator[Step]:
         """Compute up to and including step `last`, each step with the audit."""
         state, clock = self._state, self._state.meter.clock
         for data in steps_from(self.job, state, 0):
             state.step += 1
-            train_step(self.job, self._exchange, audit, state.step, data, clock)
+            step = Step(self.job, self._exchange, audit, state.step, data, clock)
+            yield step
+            step.close()
             state.samples_seen += data.samples
             if state.step == last:
                 break

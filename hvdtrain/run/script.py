@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import runpy
+import sys
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import torch
 
 from hvdtrain.data.splits import Splits
+from hvdtrain.errors import UsageError
 from hvdtrain.tasks import Settings, Sums, Task
 from hvdtrain.train.job import Stateful
+from hvdtrain.train.step import Step
 
 Evaluate = Callable[[torch.nn.Module, Any], Sums]
 
@@ -61,3 +65,48 @@ class Script:
     further_state: Sequence[Stateful]
     task: ScriptTask
     data: Splits
+
+
+Direction = Callable[[Script], Generator[Step, None, int]]
+_direction: Direction | None = None  # of the script that `run_script` runs
+
+
+class LoopEnded(BaseException):
+    """The end of a loop that was directed; the script does not go on after it."""
+
+
+def run_script(command: Sequence[str], direction: Direction, run: Path) -> int:
+    """Run a script in this process, up to the end of its loop; return what the direction returns.
+
+    `command`: its path and arguments, as recorded in `run`. `direction`: yields the steps for the
+    body of the loop, in place of those of a training. Raises UsageError if there is no such script,
+    or it has no loop.
+    """
+    global _direction
+    path, found = Path(command[0]), []
+
+    def directed(script: Script) -> Generator[Step, None, int]:
+        found.append((yield from direction(script)))
+        return found[0]
+
+    if not path.is_file():
+        raise UsageError(
+            f"{run}: is the run of {path}, which is not there: call this in the folder where the "
+            "run was started"
+        )
+    before, _direction = (sys.argv[:], [*sys.path]), directed
+    sys.argv[:], sys.path[0] = [str(it) for it in command], str(path.parent)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except LoopEnded:
+        if found:
+            return found[0]
+        raise UsageError(f"{run}: {path} left its loop before the end of its steps") from None
+    finally:
+        (sys.argv[:], sys.path[:]), _direction = before, None
+    raise UsageError(f"{run}: {path} ended without a hvdtrain.Loop")
+
+
+def current_direction() -> Direction | None:
+    """Return the direction of the script that `run_script` runs; None for all others."""
+    return _direction

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hvdtrain.data.image_folder import (
     normalised,
     read_image,
 )
-from hvdtrain.data.splits import ImageFormat
+from hvdtrain.data.splits import ImageFormat, Splits
 from hvdtrain.data.transforms import resize
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
@@ -31,11 +31,14 @@ from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
 from hvdtrain.plugins import is_plugin, refuse_code_of
 from hvdtrain.run.prepare import choose_device
+from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
+from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_weights
-from hvdtrain.train.evaluate import class_accuracy
+from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.evaluate import evaluate as evaluate_split
+from hvdtrain.train.step import Step
 from hvdtrain.weights import find_weights
 
 PREDICTED_AT_A_TIME = 64
@@ -52,6 +55,16 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     weights, takeaway = read_checkpoint(source)
     if "config" not in takeaway:
         raise UsageError(f"{source}: its checkpoint does not record how it was trained")
+    if command := takeaway["config"].get("script"):
+        if not arguments["trust_code"]:
+            refuse_code_of(source, {}, command)
+        replaced = [name for name in overrides if arguments.get(name) is not None]
+        if given := [name for name in replaced if name != "device"]:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')}: {source} is the run of a script, which decides "
+                "that itself: leave it out"
+            )
+        return run_script(command, lambda it: _of_script(it, weights, arguments), source)
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
@@ -61,9 +74,29 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     if trained != own:
         named = f"--data={config.data.data}"
         raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
-    data = build_data(task, config)
-    device = choose_device(config.model.device, Topology())
-    model = _with_weights(build_model(task, config), weights, source).to(device)
+    model = _with_weights(build_model(task, config), weights, source)
+    found = _evaluate(model, task, build_data(task, config), config.model.device)
+    write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
+    return EXIT_OK
+
+
+def _of_script(
+    script: Script, weights: Weights, arguments: dict[str, Any]
+) -> Generator[Step, None, int]:
+    """Evaluate these weights as a script does, without any step of its loop."""
+    yield from ()
+    if not len(script.data.valid):
+        raise UsageError(f"{script.path}: its loop has no samples to validate with")
+    model = _with_weights(script.model, weights, script.path)
+    found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
+    write_json(arguments["json"], asdict(found))
+    return EXIT_OK
+
+
+def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str) -> Evaluation:
+    """Evaluate on one device, and print the result."""
+    device = choose_device(device_name, Topology())
+    model = model.to(device)
     found = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
     if found.samples == 0:
         raise HvdtrainError(f"none of the {len(data.valid):,} samples of {data.name} could be read")
@@ -76,8 +109,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
         lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
     say("\n".join(lines))
-    write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
-    return EXIT_OK
+    return found
 
 
 def predict(arguments: dict[str, Any]) -> int:

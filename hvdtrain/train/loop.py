@@ -68,6 +68,7 @@ class State:
     meter: Meter
     step: int = 0
     samples_seen: int = 0
+    evaluation: Evaluation | None = None  # the newest one
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ class TrainingLoop:
         """Keep these; `state` is updated."""
         self.job, self.state = job, state
         self.outcome: Outcome | None = None  # once the run has ended
-        self.evaluation: Evaluation | None = None  # the newest one
         self._exchange, self._hooks = exchange, hooks
         self._step: Step | None = None  # whose body runs
         self._evaluated_at = -1  # the step after which the model was last evaluated
@@ -128,7 +128,7 @@ class TrainingLoop:
                     self._evaluate()
                 self._save(True)
         totals, speed = meter.last_epoch or meter.totals(), meter.steady_samples_per_s
-        self.outcome = Outcome(totals, self.evaluation, speed)
+        self.outcome = Outcome(totals, self.state.evaluation, speed)
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:
@@ -140,12 +140,6 @@ class TrainingLoop:
         except Interrupted:
             self._save(False)
             self._hooks.keeper.stop()
-
-    @property
-    def is_last_of_epoch(self) -> bool:
-        """Return whether the step whose body runs is the last one of its epoch."""
-        samples = 0 if self._step is None else self._step.samples
-        return (self.state.samples_seen + samples) % self.job.sampler.samples == 0
 
     @property
     def _is_epoch_end(self) -> bool:
@@ -187,7 +181,7 @@ class TrainingLoop:
         due = totals.epoch % job.intervals.evaluation == 0 or at_end
         if due:
             self._evaluate()
-        evaluation = self.evaluation if due else None
+        evaluation = self.state.evaluation if due else None
         self._hooks.observer.epoch_end(meter.close_epoch(), evaluation, job.lr)
         return due
 
@@ -219,12 +213,12 @@ class TrainingLoop:
                     "the parameters are unusable and are not saved. Lower --lr, or add "
                     "--warmup-epochs"
                 )
-            self.evaluation = evaluation
+            self.state.evaluation = evaluation
         self._evaluated_at = self.state.step
 
     def _save(self, evaluated: bool) -> None:
         """Collective: save the state, with the evaluation that was just made, if so."""
-        evaluation = self.evaluation if evaluated else None
+        evaluation = self.state.evaluation if evaluated else None
         self._hooks.keeper.save(self.job, self.state, evaluation)
 
 
@@ -235,7 +229,7 @@ def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
     """
     loop = TrainingLoop(job, state, exchange, hooks)
     for step in loop.steps():
-        compute(job, step)
+        compute(step)
     assert loop.outcome is not None
     return loop.outcome
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
 from hvdtrain.train.checkpoint import Snapshot
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.update import not_finite
@@ -50,6 +52,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "further_state": [copied_to_cpu(it.state_dict()) for it in job.further_state],
             "update": copied_to_cpu(job.update.state_dict()),
             "meter": at.meter.state_dict(),
+            "evaluation": asdict(at.evaluation) if at.evaluation else None,
             "ranks": list(itertools.chain.from_iterable(gathered)),
             "data": list(job.fingerprints),
             "progress": progress,
@@ -119,6 +122,8 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     job.update.load_state_dict(state["update"])
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
+    if found := state.get("evaluation"):
+        at.evaluation = Evaluation(**found)
     average = job.update.average
     models = [job.model] if average is None else [job.model, average.module]
     return job.workers.restore(state["ranks"], models)

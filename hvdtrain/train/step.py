@@ -12,7 +12,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -75,8 +75,8 @@ class Step:
 
         `stop_requested`: of this rank; all ranks learn of it with the sums of the step.
         """
-        self.number = number
-        self._job, self._exchange, self._audit = job, exchange, audit
+        self.number = number  # from 1
+        self.job, self._exchange, self._audit = job, exchange, audit
         self._data, self._clock, self._stop_requested = data, clock, stop_requested
         self._weight = job.reduction.weight(exchange.size) / data.samples
         self._loaded: list[Loaded] = []  # read so far, for the optimizers after the first
@@ -87,6 +87,16 @@ class Step:
         self._sums = StepSums(job.device)
         job.set_lr(number)
         audit.begin(number, data)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch, from 0."""
+        return (self.number - 1) // self.job.sampler.steps_per_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Return whether this is the last step of its epoch."""
+        return self.number % self.job.sampler.steps_per_epoch == 0
 
     @property
     def samples(self) -> int:
@@ -103,7 +113,7 @@ class Step:
 
         `optimizer`: the one to train, of several. Only its parameters have gradients meanwhile.
         """
-        job, clock = self._job, self._clock
+        job, clock = self.job, self._clock
         if self._active is not None:
             raise UsageError(f"step {self.number}: call update() after the passes over its batches")
         self._active = place = _place_of(optimizer, job.optimizers)
@@ -135,7 +145,7 @@ class Step:
         mean over: the number of samples (or of tokens) in that sum. `metrics`: further sums, by
         name; a script may leave some out. Raises TrainingError unless they were declared.
         """
-        job, it = self._job, self._pass
+        job, it = self.job, self._pass
         if it is None:
             raise UsageError(f"step {self.number}: backward() is called once for each batch")
         self._pass = None
@@ -156,7 +166,7 @@ class Step:
         if self._active is None:
             raise UsageError(f"step {self.number}: iterate over its batches before update()")
         self._refuse_missing_backward()
-        job, sums, clock, number = self._job, self._sums, self._clock, self.number
+        job, sums, clock, number = self.job, self._sums, self._clock, self.number
         optimizer, self._active = job.optimizers[self._active], None
         clock.enter("exchange")
         sums.start(self._exchange, number, self._stop_requested, clock.take(), len(self._made))
@@ -179,16 +189,16 @@ class Step:
         sums = self._made[0]
         for further in self._made[1:]:
             sums.join(further)
-        self._job.update.end_step()
+        self.job.update.end_step()
         self._audit.updated(self.number, sums)
         self._clock.leave()
         return sums
 
     def _passes(self) -> Iterator[Pass]:
         """Read and yield the passes of this rank, one after another."""
-        data, is_first, keep = self._data, not self._made, len(self._job.optimizers) > 1
+        data, is_first, keep = self._data, not self._made, len(self.job.optimizers) > 1
         for place, (share, number) in enumerate(data.passes):
-            self._job.workers.seed(self.number, share, number, reading=True)
+            self.job.workers.seed(self.number, share, number, reading=True)
             loaded = next(data.batches) if is_first else self._loaded[place]
             if is_first and keep:
                 self._loaded.append(loaded)
@@ -204,7 +214,7 @@ class Step:
         Their reduced gradients are not finite. If a loss is not finite, that is reported as the
         cause.
         """
-        job, exchange, step = self._job, self._exchange, self.number
+        job, exchange, step = self.job, self._exchange, self.number
         faulty = exchange.size == 1 or self._own_are_faulty(found)
         self._sums.check_losses(exchange, step)
         faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
@@ -226,7 +236,7 @@ class Step:
         """Recompute this rank's own gradients, which the reduction has overwritten. Returns whether
         a gradient of `names` is not finite. Collective if layers are synchronised.
         """
-        job, faulty = self._job, False
+        job, faulty = self.job, False
         if not job.task.computes_loss:
             return False
         parameters = [job.model.get_parameter(name) for name in names]
@@ -240,13 +250,25 @@ class Step:
         return faulty
 
 
-def compute(job: Job, step: Step) -> None:
-    """Collective: make the passes and the update of a step with the loss of the job's task."""
+def compute(step: Step) -> None:
+    """Collective: make the passes and the update of a step with the loss of its job's task."""
+    job = step.job
     for batch in step.batches():
         with job.update.autocast():
             found = as_sums(job.task.loss(job.model, batch), job.task, training=True)
         step.backward(found.loss, found.samples, found.metrics)
     step.update()
+
+
+def computed(steps: Iterable[Step]) -> Any:
+    """Collective: compute each step as `compute` does; return what their generator returns."""
+    iterator = iter(steps)
+    while True:
+        try:
+            step = next(iterator)
+        except StopIteration as end:
+            return end.value
+        compute(step)
 
 
 def train_step(
@@ -257,7 +279,7 @@ def train_step(
     Returns the sums of this step, whose reduction over ranks may still be in progress.
     """
     step = Step(job, exchange, audit, number, data, clock)
-    compute(job, step)
+    compute(step)
     return step.close()
 
 

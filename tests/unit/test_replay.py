@@ -49,10 +49,10 @@ STOPPED = """
 import os, signal
 from hvdtrain.train import loop
 honest = loop.compute
-def compute(job, step):
+def compute(step):
     if step.number == 7:
         os.kill(os.getpid(), signal.SIGTERM)
-    honest(job, step)
+    honest(step)
 loop.compute = compute
 """
 
