@@ -38,7 +38,9 @@ from hvdtrain.run.script import (
     LoopEnded,
     Script,
     ScriptTask,
+    as_one,
     current_direction,
+    optimizer_problems,
 )
 from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
 from hvdtrain.topology import Topology
@@ -102,13 +104,8 @@ class Loop:
         if (valid is None) != (evaluate is None):
             problems.append("hvdtrain.Loop: give `valid` and `evaluate` together, or none of them")
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-        problems += [
-            f"hvdtrain.Loop: an optimizer is a {type(it).__name__}, not one of torch"
-            for it in optimizers
-            if not isinstance(it, torch.optim.Optimizer)
-        ]
-        if not optimizers:
-            problems.append("hvdtrain.Loop: there is no optimizer")
+        whole = as_one(model)
+        problems += optimizer_problems(whole, optimizers)
         if problems:
             raise UsageError(*problems)
         data = Splits(path.name, split_of(train), NOTHING if valid is None else split_of(valid))
@@ -118,7 +115,7 @@ class Loop:
         task = ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest)
         self._script = Script(
             path=path,
-            model=_as_one(model),
+            model=whole,
             optimizers=optimizers,
             further_state=tuple(state),
             task=task,
@@ -263,13 +260,3 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
     restarted = os.environ.get(RESTART, "0") != "0"
     return replace(config, run=replace(config.run, resume="auto")) if restarted else config
-
-
-def _as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """Return one module; of a compiled model, the one that was compiled."""
-    if isinstance(model, Mapping):
-        return torch.nn.ModuleDict({name: _as_one(it) for name, it in model.items()})
-    original = getattr(model, "_orig_mod", model)
-    if not isinstance(original, torch.nn.Module):
-        raise UsageError(f"hvdtrain.Loop: a model is a {type(model).__name__}, not a torch module")
-    return original

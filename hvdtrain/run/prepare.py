@@ -64,7 +64,7 @@ def prepare(
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedule: Schedule | None = None
     if script:
-        optimizers = _take_optimizers(script)
+        optimizers = script.optimizers
     else:
         optimizer = _make_optimizer(config, source.task, model, global_batch_size)
         schedule = _make_schedule(config, source.task, optimizer, sampler)
@@ -139,35 +139,6 @@ def _take_model(
         check_model(model)
     seed_all(config.run.seed, exchange.rank)
     return model
-
-
-def _take_optimizers(script: Script) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of a script. Raises UsageError with every problem."""
-    named = {id(it): name for name, it in script.model.named_parameters() if it.requires_grad}
-    owner: dict[int, int] = {}
-    problems = []
-    for place, optimizer in enumerate(script.optimizers):
-        kind = type(optimizer).__name__
-        if reason := UNSUITABLE.get(kind.lower()):
-            problems.append(f"hvdtrain.Loop: {kind} {reason}")
-        own = [it for group in optimizer.param_groups for it in group["params"]]
-        if foreign := sum(it.requires_grad and id(it) not in named for it in own):
-            problems.append(
-                f"hvdtrain.Loop: {counted(foreign, 'parameter')} of {kind} are not of the models "
-                "that it was given"
-            )
-        if shared := [named[id(it)] for it in own if id(it) in owner and id(it) in named]:
-            problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
-        owner |= {id(it): place for it in own}
-    if missing := [name for parameter, name in named.items() if parameter not in owner]:
-        problems.append(
-            f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "
-            f"({len(missing)} of {len(named)}). Give it to one, or freeze it by "
-            "requires_grad_(False)"
-        )
-    if problems:
-        raise UsageError(*problems)
-    return script.optimizers
 
 
 def _make_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import torch
 
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import UsageError
+from hvdtrain.log import counted
 from hvdtrain.tasks import Settings, Sums, Task
 from hvdtrain.train.job import Stateful
+from hvdtrain.train.optimizers import UNSUITABLE
 from hvdtrain.train.step import Step
 
 Evaluate = Callable[[torch.nn.Module, Any], Sums]
@@ -65,6 +67,49 @@ class Script:
     further_state: Sequence[Stateful]
     task: ScriptTask
     data: Splits
+
+
+def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """Return one module; of a compiled model, the one that was compiled."""
+    if isinstance(model, Mapping):
+        return torch.nn.ModuleDict({name: as_one(it) for name, it in model.items()})
+    original = getattr(model, "_orig_mod", model)
+    if not isinstance(original, torch.nn.Module):
+        raise UsageError(f"hvdtrain.Loop: a model is a {type(model).__name__}, not a torch module")
+    return original
+
+
+def optimizer_problems(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """Return what is wrong with the optimizers of a script, and with their parameters."""
+    if not optimizers:
+        return ["hvdtrain.Loop: there is no optimizer"]
+    if foreign := [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]:
+        return [f"hvdtrain.Loop: an optimizer is a {type(foreign[0]).__name__}, not one of torch"]
+    named = {id(it): name for name, it in model.named_parameters() if it.requires_grad}
+    owned: set[int] = set()
+    problems = []
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if reason := UNSUITABLE.get(kind.lower()):
+            problems.append(f"hvdtrain.Loop: {kind} {reason}")
+        own = [it for group in optimizer.param_groups for it in group["params"]]
+        if others := sum(it.requires_grad and id(it) not in named for it in own):
+            problems.append(
+                f"hvdtrain.Loop: {counted(others, 'parameter')} of {kind} are not of the models "
+                "that it was given"
+            )
+        if shared := [named[id(it)] for it in own if id(it) in owned and id(it) in named]:
+            problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
+        owned |= {id(it) for it in own}
+    if missing := [name for parameter, name in named.items() if parameter not in owned]:
+        problems.append(
+            f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "
+            f"({len(missing)} of {len(named)}). Give it to one, or freeze it by "
+            "requires_grad_(False)"
+        )
+    return problems
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]

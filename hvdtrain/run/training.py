@@ -125,6 +125,7 @@ def training_run(
     if resumed and resumed.finished:
         if found:
             say(final_lines(resumed.finished, str(found.directory.path)))
+            found.directory.close()
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)

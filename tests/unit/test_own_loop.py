@@ -1,0 +1,284 @@
+"""`hvdtrain.Loop` in one process; tests/parallel/test_own_loop.py has it on several workers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+from hvdtrain import exchange
+from hvdtrain.errors import UsageError
+from hvdtrain.train.step import Step
+from tests.unit import commands
+
+Run = Callable[..., Any]
+SAMPLES = hvdtrain.TensorSplit(
+    torch.rand(21, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
+)
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A script of its own in an empty folder."""
+    monkeypatch.setattr(exchange, "_joined", None)
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.chdir(tmp_path)
+    hook = sys.excepthook
+    yield
+    sys.excepthook = hook
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def evaluate(model: torch.nn.Module, batch: Any) -> hvdtrain.Sums:
+    x, y = batch
+    return hvdtrain.Sums(cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def passes(step: Step, model: torch.nn.Module) -> None:
+    for x, y in step.batches():
+        step.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def make(**given: Any) -> tuple[torch.nn.Module, hvdtrain.Loop]:
+    model, optimizer = parts()
+    options = {"global_batch_size": 5, "epochs": 2, "device": "cpu"} | given
+    return model, hvdtrain.Loop(model, optimizer, SAMPLES, **options)
+
+
+def summary() -> dict[str, Any]:
+    return json.loads(Path("runs/mine/summary.json").read_text())  # type: ignore[no-any-return]
+
+
+MODEL, OPTIMIZER = parts()
+OTHER = torch.nn.Linear(4, 3)
+# What is given, and what the message says.
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "unknown option": ((MODEL, OPTIMIZER, SAMPLES), {"epoch": 3}, "'epoch': did you mean epochs?"),
+    "option of the script": ((MODEL, OPTIMIZER, SAMPLES), {"opt": "sgd"}, "unknown option 'opt'"),
+    "type": ((MODEL, OPTIMIZER, SAMPLES), {"epochs": "3"}, "epochs='3': expected int, not str"),
+    "truth": ((MODEL, OPTIMIZER, SAMPLES), {"epochs": True}, "epochs=True: expected int, not bool"),
+    "value": ((MODEL, OPTIMIZER, SAMPLES), {"clip_grad": -1}, "--clip-grad=-1: must be above 0"),
+    "evaluate": ((MODEL, OPTIMIZER, SAMPLES, SAMPLES), {}, "give `valid` and `evaluate` together"),
+    "model": ((4, OPTIMIZER, SAMPLES), {}, "a model is a int, not a torch module"),
+    "optimizer": ((MODEL, 3, SAMPLES), {}, "an optimizer is a int, not one of torch"),
+    "no optimizer": ((MODEL, [], SAMPLES), {}, "there is no optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_is_refused_at_once(name: str) -> None:
+    """Fails if a mistake is found after the start, or ends in a traceback."""
+    arguments, options, expected = REFUSED[name]
+    with pytest.raises(UsageError) as found:
+        hvdtrain.Loop(*arguments, **options)
+    assert expected in str(found.value)
+
+
+# The optimizers of MODEL, and what the message says.
+OWNED: dict[str, tuple[Callable[[], list[torch.optim.Optimizer]], str]] = {
+    "foreign": (
+        lambda: [torch.optim.SGD([*MODEL.parameters(), *OTHER.parameters()], 0.1)],
+        "2 parameters of SGD are not of the models",
+    ),
+    "missing": (
+        lambda: [torch.optim.SGD([MODEL.weight], 0.1)],
+        "no optimizer has the parameter bias (1 of 2)",
+    ),
+    "shared": (
+        lambda: [torch.optim.SGD(MODEL.parameters(), 0.1), torch.optim.Adam([MODEL.weight])],
+        "two optimizers have the parameter weight",
+    ),
+    "closure": (
+        lambda: [torch.optim.LBFGS(MODEL.parameters())],
+        "LBFGS",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_optimizers_and_models_belong_together(name: str) -> None:
+    """Fails if a parameter would be trained by no optimizer, or by two, silently."""
+    optimizers, expected = OWNED[name]
+    with pytest.raises(UsageError) as found:
+        hvdtrain.Loop(MODEL, optimizers(), SAMPLES)
+    assert expected in str(found.value)
+
+
+def forget_update(step: Step, model: torch.nn.Module) -> None:
+    passes(step, model)
+
+
+def forget_batches(step: Step, model: torch.nn.Module) -> None:
+    step.update()
+
+
+def forget_backward(step: Step, model: torch.nn.Module) -> None:
+    for _ in step.batches():
+        pass
+    step.update()
+
+
+def leave_passes(step: Step, model: torch.nn.Module) -> None:
+    passes(step, model)
+    passes(step, model)
+
+
+def call_backward_twice(step: Step, model: torch.nn.Module) -> None:
+    for x, y in step.batches():
+        for _ in range(2):
+            step.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+MISUSED = {
+    forget_update: "step 1: call update() once its batches are used",
+    forget_batches: "step 1: iterate over its batches before update()",
+    forget_backward: "step 1: call backward() for each of its batches",
+    leave_passes: "step 1: call update() after the passes over its batches",
+    call_backward_twice: "step 1: backward() is called once for each batch",
+}
+
+
+@pytest.mark.parametrize("body", MISUSED, ids=lambda body: body.__name__)
+def test_a_step_that_is_not_done_is_an_error(body: Callable[[Step, Any], None]) -> None:
+    """Fails if a step without an update, or a batch without a gradient, counts as trained."""
+    model, loop = make()
+    with pytest.raises(UsageError) as found, loop:
+        for step in loop:
+            body(step, model)
+    assert MISUSED[body] in str(found.value)
+    assert summary()["status"] == "failed"
+
+
+def test_break_ends_the_run_for_good(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the step that was left is lost or counted twice, or the run is not evaluated."""
+    model, loop = make(valid=SAMPLES, evaluate=evaluate)
+    with loop:
+        for step in loop:
+            passes(step, model)
+            step.update()
+            if step.number == 7:
+                break
+    weight = model.weight.detach().clone()
+    assert loop.evaluation is not None
+    assert (summary()["status"], summary()["steps"], summary()["epochs"]) == ("finished", 7, 2)
+    assert summary()["samples_seen"] == 21 + 10
+    assert summary()["valid_loss"] == loop.evaluation.loss
+    again, loop = make(valid=SAMPLES, evaluate=evaluate, resume="auto")
+    with loop:
+        assert list(loop) == []
+    assert torch.equal(again.weight, weight)
+    assert "finished: 2 epochs, 7 steps" in capsys.readouterr().out
+
+
+def test_epochs_and_a_schedule_that_follows_the_evaluation() -> None:
+    """Fails if a resume forgets the newest evaluation, or a step belongs to another epoch."""
+    rates: dict[str, list[float]] = {}
+    for name, lengths in (("whole", [4]), ("resumed", [2, 4])):
+        for epochs in lengths:
+            model, optimizer = parts()
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            given = {"global_batch_size": 5, "epochs": epochs, "experiment": name}
+            given |= {"resume": "auto", "state": [schedule]}
+            loop = hvdtrain.Loop(model, optimizer, SAMPLES, SAMPLES, evaluate, **given)
+            with loop:
+                for step in loop:
+                    if (step.number - 1) % 5 == 0 and loop.evaluation:
+                        schedule.step(2.0 + loop.evaluation.loss * 0)  # never improves again
+                        assert loop.evaluation.samples == 21
+                    assert step.epoch == (step.number - 1) // 5
+                    assert step.ends_epoch == (step.number % 5 == 0)
+                    passes(step, model)
+                    step.update()
+            rates[name] = [group["lr"] for group in optimizer.param_groups]
+    assert rates["whole"] == rates["resumed"] == [pytest.approx(0.1 * 0.1**2)]
+
+
+def test_a_loader_as_it_is() -> None:
+    """Fails if its collation is not used, or its batch is not that of a step."""
+    model, optimizer = parts()
+    pairs = [(SAMPLES.inputs[n], int(SAMPLES.labels[n])) for n in range(21)]
+
+    def collate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert samples  # never of nothing
+        return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+    loader = torch.utils.data.DataLoader(pairs, 8, shuffle=True, collate_fn=collate)
+    with hvdtrain.Loop(model, optimizer, loader, epochs=1, virtual_workers=6) as loop:
+        sizes = []
+        for step in loop:
+            sizes.append(step.samples)
+            passes(step, model)
+            step.update()
+    assert sizes == [8, 8, 5]
+    assert loop.mean(torch.tensor(3.0), 4) == 0.75
+    loop.barrier()
+
+
+MINE = """
+import sys, torch, hvdtrain
+from torch.nn.functional import cross_entropy
+
+torch.manual_seed(0)
+samples = hvdtrain.TensorSplit(torch.rand(21, 4), torch.arange(21) % 3)
+model = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(4, 3))
+rate = float(sys.argv[1])
+optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+
+def evaluate(model, batch):
+    x, y = batch
+    scores = model(x)
+    correct = (scores.argmax(1) == y).sum()
+    return hvdtrain.Sums(cross_entropy(scores, y, reduction="sum"), len(y), {"accuracy": correct})
+
+with hvdtrain.Loop(model, optimizer, samples, samples, evaluate, valid_metrics=["accuracy"],
+                   global_batch_size=5, epochs=2, trace_every=2, virtual_workers=2) as loop:
+    for step in loop:
+        for x, y in step.batches():
+            step.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+        step.update()
+print("after the loop")
+"""
+
+
+def test_the_run_of_a_script_is_replayed_and_evaluated(tmp_path: Path) -> None:
+    """Fails if a script is run without leave, goes on after its loop, or another rate goes
+    unnoticed.
+    """
+    script, code = tmp_path / "mine.py", f"import sys; sys.argv[0] = 'mine.py'\n{MINE}"
+    script.write_text(MINE)
+    done = commands.run_code(code, tmp_path, "0.01")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after the loop" in done.stdout
+
+    def call(*arguments: str) -> tuple[int, str]:
+        found = commands.run(tmp_path, *arguments)
+        assert "after the loop" not in found.stdout
+        return found.returncode, found.stdout + found.stderr
+
+    code_, output = call("replay", "runs/mine")
+    assert (code_, "is the run of a script, mine.py 0.01" in output) == (2, True), output
+    code_, output = call("replay", "runs/mine", "--trust-code")
+    assert (code_, "5 steps agreed bit for bit" in output) == (0, True), output
+    code_, output = call("evaluate", "runs/mine", "--trust-code", "--json=found.json")
+    assert (code_, "mine.py, 21 samples" in output) == (0, True), output
+    valid = json.loads((tmp_path / "runs/mine/summary.json").read_text())["valid_loss"]
+    assert json.loads((tmp_path / "found.json").read_text())["loss"] == pytest.approx(valid)
+    config = (tmp_path / "runs/mine/config.yaml").read_text()
+    (tmp_path / "runs/mine/config.yaml").write_text(config.replace("'0.01'", "'0.02'"))
+    code_, output = call("replay", "runs/mine", "--trust-code")
+    assert (code_, "update: the learning rate: 0.01 and 0.02" in output) == (17, True), output
+    script.unlink()
+    code_, output = call("evaluate", "runs/mine", "--trust-code")
+    assert (code_, "mine.py, which is not there" in output) == (2, True), output
