@@ -278,7 +278,7 @@ def test_the_run_of_a_script_is_replayed_and_evaluated(tmp_path: Path) -> None:
     config = (tmp_path / "runs/mine/config.yaml").read_text()
     (tmp_path / "runs/mine/config.yaml").write_text(config.replace("'0.01'", "'0.02'"))
     code_, output = call("replay", "runs/mine", "--trust-code")
-    assert (code_, "update: the learning rate: 0.01 and 0.02" in output) == (17, True), output
+    assert (code_, "step 2, computed from the beginning: " in output) == (17, True), output
     script.unlink()
     code_, output = call("evaluate", "runs/mine", "--trust-code")
     assert (code_, "mine.py, which is not there" in output) == (2, True), output
