@@ -10,6 +10,7 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
+from hvdtrain.exchange.distributed_optimizer import lay_out_state
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
@@ -104,6 +105,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     """
     job.model.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
+    lay_out_state(job.optimizer)
     job.update.load_state_dict(state["update"])
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
