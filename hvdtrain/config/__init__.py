@@ -65,6 +65,11 @@ class TrainConfig:
             for given in (*labelled, *self.data.mixes)
             if self.model.task
         ]
+        if self.model.compile and self.precision.sync_bn:
+            found.append(
+                "--compile and --sync-bn: layers that exchange sums within a pass cannot be "
+                "compiled: leave one of them out"
+            )
         if self.check.audit_compute and self.precision.sync_bn:
             found.append(
                 f"--audit-compute={self.check.audit_compute} and --sync-bn: a rank alone cannot "

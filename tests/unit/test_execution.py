@@ -174,7 +174,7 @@ def test_compilation_leaves_names_and_copies(compilations: list[int]) -> None:
     with torch.no_grad():
         model[4].bias += 1
     assert torch.equal(twin(inputs), expected)
-    assert torch.equal(model(inputs), expected + 1)
+    torch.testing.assert_close(model(inputs), expected + 1)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -184,7 +184,7 @@ def test_compiled_virtual_workers(compilations: list[int], last: bool) -> None:
     """
 
     def job(compiles: bool) -> Job:
-        made = make_job(made_up_data(20), 8, SINGLE, build=with_dropout, total_steps=5, virtual=3)
+        made = make_job(made_up_data(24), 8, SINGLE, build=with_dropout, total_steps=5, virtual=3)
         if last:
             use_channels_last(made.model)
         if compiles:
