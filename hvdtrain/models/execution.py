@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import TrainingError, UsageError
 
 # Of one network: shares have a few sizes, in training and in evaluations. torch's limit of 8 is
 # soon reached.
@@ -70,8 +70,20 @@ def compile_forward(model: nn.Module) -> None:
 
     _dynamo.config.recompile_limit = MOST_COMPILATIONS
     _dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the rest is not compiled
+    compiled = torch.compile(call, dynamic=False)
+
+    def call_compiled(*inputs: Any, **named: Any) -> Any:
+        try:
+            return compiled(*inputs, **named)
+        except _dynamo.exc.FailOnRecompileLimitHit as error:
+            raise TrainingError(
+                f"--compile: the network has met batches of more than {MOST_COMPILATIONS} kinds, "
+                "and is compiled for each by itself. Give batches fewer shapes, by padding, or "
+                "leave --compile out"
+            ) from error
+
     # As Module.compile, which has no effect on an nn.Sequential: it skips frames of torch itself.
-    model._compiled_call_impl = torch.compile(call, dynamic=False)
+    model._compiled_call_impl = call_compiled
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.errors import UsageError
+from hvdtrain.config.options import build_config
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.distributed_optimizer import Flight
+from hvdtrain.models import execution
 from hvdtrain.models.execution import (
     compile_forward,
     copied,
@@ -146,10 +148,11 @@ def test_horovod_receives_contiguous_gradients() -> None:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of each graph that is compiled, to code that calls the same operations: what the
-    C++ code computes is tested in tests/parallel.
+    """The length of each graph that is compiled from now on. It calls the same operations: what C++
+    code computes is tested in tests/parallel.
     """
     made: list[int] = []
+    torch._dynamo.reset()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         made.append(len(list(graph.graph.nodes)))
@@ -196,6 +199,25 @@ def test_compiled_virtual_workers(compilations: list[int], last: bool) -> None:
     assert 1 < len(compilations) < 12
     run_job(plain, SINGLE)
     assert equal(compiled.model.state_dict(), plain.model.state_dict())
+
+
+def test_batches_of_too_many_shapes(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the rest is not compiled, silently, or the reason is not given."""
+    monkeypatch.setattr(execution, "MOST_COMPILATIONS", 3)
+    model = network()
+    compile_forward(model)
+    with pytest.raises(TrainingError, match=r"^--compile: .* more than 3 kinds"), torch.no_grad():
+        for samples in range(30, 36):
+            model(torch.rand(samples, 1, 4, 4))
+    assert len(compilations) == 3
+
+
+def test_synchronised_layers_are_not_compiled() -> None:
+    """Fails if --compile meets layers that exchange sums, in place of a reason before the run."""
+    with pytest.raises(UsageError, match="^--compile and --sync-bn: .*: leave one of them out$"):
+        build_config({"compile": True, "sync_bn": True})
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
