@@ -216,7 +216,7 @@ def test_batches_of_too_many_shapes(
 
 def test_synchronised_layers_are_not_compiled() -> None:
     """Fails if --compile meets layers that exchange sums, in place of a reason before the run."""
-    with pytest.raises(UsageError, match="^--compile and --sync-bn: .*: leave one of them out$"):
+    with pytest.raises(UsageError, match=r"^--compile and --sync-bn: .*: leave one of them out$"):
         build_config({"compile": True, "sync_bn": True})
 
 
