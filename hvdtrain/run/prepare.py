@@ -50,8 +50,6 @@ def prepare(
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
-    if config.model.compile:
-        compile_forward(model)
     settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if has_batch_norm(model):
@@ -120,6 +118,8 @@ def _make_model(
     if config.batch.virtual_workers is not None:
         check_model(model)
     _try_once(model, source, config, exchange.rank, device)
+    if config.model.compile:
+        compile_forward(model)
     seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
     return model
 
