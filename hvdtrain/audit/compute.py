@@ -28,6 +28,7 @@ from hvdtrain.audit.digests import ShareDigests, Words, digest_of
 from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange
+from hvdtrain.models.execution import copied
 from hvdtrain.train.workers import buffers_of, load_buffers, rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class ComputeAudit:
         self._passes: list[tuple[dict[str, Any], Any]] = []
         try:
             # Made once: later the model may hold tensors of a graph, which cannot be copied.
-            self._twin = copy.deepcopy(job.model)
+            self._twin = copied(job.model)
         except Exception as error:
             raise UsageError(
                 f"--audit-compute: the model cannot be copied by copy.deepcopy ({error}): another "

@@ -57,11 +57,18 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Return a message for each pair of groups that contradict each other."""
-        found = []
-        if self.model.task and self.model.label_smoothing:
+        smoothing = self.model.label_smoothing
+        labelled = [f"--label-smoothing={smoothing}"] if smoothing else []
+        found = [
+            f"{given}: is for classification, and --task={self.model.task} has a loss of its own: "
+            "leave one of them out"
+            for given in (*labelled, *self.data.mixes)
+            if self.model.task
+        ]
+        if self.model.compile and self.precision.sync_bn:
             found.append(
-                f"--label-smoothing={self.model.label_smoothing}: is for classification, and "
-                f"--task={self.model.task} has a loss of its own: leave one of them out"
+                "--compile and --sync-bn: layers that exchange sums within a pass cannot be "
+                "compiled: leave one of them out"
             )
         if self.check.audit_compute and self.precision.sync_bn:
             found.append(

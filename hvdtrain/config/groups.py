@@ -53,6 +53,8 @@ class ModelConfig(FlagGroup):
     device: str = free_flag(
         "auto", "compute on this device; auto: CUDA if available", ("auto", "cpu", "cuda")
     )
+    channels_last: bool = flag(False, "keep images and kernels in memory with the channels last")
+    compile: bool = flag(False, "compile the network by torch.compile, which takes a compiler")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,16 @@ class DataConfig(FlagGroup):
         "crop at least this fraction of a folder's training image at random (default: .08)",
         Check(lambda part: 0 < part <= 1, "={}: must be above 0, and at most 1"),
     )
+    mixup: float = flag(
+        0.0,
+        "blend each training sample with another, by shares of Beta(ALPHA, ALPHA) (0: off)",
+        NOT_NEGATIVE,
+    )
+    cutmix: float = flag(
+        0.0,
+        "paste a rectangle of another training sample, its area by Beta(ALPHA, ALPHA) (0: off)",
+        NOT_NEGATIVE,
+    )
     max_image_pixels: int | None = free_flag(
         None, "reject images of more than this many pixels (default: 89478485)", POSITIVE
     )
@@ -106,6 +118,20 @@ class DataConfig(FlagGroup):
         short="-j",
     )
     skip_bad_samples: bool = flag(False, "skip and count images that cannot be read")
+
+    def problems(self) -> list[str]:
+        return super().problems() + [
+            f"{given} and --skip-bad-samples: a sample cannot be mixed with one that is skipped: "
+            "leave one of them out"
+            for given in self.mixes
+            if self.skip_bad_samples
+        ]
+
+    @property
+    def mixes(self) -> list[str]:
+        """Return the flags that mix samples, as they are given."""
+        alphas = {"--mixup": self.mixup, "--cutmix": self.cutmix}
+        return [f"{name}={alpha}" for name, alpha in alphas.items() if alpha]
 
 
 @dataclass(frozen=True)

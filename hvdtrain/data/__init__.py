@@ -5,6 +5,7 @@ image_folder    images in one folder per class
 plugin          a user's data set
 splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
+mixing          mixup and CutMix
 sampler         the order of samples, and the share of each rank
 feeding         batches of one rank; reader processes; a host's own part of the samples
 """

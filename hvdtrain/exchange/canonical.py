@@ -29,7 +29,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
-from hvdtrain.exchange.distributed_optimizer import Trainable
+from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as
 
 BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
@@ -248,7 +248,7 @@ class CanonicalSums:
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
             own = total.view(-1)[start * BLOCK : start * BLOCK + parameter.numel()]
-            parameter.grad = own.view(parameter.shape)
+            parameter.grad = laid_out_as(own.view(parameter.shape), parameter)
 
 
 def check_types(model: torch.nn.Module) -> None:

@@ -67,6 +67,28 @@ def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for name, value in state["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
                 own[name] = value.to(own[name].device)
+    lay_out_state(optimizer)
+
+
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Lay out a loaded state in memory as its parameters.
+
+    Fused optimizers of torch (2.13) go through memory without a look at strides: where those of a
+    parameter, its gradient and its state differ, they combine wrong elements, silently.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = laid_out_as(value, parameter)
+
+
+def laid_out_as(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values with the strides of `parameter`, whose shape they have; see
+    `lay_out_state`.
+    """
+    if values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def carrier_of(optimizer: Optimizer) -> Any:
@@ -121,8 +143,14 @@ class Flight:
             )
         self._carrier.synchronize()
         self._begun.clear()  # of the reductions that synchronize() itself has begun and ended
+        for parameter in self._carrier._requires_update:
+            if parameter.grad is not None:
+                parameter.grad.data = laid_out_as(parameter.grad.data, parameter)
 
     def _submit_and_note(self, parameter: torch.Tensor) -> Any:
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_contiguous():  # which Horovod refuses
+            gradient.data = gradient.data.contiguous()
         handle = self._submit(parameter)
         assert parameter.grad is not None
         self._begun[parameter] = parameter.grad, parameter.grad._version

@@ -16,6 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
+from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source, build_model
@@ -118,14 +119,20 @@ def _make_model(
     0 prints the notices on pretrained weights. Raises UsageError.
     """
     seed_all(config.run.seed)
+    if config.model.compile:
+        require_compiler(device)
     model = build_model(source.task, config).to(device)
     if config.model.pretrained is not None:
         for note in load_pretrained(model, Path(config.model.pretrained)):
             if exchange.rank == 0:
                 say(f"pretrained: {note}")
+    if config.model.channels_last:
+        use_channels_last(model)
     if config.batch.virtual_workers is not None:
         check_model(model)
     _try_once(model, source, config, exchange.rank, device)
+    if config.model.compile:
+        compile_forward(model)
     seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
     return model
 

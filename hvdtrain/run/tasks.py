@@ -24,6 +24,7 @@ from hvdtrain.data import (
 )
 from hvdtrain.data.builtin import fetch
 from hvdtrain.data.feeding import PartSplit
+from hvdtrain.data.mixing import mixed
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
@@ -256,6 +257,7 @@ def _classification(config: TrainConfig, settings: Settings, workers_here: int) 
     if wanted < dataset.classes:
         raise UsageError(f"--num-classes={wanted}: {dataset.name} has {dataset.classes} classes")
     dataset = replace(dataset, classes=wanted)
+    dataset = mixed(dataset, settings.seed, chosen.mixup, chosen.cutmix)
     build = partial(build_network, settings.model, dataset.shape, wanted, settings.dtype)
     return Classification(settings, dataset, build, config.model.label_smoothing)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hvdtrain.data.mixing import Mixed
 from hvdtrain.data.splits import Batch, Dataset, Splits
 from hvdtrain.errors import TrainingError
 from hvdtrain.tasks import Settings, Sums, Task
@@ -49,18 +50,36 @@ class Classification(Task):
     def build_model(self) -> torch.nn.Module:
         return self._build()
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> Sums:
-        inputs, labels = batch
+    def loss(self, model: torch.nn.Module, batch: Batch | Mixed) -> Sums:
+        """Return the sums of a batch; of mixed samples, the label of the larger share is right."""
+        inputs, labels = batch[:2]
         scores = self._scores(model, inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        smoothing = self._label_smoothing
-        loss = functional.cross_entropy(scores, labels, reduction="sum", label_smoothing=smoothing)
+        if isinstance(batch, Mixed):
+            own, others = (self._losses(scores, it) for it in (labels, batch.partner_labels))
+            shares = batch.shares.to(scores.dtype)
+            loss = (own * shares + others * (1 - shares)).sum()
+            labels = torch.where(batch.shares >= 0.5, labels, batch.partner_labels)
+        else:
+            loss = self._losses(scores, labels, "sum")
         right = (scores.detach().argmax(dim=1) == labels).sum()
         return Sums(loss, len(labels), {"accuracy": right})
 
-    def evaluate(self, model: torch.nn.Module, batch: Batch) -> Sums:
-        """Return the sums of a batch; `confusion` counts pairs [true class][predicted class]."""
-        inputs, labels = batch
+    def _losses(
+        self, scores: torch.Tensor, labels: torch.Tensor, reduction: str = "none"
+    ) -> torch.Tensor:
+        smoothing = self._label_smoothing
+        return functional.cross_entropy(
+            scores, labels, reduction=reduction, label_smoothing=smoothing
+        )
+
+    def evaluate(self, model: torch.nn.Module, batch: Batch | Mixed) -> Sums:
+        """Return the sums of a batch; `confusion` counts pairs [true class][predicted class].
+
+        Validation samples are not mixed; mixed ones, with which a model is tried before the run,
+        count by their own labels.
+        """
+        inputs, labels = batch[:2]
         classes = self.dataset.classes
         scores = self._scores(model, inputs).double()
         best = scores.topk(min(TOP_K, classes), dim=1).indices

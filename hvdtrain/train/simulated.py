@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from hvdtrain.exchange.distributed_optimizer import laid_out_as
 from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.orders import KnownOrder, reproduce
@@ -87,7 +88,7 @@ class SimulatedRanks:
             self.bounds = [_bound(terms) for terms in zip(*each, strict=True)]
             sums = [_precise_sum(terms) for terms in zip(*each, strict=True)]
         for parameter, total in zip(self._parameters, sums, strict=True):
-            parameter.grad = torch.from_numpy(total).to(self._device)
+            parameter.grad = laid_out_as(torch.from_numpy(total).to(self._device), parameter)
 
     def states(self) -> list[WorkerState]:
         self._keep()

@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
+from hvdtrain.exchange.distributed_optimizer import lay_out_state
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
@@ -117,6 +118,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
     for optimizer, own in zip(job.optimizers, states, strict=True):
         optimizer.load_state_dict(own)
+        lay_out_state(optimizer)
     for held, own in zip(job.further_state, state.get("further_state", []), strict=True):
         held.load_state_dict(own)
     job.update.load_state_dict(state["update"])

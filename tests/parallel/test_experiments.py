@@ -35,6 +35,8 @@ LANGUAGE = ["--dtype=float64", "--global-batch-size=53", "--max-steps=8", "--lr=
 REGRESSION = ["--task=examples.regression:Diabetes", "--dtype=float64", "--global-batch-size=33"]
 PICTURES = ["--model=tests.unit.jobs:plain", "--dtype=float64", "--image-size=12", "--epochs=2"]
 PICTURES += ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=10"]
+COMPILED = ["--model=tests.unit.jobs:with_dropout", "--compile", "--virtual-workers=4"]
+COMPILED += ["--global-batch-size=40", "--max-steps=6", "--lr=0.05", "--audit-compute=2"]
 EXACT = ["--audit-every=1", "--audit=exact"]
 CHECKED = ["--trace-every=3", "--audit-compute=2"]
 # One hash for each, in float32, on 1 to 4 workers and over both controllers.
@@ -46,14 +48,21 @@ BITS = {
     # Passes of 0 and 1 sample: 7 or 8 samples, three at a time, by 8 virtual workers.
     "empty shares, accumulation": [f"--model={PLUGINS}:lenet_with_dropout", "--virtual-workers=8"]
     + ["--global-batch-size=23", "--grad-accum-steps=3", "--max-steps=12", "--lr=0.05"],
-    "resnet": [f"--model={PLUGINS}:resnet_with_dropout", "--virtual-workers=4"]
+    "resnet": [f"--model={PLUGINS}:resnet_with_dropout", "--virtual-workers=4", "--channels-last"]
     + ["--global-batch-size=101", "--max-steps=3", "--lr=0.05"],
     "transformer": ["--task=examples.language_model:WithDropout", "--virtual-workers=6"]
     + ["--opt=adamw", "--lr=0.003", "--global-batch-size=53", "--max-steps=8", "--amp=bf16"],
     "tokens, rank weights": ["--task=tests.parallel.tasks:Tokens", "--virtual-workers=5"]
     + ["--global-batch-size=33", "--max-steps=20", "--lr=0.1", "--rank-weights"],
     "folder": ["--model=tests.unit.jobs:with_dropout", "--image-size=12", "--epochs=3"]
-    + ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=22", "--workers=1"]
+    + [
+        "--mixup=0.4",
+        "--cutmix=1",
+        "--lr=0.01",
+        "--data=imagefolder:{pictures}",
+        "--global-batch-size=22",
+        "--workers=1",
+    ]
     + ["--virtual-workers=4"],
     "double": [
         f"--model={PLUGINS}:dropout_and_lazy_buffer",
@@ -92,6 +101,11 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
     },
     "regression": ([*REGRESSION, "--epochs=3", "--lr=0.05"], [ALONE, GLOO_2]),
     "pictures": ([*PICTURES, "--audit-every=1", "--workers=1"], [ALONE, GLOO_3, MPI_2]),
+    "mixed, channels last": (
+        [*DIGITS, "--mixup=0.4", "--cutmix=1", "--channels-last", "--audit-every=5"],
+        [ALONE, GLOO_2],
+    ),
+    "compiled": ([*COMPILED, "--trace-every=3"], [ALONE, GLOO_2]),
     "exact": (["--max-steps=20", "--global-batch-size=50", *EXACT], [GLOO_3]),
     "unknown order": (["--max-steps=2", *EXACT], [MPI_4]),
     # The last batch of an epoch holds 3 samples: a share of 1 would meet batch norm.
@@ -250,6 +264,26 @@ def test_the_same_bits_on_any_number_of_workers(name: str, result: Result) -> No
         assert summary["audit"]["checked"] == summary["steps"] // 3
         computed = summary["compute_audit"]
         assert computed["failed"] == 0 < computed["checked"] <= summary["steps"] // 2
+
+
+def test_recipes_do_not_depend_on_n(result: Result) -> None:
+    """Fails if samples are mixed otherwise on another number of workers, or Horovod refuses or
+    permutes the gradients of kernels with the channels last.
+    """
+    (summary, weights), (alone, expected) = (
+        result("mixed, channels last", start) for start in (GLOO_2, ALONE)
+    )
+    assert largest_difference(weights, expected) <= SAME
+    assert summary["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
+    assert summary["audit"]["checked"] == 6
+
+
+def test_compiled_networks_have_the_same_bits(result: Result) -> None:
+    """Fails if compiled code depends on the rank, or another rank's copy is not compiled."""
+    summary, alone = (result("compiled", start)[0] for start in (GLOO_2, ALONE))
+    for key in ("params_sha256", "train_loss", "valid_loss", "trace"):
+        assert summary[key] == alone[key], key
+    assert summary["compute_audit"] == {"checked": 3, "failed": 0}
 
 
 def test_exact_audits_of_training(result: Result) -> None:

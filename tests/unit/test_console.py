@@ -84,7 +84,7 @@ def test_the_header_shows_the_learning_rate(shape: str, warmup_steps: int, text:
     job = make_job(made_up_data(12), 4, SingleProcess(), lr=0.05, total_steps=10)
     job = replace(job, schedule=make_schedule(shape, 0.05, 10, warmup_steps))
     (update,) = [
-        line for line in header(job, SingleProcess(), "mlp", "sgd").splitlines() if "update" in line
+        line for line in header(job, SingleProcess(), "mlp").splitlines() if "update" in line
     ]
     assert update == f"  update   sgd, {text}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,25 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
 
     for text in run_ranks(exchanges, work):
         assert text.startswith(f"after step 3 {expected}") and "it is not saved" in text
+
+
+def test_the_parameter_of_an_optimizer_with_groups_is_named() -> None:
+    """Fails if the optimizer's own order of parameters, by which its state is numbered, is taken
+    for that of the model.
+    """
+    job = trained(SINGLE)
+    late, early = (list(job.model[layer].parameters()) for layer in (6, 4))
+    groups = [{"params": late}, {"params": early, "lr": 0.01}]
+    job = replace(job, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9)).distributed(SINGLE)
+    snapshot = run_job(job, SINGLE).snapshot
+    assert snapshot is not None
+    order = ["6.weight", "6.bias", "4.weight", "4.bias"]
+    assert snapshot.state["optimizer_order"] == order
+    for number, name in enumerate(order):
+        state = copy.deepcopy(snapshot.state)
+        state["optimizer"]["state"][number]["momentum_buffer"].fill_(torch.nan)
+        expected = f"the optimizer's momentum_buffer of {name} is not finite"
+        assert find_not_finite(state) == expected
 
 
 def test_masks_of_infinities_are_saved() -> None:

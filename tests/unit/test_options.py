@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 
 OPTIONS = train_options()
 ZERO_IS_FINE = {
-    *("min_lr", "opt_eps", "label_smoothing"),
+    *("min_lr", "opt_eps", "label_smoothing", "mixup", "cutmix"),
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
@@ -295,7 +295,10 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
     if flat["sync_bn"] or flat["compression"] != "none":  # refused together
         flat["virtual_workers"] = None
     flat["audit_compute"] *= not flat["sync_bn"]
+    flat["compile"] &= not flat["sync_bn"]
     flat["label_smoothing"] *= not flat["task"]
+    for name in ("mixup", "cutmix"):
+        flat[name] *= not flat["task"] and not flat["skip_bad_samples"]
     config = build_config(flat)
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")

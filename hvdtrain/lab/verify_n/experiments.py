@@ -35,8 +35,10 @@ SEED, OTHER_SEED = 1, 1001  # of passes; shares have those that follow
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Return the report of the experiments, or only the digests of data and parameters."""
-    # Gradients of shares are compared: shares of virtual workers would hide what is looked for.
-    config = build_config({"config": request["config_file"], "virtual_workers": None})
+    # Gradients of shares are compared: shares of virtual workers would hide what is looked for, and
+    # compiled code has no calls of modules.
+    changes = {"virtual_workers": None, "compile": False}
+    config = build_config({"config": request["config_file"]} | changes)
     exchange, topology = SingleProcess(), Topology()
     source = find_source(config, exchange, topology.local_rank)
     batch_size = config.batch.resolve(workers=1)
