@@ -1,7 +1,9 @@
 """The samples of each step: pure index arithmetic, the same for every number of workers.
 
 The order of an epoch depends only on the seed and the epoch. It is cut into global batches, each of
-which is distributed over the ranks: no sample is dropped or padded.
+which is distributed over the ranks: no sample is dropped or padded. The order is computed where it
+is needed (see `hvdtrain.data.permutation`), so neither memory nor a start depends on the number of
+samples.
 
 If each host holds a part of the samples, the parts are merged into one order, in proportion in
 every batch, and a sample goes to a rank of its host.
@@ -13,10 +15,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-Indices = NDArray[np.int64]
+from hvdtrain.data.permutation import BLOCK, MergedOrder, Permutation
+from hvdtrain.data.permutation import Indices as Indices
 
 
 class GlobalBatchSampler:
@@ -47,15 +47,16 @@ class GlobalBatchSampler:
 
     def order(self, epoch: int) -> Indices:
         """Return a permutation of all sample indices for this epoch (int64, shape (samples,))."""
-        generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        orders = [generator.permutation(part) for part in self._parts]
-        if len(orders) == 1:
-            return orders[0]
-        # The j-th sample of a part is placed at (j + 1/2) / length of the epoch.
-        times = np.concatenate([(np.arange(len(o)) + 0.5) / max(len(o), 1) for o in orders])
-        starts = itertools.accumulate(self._parts[:-1], initial=0)
-        merged = np.concatenate([o + start for o, start in zip(orders, starts, strict=True)])
-        return merged[np.argsort(times, kind="stable")]
+        return self.samples_at(epoch, 0, self.samples)
+
+    def samples_at(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return `order(epoch)[start:stop]`, in time and memory of that length.
+
+        Raises ValueError unless 0 <= start <= stop <= samples.
+        """
+        if not 0 <= start <= stop <= self.samples:
+            raise ValueError(f"positions {start} to {stop} of {self.samples} samples")
+        return self._order(epoch).between(start, stop)
 
     def global_batches(self, cursor: int) -> Iterator[Indices]:
         """Yield the global batches from `cursor` samples into the run to the end of that epoch.
@@ -63,9 +64,16 @@ class GlobalBatchSampler:
         The cursor counts samples over all epochs: an epoch begins at `epoch * samples`.
         """
         epoch, start = divmod(cursor, self.samples)
-        order = self.order(epoch)
-        for position in range(start, self.samples, self.global_batch_size):
-            yield order[position : position + self.global_batch_size]
+        order, batch = self._order(epoch), self.global_batch_size
+        at_once = max(BLOCK // batch, 1) * batch  # small batches one by one would take longer
+        for first in range(start, self.samples, at_once):
+            stretch = order.between(first, min(first + at_once, self.samples))
+            for position in range(0, len(stretch), batch):
+                yield stretch[position : position + batch]
+
+    def _order(self, epoch: int) -> MergedOrder:
+        parts = enumerate(self._parts)
+        return MergedOrder([Permutation(part, self._seed, (epoch, it)) for it, part in parts])
 
 
 class OneForEachRank:
