@@ -1,8 +1,9 @@
 """The batches of one rank, step by step, read ahead by processes, or from a host's own samples.
 
-The samples of every step of a rank are determined up to the end of the epoch. A split that reads
-from disks receives them in advance, and its reader processes (of torch's DataLoader) read ahead.
-They are forked by a fork server, as forking a process with a running Horovod is unsafe.
+The samples of every step of a rank are determined up to the end of the epoch, and computed as far
+ahead as they are read: by a split that reads from disks, with reader processes (of torch's
+DataLoader). They are forked by a fork server, as forking a process with a running Horovod is
+unsafe.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +29,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.ring import split_evenly
 
 Key = tuple[int, int]  # sample, epoch
+Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class StreamingSplit(Protocol):
 
     may_skip: bool  # whether unreadable samples are skipped
 
-    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        """Yield the batches of these samples, in this order."""
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        """Yield the batches of these samples, in this order. `batches` may be as long as an epoch:
+        take no more of them than are read ahead.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class StepData:
         return len(self.indices)
 
 
-def stream(split: Split, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
+def stream(split: Split, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
     """Yield the batches of these samples, in this order; read ahead if the split supports it."""
     if isinstance(split, StreamingSplit):
         yield from split.stream(batches, epoch)
@@ -88,21 +93,37 @@ class Feed:
 
     def epoch(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
         """Yield up to `steps` steps from `cursor` samples into the run, within that epoch."""
-        batches = list(itertools.islice(self.sampler.global_batches(cursor), steps))
-        parts = [self._parts(batch, rank) for batch in batches]
-        epoch = cursor // self.sampler.samples
-        indices = [part for own in parts for part in own.values()]
-        loaded = stream(self.split, indices, epoch)
-        for batch, own in zip(batches, parts, strict=True):
+        steps_ahead: deque[tuple[Indices, Parts]] = deque()  # read from, and not yielded yet
+        wanted: deque[Indices] = deque()  # yielded, and not read yet
+        batches = itertools.islice(self.sampler.global_batches(cursor), steps)
+        planned = ((batch, self._parts(batch, rank)) for batch in batches)
+
+        def to_read() -> Iterator[Indices]:
+            while True:
+                while wanted:
+                    yield wanted.popleft()
+                if (ahead := next(planned, None)) is None:
+                    return
+                steps_ahead.append(ahead)
+                wanted.extend(ahead[1].values())
+
+        loaded = stream(self.split, to_read(), cursor // self.sampler.samples)
+        while True:
+            if steps_ahead:
+                batch, own = steps_ahead.popleft()
+            elif (now := next(planned, None)) is not None:
+                batch, own = now
+                wanted.extend(own.values())
+            else:
+                return
             yield StepData(batch, list(own), itertools.islice(loaded, len(own)))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
-        loaded = stream(self.split, list(parts.values()), epoch)
-        return StepData(indices, list(parts), loaded)
+        return StepData(indices, list(parts), stream(self.split, parts.values(), epoch))
 
-    def _parts(self, batch: Indices, rank: int) -> dict[tuple[int, int], Indices]:
+    def _parts(self, batch: Indices, rank: int) -> Parts:
         """Return the parts of the rank's shares, by share and micro-batch. Micro-batches
         are cut from the global batch first, so they are the same for every N.
         """
@@ -142,8 +163,8 @@ class PartSplit:
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
         return self._part.batch(self._own(indices), epoch)
 
-    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        return stream(self._part, [self._own(indices) for indices in batches], epoch)
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        return stream(self._part, map(self._own, batches), epoch)
 
     def _own(self, indices: Indices) -> Indices:
         own = indices - self._start
@@ -189,21 +210,21 @@ class StreamedSplit:
         # Of the readers' seeds. A loader that draws from torch's generator each time that it starts
         # would change the random numbers of a run that is resumed within an epoch.
         self._generator = torch.Generator()
-        self._batches: list[list[Key]] = []  # of the next epoch; the loader reads this very list
+        self._batches = _Batches()
         self._loader: DataLoader[Loaded] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def fingerprint(self) -> list[str] | None:
+    def fingerprint(self) -> Iterable[str] | None:
         return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
         loaded = self._reader.load([(int(index), epoch) for index in indices])
         return self._samples.finish(loaded.batch)
 
-    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        self._batches[:] = [[(int(i), epoch) for i in indices] for indices in batches]
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        self._batches.keys = ([(int(i), epoch) for i in indices] for indices in batches)
         if self._loader is None:
             self._loader = self._make_loader()
         self._generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
@@ -233,6 +254,17 @@ class StreamedSplit:
             persistent_workers=self._stay and self._readers > 0,
             worker_init_fn=_end_with_parent if self._readers else None,
         )
+
+
+class _Batches:
+    """The batches of the epoch to read next. A loader whose processes stay keeps this object."""
+
+    def __init__(self) -> None:
+        self.keys: Iterator[list[Key]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        # A loader calls this twice before it takes the first.
+        return self.keys
 
 
 @dataclass(eq=False)

@@ -91,8 +91,8 @@ class Permutation:
             # The sum is below twice the modulus; a difference below zero becomes a huge number.
             np.subtract(changed, modulus, out=other)
             np.minimum(changed, other, out=changed)
-        np.multiply(left, b, out=left)
-        return np.add(left, right, out=left)
+        found: Words = left * b + right
+        return found
 
 
 class MergedOrder:

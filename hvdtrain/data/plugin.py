@@ -103,7 +103,7 @@ class TorchSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def fingerprint(self) -> list[str] | None:
+    def fingerprint(self) -> Iterable[str] | None:
         return texts_of(self.samples)
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:

@@ -115,6 +115,11 @@ class Shares(OneForEachRank):
         start, stop = (self._edge(len(indices), edge) for edge in (rank, rank + 1))
         return indices[start:stop]
 
+    def of_all(self, samples: int, rank: int) -> range:
+        """Return the part for `rank` of all samples of a split, in the order of their numbers."""
+        start, stop = (self._edge(samples, edge) for edge in (rank, rank + 1))
+        return range(start, stop)
+
     def sizes(self, length: int) -> list[int]:
         """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""
         edges = [self._edge(length, edge) for edge in range(len(self._cumulative))]
@@ -128,7 +133,7 @@ class Shares(OneForEachRank):
 class PlacedShares(OneForEachRank):
     """The distribution of samples held by single hosts, over the ranks of their host.
 
-    `weights`, `of`, `sizes` and `slack`: as those of `Shares`.
+    `weights`, `of`, `of_all`, `sizes` and `slack`: as those of `Shares`.
     """
 
     def __init__(
@@ -161,6 +166,12 @@ class PlacedShares(OneForEachRank):
         on_host = indices[(indices >= self._edges[host]) & (indices < self._edges[host + 1])]
         return self._shares[host].of(on_host, self._place[rank])
 
+    def of_all(self, samples: int, rank: int) -> range:
+        host = self._hosts[rank]
+        first, stop = self._edges[host : host + 2]
+        own = self._shares[host].of_all(stop - first, self._place[rank])
+        return range(first + own.start, first + own.stop)
+
     def sizes(self, length: int) -> list[int]:
         edges = [edge * length // self._edges[-1] for edge in self._edges]
         of_host = [stop - start for start, stop in itertools.pairwise(edges)]
@@ -174,7 +185,8 @@ class VirtualShares:
     """The distribution of a global batch over virtual workers, and of these over ranks.
 
     The sums of each virtual worker stay apart, so that they are added in the order of the shares
-    for any number of ranks. `weights`, `of`, `sizes` and `slack`: those of the virtual workers.
+    for any number of ranks. `weights`, `of`, `of_all`, `sizes` and
+    `slack`: those of the virtual workers.
     """
 
     def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:
@@ -193,6 +205,9 @@ class VirtualShares:
 
     def of(self, indices: Indices, share: int) -> Indices:
         return self._shares.of(indices, share)
+
+    def of_all(self, samples: int, share: int) -> range:
+        return self._shares.of_all(samples, share)
 
     def sizes(self, length: int) -> list[int]:
         return self._shares.sizes(length)

@@ -180,9 +180,8 @@ def _try_once(
     """
     name, split = config.model.task, source.data.train
     shares = source.shares.of_rank(rank)
-    every = np.arange(len(split))
-    own = np.concatenate([every[:0], *(source.shares.of(every, share) for share in shares[:1])])
-    own = own[:TRIED_SAMPLES]
+    parts = [source.shares.of_all(len(split), share) for share in shares[:1]]
+    own = np.array([number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64)
     if len(own) == 0:
         return
     model.eval()

@@ -216,7 +216,7 @@ def test_what_went_wrong_while_it_ran_is_named(patch: str, expected: str, tmp_pa
     assert code == 17, output
     assert expected in output
     if patch is FLIPPED:
-        assert "of share 1 (1 of 3 shares), from equal data" in output
+        assert "of share 2 (1 of 3 shares), from equal data" in output
 
 
 @pytest.mark.parametrize(
