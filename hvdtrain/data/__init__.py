@@ -5,8 +5,11 @@ image_folder    images in one folder per class
 plugin          a user's data set
 splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
+adapters        splits made of a DataLoader, of torch and Hugging Face data sets, of iterables
+permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
-feeding         batches of one rank; reader processes; a host's own part of the samples
+feeding         batches of one rank, step by step; a host's own part of the samples
+reading         samples that are read one by one, ahead of their step by processes
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain.data.adapters import IterableSplit, MapSplit, split_of
 from hvdtrain.data.builtin import (
     SYNTHETIC,
     load_cifar10,
@@ -42,6 +46,8 @@ __all__ = [
     "Dataset",
     "GlobalBatchSampler",
     "ImageFormat",
+    "IterableSplit",
+    "MapSplit",
     "PlacedShares",
     "ReadOptions",
     "Shares",
@@ -51,6 +57,7 @@ __all__ = [
     "TensorSplit",
     "VirtualShares",
     "load_dataset",
+    "split_of",
 ]
 
 NAMES = ("digits", "fashion-mnist", "cifar10", "imagefolder:DIR", "synthetic:SHAPE")

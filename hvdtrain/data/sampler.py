@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from hvdtrain.data.permutation import BLOCK, MergedOrder, Permutation
 from hvdtrain.data.permutation import Indices as Indices
@@ -23,20 +25,28 @@ class GlobalBatchSampler:
     """The order of samples in every epoch, and its global batches (not a sampler of torch)."""
 
     def __init__(
-        self, samples: int, global_batch_size: int, seed: int, parts: Sequence[int] = ()
+        self,
+        samples: int,
+        global_batch_size: int,
+        seed: int,
+        parts: Sequence[int] = (),
+        shuffle: bool = True,
     ) -> None:
         """Raise ValueError for no samples, a batch size below one, or `parts` of another sum.
 
         `samples`: number in the data set. `global_batch_size`: number in a step, over all ranks.
         `seed`: of the order, with the epoch. `parts`: the number of samples on each host, in order;
-        by default each host has all.
+        by default each host has all. `shuffle`: False: samples come in the order of their numbers.
         """
         if samples < 1 or global_batch_size < 1:
             raise ValueError(f"{samples=}, {global_batch_size=}: must be at least 1")
+        if parts and not shuffle:
+            raise ValueError("parts of hosts are shuffled")
         if parts and sum(parts) != samples:
             raise ValueError(f"parts {list(parts)} of {samples} samples")
         self._parts = tuple(parts) or (samples,)
         self._seed = seed
+        self._shuffle = shuffle
         self.samples = samples
         self.global_batch_size = global_batch_size
 
@@ -46,7 +56,7 @@ class GlobalBatchSampler:
         return -(-self.samples // self.global_batch_size)
 
     def order(self, epoch: int) -> Indices:
-        """Return a permutation of all sample indices for this epoch (int64, shape (samples,))."""
+        """Return all sample indices in this epoch's order (int64, shape (samples,))."""
         return self.samples_at(epoch, 0, self.samples)
 
     def samples_at(self, epoch: int, start: int, stop: int) -> Indices:
@@ -56,7 +66,7 @@ class GlobalBatchSampler:
         """
         if not 0 <= start <= stop <= self.samples:
             raise ValueError(f"positions {start} to {stop} of {self.samples} samples")
-        return self._order(epoch).between(start, stop)
+        return self._between(epoch)(start, stop)
 
     def global_batches(self, cursor: int) -> Iterator[Indices]:
         """Yield the global batches from `cursor` samples into the run to the end of that epoch.
@@ -64,16 +74,20 @@ class GlobalBatchSampler:
         The cursor counts samples over all epochs: an epoch begins at `epoch * samples`.
         """
         epoch, start = divmod(cursor, self.samples)
-        order, batch = self._order(epoch), self.global_batch_size
+        between, batch = self._between(epoch), self.global_batch_size
         at_once = max(BLOCK // batch, 1) * batch  # small batches one by one would take longer
         for first in range(start, self.samples, at_once):
-            stretch = order.between(first, min(first + at_once, self.samples))
+            stretch = between(first, min(first + at_once, self.samples))
             for position in range(0, len(stretch), batch):
                 yield stretch[position : position + batch]
 
-    def _order(self, epoch: int) -> MergedOrder:
+    def _between(self, epoch: int) -> Callable[[int, int], Indices]:
+        """Return the function of two positions that returns the samples between them."""
+        if not self._shuffle:
+            return lambda start, stop: np.arange(start, stop, dtype=np.int64)
         parts = enumerate(self._parts)
-        return MergedOrder([Permutation(part, self._seed, (epoch, it)) for it, part in parts])
+        orders = [Permutation(part, self._seed, (epoch, it)) for it, part in parts]
+        return MergedOrder(orders).between
 
 
 class OneForEachRank:

@@ -24,7 +24,8 @@ class Split(Protocol):
 
     A split may also offer `fingerprint()`, by which a resumed run detects that its data have
     changed: one text for each sample, in order, such as its name and label, or a single text that
-    changes whenever its samples do. Otherwise only the number of samples is compared.
+    changes whenever its samples do. Otherwise only the number of samples is compared. With an
+    attribute `in_order` that is true, samples are trained on in the order of their numbers.
     """
 
     def __len__(self) -> int: ...

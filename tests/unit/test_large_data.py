@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hvdtrain.data import GlobalBatchSampler, PlacedShares, Shares, TensorSplit, VirtualShares
-from hvdtrain.data.feeding import Feed, Loaded, StreamedSplit, stream
+from hvdtrain.data.feeding import Feed, Loaded, stream
+from hvdtrain.data.reading import StreamedSplit
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.transforms import AugmentedSplit
 from tests.unit import commands
