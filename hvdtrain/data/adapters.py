@@ -12,11 +12,11 @@ import itertools
 import json
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 import torch
@@ -56,6 +56,14 @@ class MapSplit(StreamedSplit):
         if readers:
             _check_sendable(samples, begin_reader)
         super().__init__(samples, readers, may_skip=False, stay=True, begin_reader=begin_reader)
+
+
+@overload
+def split_of(source: DataLoader[Any], seed: int = 0) -> MapSplit: ...
+
+
+@overload
+def split_of(source: Any, seed: int = 0) -> Split: ...
 
 
 def split_of(source: Any, seed: int = 0) -> Split:
@@ -151,7 +159,7 @@ class MapSamples:
 
     def collate(self, samples: list[Numbered]) -> Any:
         if not samples:
-            return without_samples(self.make_batch, self.read(0, 0).sample)
+            return without_samples(self.make_batch, self.read(0, 0).sample, self.seed)
         # What a batch draws itself depends on its first sample, and so on the number of ranks.
         with drawing(self.seed, samples[0].epoch, samples[0].number, OF_BATCH):
             return self.make_batch([it.sample for it in samples])
@@ -194,12 +202,13 @@ def drawing(seed: int, epoch: int, index: int, purpose: int = OF_SAMPLE) -> Iter
             np.random.set_state(states[1])
 
 
-def without_samples(collate: Collate, sample: Any) -> Any:
+def without_samples(collate: Collate, sample: Any, seed: int) -> Any:
     """Return a batch of no samples, of the structure that `collate` makes of this one.
 
     The dimension of samples is the one that differs between a batch of one and a batch of two.
     """
-    return _cut(collate([sample]), collate([sample, sample]))
+    with drawing(seed, 0, 0, OF_BATCH):
+        return _cut(collate([sample]), collate([sample, sample]))
 
 
 def _cut(one: Any, two: Any) -> Any:
@@ -210,7 +219,7 @@ def _cut(one: Any, two: Any) -> Any:
         return one
     if isinstance(one, np.ndarray):
         return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):
         return {key: _cut(item, two[key]) for key, item in one.items()}
     if isinstance(one, list | tuple):
         if len(one) != len(two):  # of samples, such as texts
@@ -261,7 +270,7 @@ class IterableSplit:
         """Return these samples as one batch, iterating from the beginning of the epoch."""
         wanted, places = np.unique(indices, return_inverse=True)
         if not len(wanted):
-            return without_samples(self._collate, next(self._samples(epoch)))
+            return without_samples(self._collate, next(self._samples(epoch)), self._seed)
         found = list(_chosen(self._samples(epoch), wanted, 0))
         return self._made([found[place] for place in places], indices, epoch)
 
@@ -278,7 +287,7 @@ class IterableSplit:
                 if not example:  # nothing was read yet
                     example = [next(samples)]
                     samples = itertools.chain(example, samples)
-                yield Loaded(without_samples(self._collate, example[0]), 0)
+                yield Loaded(without_samples(self._collate, example[0], self._seed), 0)
 
     def _made(self, samples: list[Any], indices: Indices, epoch: int) -> Any:
         with drawing(self._seed, epoch, int(indices[0]), OF_BATCH):

@@ -120,6 +120,17 @@ def test_a_sample_that_cannot_be_read_is_named(readers: int) -> None:
         list(stream(split, BATCHES, 0))
 
 
+def test_an_empty_batch_draws_nothing_of_the_run() -> None:
+    """Fails if a rank without samples, whose collate draws random numbers, goes on with others."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    none = np.array([], dtype=np.int64)
+    for split in (MapSplit(Noisy(), joined), IterableSplit(Flow(), 40, joined)):
+        (loaded,) = stream(split, [none], 0)
+        assert loaded.batch["x"].shape == (4, 0) and loaded.batch["words"] == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 Pair = namedtuple("Pair", "one other")
 
 
