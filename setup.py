@@ -8,8 +8,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "hvdtrain/__init__.py").read_text())
 # Libraries that hvdtrain does not import: a task makes splits of their data sets.
-DATASETS = "datasets>=4,<6"
-LITDATA = "litdata>=0.2.50,<0.3"
+DATASETS = "datasets>=5,<6"
+LITDATA = "litdata>=0.2.76,<0.3"
 
 setup(
     name="hvdtrain",

@@ -199,8 +199,8 @@ class VirtualShares:
     """The distribution of a global batch over virtual workers, and of these over ranks.
 
     The sums of each virtual worker stay apart, so that they are added in the order of the shares
-    for any number of ranks. `weights`, `of`, `of_all`, `sizes` and
-    `slack`: those of the virtual workers.
+    for any number of ranks. `weights`, `of`, `of_all`, `sizes` and `slack`: those of the virtual
+    workers.
     """
 
     def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:

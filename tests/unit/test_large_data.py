@@ -110,6 +110,30 @@ def test_a_resume_within_an_epoch_reads_on(tmp_path: Path) -> None:
     assert hash_of(cut) == hash_of(whole)
 
 
+ORDERED = """
+import torch, hvdtrain
+from mine import Line
+
+class Ordered(Line):
+    def build_data(self):
+        collate = lambda them: torch.tensor(them)[:, None] / 100
+        split = hvdtrain.IterableSplit(range(100), 100, collate)
+        return hvdtrain.Splits("ordered", split, split)
+"""
+
+
+def test_an_iterable_is_no_part_of_a_host(tmp_path: Path) -> None:
+    """Fails if samples that come in order are merged with those of other hosts."""
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "ordered.py").write_text(ORDERED)
+    flags = ["--task=ordered:Ordered", "--max-steps=1", "--global-batch-size=9"]
+    shared = commands.run(tmp_path, "train", *flags)
+    assert shared.returncode == 0, shared.stdout + shared.stderr
+    done = commands.run(tmp_path, "train", *flags, "--data-placement=per-host")
+    assert done.returncode == 2
+    assert "--data-placement=per-host: samples that are read in order" in done.stderr
+
+
 class Endless:
     """A split that reads so many batches ahead, and counts what it takes."""
 
