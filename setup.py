@@ -7,6 +7,9 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "hvdtrain/__init__.py").read_text())
+# Libraries that hvdtrain does not import: a task makes splits of their data sets.
+DATASETS = "datasets>=5,<6"
+LITDATA = "litdata>=0.2.76,<0.3"
 
 setup(
     name="hvdtrain",
@@ -42,7 +45,11 @@ setup(
         # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
         # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
         "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
+        "datasets": [DATASETS],
+        "shards": [LITDATA],
         "test": [
+            DATASETS,
+            LITDATA,
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
             "pdoc>=15,<17",

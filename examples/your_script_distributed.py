@@ -4,6 +4,7 @@ your_script.py is for one device, your_script_distributed.py for any number; see
 diff examples/your_script.py examples/your_script_distributed.py
 """
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
@@ -21,10 +22,12 @@ model.double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = hvdtrain.distribute(model, optimizer)
 audit = hvdtrain.GradientAudit(model, optimizer, every=10)
+shares = hvdtrain.Shares(workers.size)
 
 for epoch in range(EPOCHS):
-    for batch in hvdtrain.GlobalBatchSampler(len(y), BATCH_SIZE, 0).global_batches(epoch * len(y)):
-        own = hvdtrain.Shares(workers.size).of(batch, workers.rank)
+    order = np.random.default_rng([0, epoch]).permutation(len(y))
+    for batch in np.split(order, range(BATCH_SIZE, len(y), BATCH_SIZE)):
+        own = shares.of(batch, workers.rank)
         optimizer.zero_grad()
         loss = cross_entropy(model(x[own]), y[own], reduction="sum") * workers.size / len(batch)
         loss.backward()

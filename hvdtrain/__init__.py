@@ -2,8 +2,8 @@
 
 For a script with its own training loop (see `hvdtrain.api`): `init`, `distribute`,
 `clip_grad_norm_`, `GlobalBatchSampler`, `Shares` and `GradientAudit`. For `hvdtrain train --task`:
-`Task`, `Settings`, `Sums`, `Splits`, `Split` and `TensorSplit`. For `hvdtrain train --data`:
-`Dataset` and `ImageFormat`.
+`Task`, `Settings`, `Sums`, `Splits`, `Split`, `TensorSplit`, `MapSplit`, `IterableSplit` and
+`split_of`. For `hvdtrain train --data`: `Dataset` and `ImageFormat`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from hvdtrain.data import Dataset as Dataset
     from hvdtrain.data import GlobalBatchSampler as GlobalBatchSampler
     from hvdtrain.data import ImageFormat as ImageFormat
+    from hvdtrain.data import IterableSplit as IterableSplit
+    from hvdtrain.data import MapSplit as MapSplit
     from hvdtrain.data import Shares as Shares
     from hvdtrain.data import Split as Split
     from hvdtrain.data import Splits as Splits
     from hvdtrain.data import TensorSplit as TensorSplit
+    from hvdtrain.data import split_of as split_of
     from hvdtrain.run.own_loop import Loop as Loop
     from hvdtrain.tasks import Settings as Settings
     from hvdtrain.tasks import Sums as Sums
@@ -35,7 +38,7 @@ _PUBLIC = {
     "hvdtrain.audit.script": ("GradientAudit",),
     "hvdtrain.data": (
         *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares"),
-        *("Split", "Splits", "TensorSplit"),
+        *("IterableSplit", "MapSplit", "Split", "Splits", "TensorSplit", "split_of"),
     ),
     "hvdtrain.run.own_loop": ("Loop",),
     "hvdtrain.tasks": ("Settings", "Sums", "Task"),

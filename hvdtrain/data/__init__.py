@@ -6,8 +6,11 @@ plugin          a user's data set
 splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
 mixing          mixup and CutMix
+adapters        splits made of a DataLoader, of torch and Hugging Face data sets, of iterables
+permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
-feeding         batches of one rank; reader processes; a host's own part of the samples
+feeding         batches of one rank, step by step; a host's own part of the samples
+reading         samples that are read one by one, ahead of their step by processes
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain.data.adapters import IterableSplit, MapSplit, split_of
 from hvdtrain.data.builtin import (
     SYNTHETIC,
     load_cifar10,
@@ -43,6 +47,8 @@ __all__ = [
     "Dataset",
     "GlobalBatchSampler",
     "ImageFormat",
+    "IterableSplit",
+    "MapSplit",
     "PlacedShares",
     "ReadOptions",
     "Shares",
@@ -52,6 +58,7 @@ __all__ = [
     "TensorSplit",
     "VirtualShares",
     "load_dataset",
+    "split_of",
 ]
 
 NAMES = ("digits", "fashion-mnist", "cifar10", "imagefolder:DIR", "synthetic:SHAPE")

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch.utils.data import default_collate
 
 from hvdtrain.data.builtin import import_torchvision
-from hvdtrain.data.feeding import BadSample, StreamedSplit
+from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
@@ -303,9 +304,10 @@ class ImageSamples:
             pixels = _changes(self.form, self.hflip, self.crop_scale)(picture)
         return pixels, label
 
-    def empty(self) -> Batch:
+    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         shape = (0, self.form.channels, self.form.height, self.form.width)
-        return torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+        none = torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+        return default_collate(samples) if samples else none
 
     def finish(self, batch: Batch) -> Batch:
         pixels, labels = batch

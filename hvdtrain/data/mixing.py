@@ -10,8 +10,9 @@ So a mixed run is the same for every number of workers, and after resuming.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.data.feeding import Loaded, may_skip, stream
+from hvdtrain.data.feeding import Loaded, in_order, may_skip, stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset, Split, texts_of
 from hvdtrain.data.transforms import COLUMN, uniform
@@ -51,20 +52,26 @@ class MixedSplit:
                 "--mixup and --cutmix: these data skip unreadable samples, and a sample cannot be "
                 "mixed with one that is skipped"
             )
+        if in_order(split):
+            raise UsageError(
+                "--mixup and --cutmix: these data are only iterated, and the partner of a sample "
+                "is read by its number"
+            )
         self._split, self._seed = split, seed
         self._mixup, self._cutmix = mixup, cutmix
 
     def __len__(self) -> int:
         return len(self._split)
 
-    def fingerprint(self) -> list[str] | None:
+    def fingerprint(self) -> Iterable[str] | None:
         return texts_of(self._split)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Mixed:
         return self._mix(self._split.batch(self._pairs(indices, epoch), epoch), indices, epoch)
 
-    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        pairs = [self._pairs(indices, epoch) for indices in batches]
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        batches, ahead = itertools.tee(batches)
+        pairs = (self._pairs(indices, epoch) for indices in ahead)
         for indices, one in zip(batches, stream(self._split, pairs, epoch), strict=True):
             yield replace(one, batch=self._mix(one.batch, indices, epoch), samples=len(indices))
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from hvdtrain import plugins
-from hvdtrain.data.feeding import BadSample, StreamedSplit
+from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import (
     Batch,
     Dataset,
@@ -103,7 +104,7 @@ class TorchSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def fingerprint(self) -> list[str] | None:
+    def fingerprint(self) -> Iterable[str] | None:
         return texts_of(self.samples)
 
     def read(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:
@@ -118,8 +119,9 @@ class TorchSamples:
             raise BadSample(f"--data={self.name}: sample {index}: {problem}")
         return image.to(self.dtype), int(label)
 
-    def empty(self) -> Batch:
-        return torch.empty((0, *self.shape), dtype=self.dtype), torch.empty(0, dtype=torch.int64)
+    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
+        none = torch.empty((0, *self.shape), dtype=self.dtype), torch.empty(0, dtype=torch.int64)
+        return default_collate(samples) if samples else none
 
     def finish(self, batch: Batch) -> Batch:
         return batch

@@ -1,7 +1,9 @@
 """The samples of each step: pure index arithmetic, the same for every number of workers.
 
 The order of an epoch depends only on the seed and the epoch. It is cut into global batches, each of
-which is distributed over the ranks: no sample is dropped or padded.
+which is distributed over the ranks: no sample is dropped or padded. The order is computed where it
+is needed (see `hvdtrain.data.permutation`), so neither memory nor a start depends on the number of
+samples.
 
 If each host holds a part of the samples, the parts are merged into one order, in proportion in
 every batch, and a sample goes to a rank of its host.
@@ -11,32 +13,40 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+from hvdtrain.data.permutation import BLOCK, MergedOrder, Permutation
+from hvdtrain.data.permutation import Indices as Indices
 
 
 class GlobalBatchSampler:
     """The order of samples in every epoch, and its global batches (not a sampler of torch)."""
 
     def __init__(
-        self, samples: int, global_batch_size: int, seed: int, parts: Sequence[int] = ()
+        self,
+        samples: int,
+        global_batch_size: int,
+        seed: int,
+        parts: Sequence[int] = (),
+        shuffle: bool = True,
     ) -> None:
         """Raise ValueError for no samples, a batch size below one, or `parts` of another sum.
 
         `samples`: number in the data set. `global_batch_size`: number in a step, over all ranks.
         `seed`: of the order, with the epoch. `parts`: the number of samples on each host, in order;
-        by default each host has all.
+        by default each host has all. `shuffle`: False: samples come in the order of their numbers.
         """
         if samples < 1 or global_batch_size < 1:
             raise ValueError(f"{samples=}, {global_batch_size=}: must be at least 1")
+        if parts and not shuffle:
+            raise ValueError("parts of hosts are shuffled")
         if parts and sum(parts) != samples:
             raise ValueError(f"parts {list(parts)} of {samples} samples")
         self._parts = tuple(parts) or (samples,)
         self._seed = seed
+        self._shuffle = shuffle
         self.samples = samples
         self.global_batch_size = global_batch_size
 
@@ -46,16 +56,17 @@ class GlobalBatchSampler:
         return -(-self.samples // self.global_batch_size)
 
     def order(self, epoch: int) -> Indices:
-        """Return a permutation of all sample indices for this epoch (int64, shape (samples,))."""
-        generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        orders = [generator.permutation(part) for part in self._parts]
-        if len(orders) == 1:
-            return orders[0]
-        # The j-th sample of a part is placed at (j + 1/2) / length of the epoch.
-        times = np.concatenate([(np.arange(len(o)) + 0.5) / max(len(o), 1) for o in orders])
-        starts = itertools.accumulate(self._parts[:-1], initial=0)
-        merged = np.concatenate([o + start for o, start in zip(orders, starts, strict=True)])
-        return merged[np.argsort(times, kind="stable")]
+        """Return all sample indices in this epoch's order (int64, shape (samples,))."""
+        return self.samples_at(epoch, 0, self.samples)
+
+    def samples_at(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return `order(epoch)[start:stop]`, in time and memory of that length.
+
+        Raises ValueError unless 0 <= start <= stop <= samples.
+        """
+        if not 0 <= start <= stop <= self.samples:
+            raise ValueError(f"positions {start} to {stop} of {self.samples} samples")
+        return self._between(epoch)(start, stop)
 
     def global_batches(self, cursor: int) -> Iterator[Indices]:
         """Yield the global batches from `cursor` samples into the run to the end of that epoch.
@@ -63,9 +74,20 @@ class GlobalBatchSampler:
         The cursor counts samples over all epochs: an epoch begins at `epoch * samples`.
         """
         epoch, start = divmod(cursor, self.samples)
-        order = self.order(epoch)
-        for position in range(start, self.samples, self.global_batch_size):
-            yield order[position : position + self.global_batch_size]
+        between, batch = self._between(epoch), self.global_batch_size
+        at_once = max(BLOCK // batch, 1) * batch  # small batches one by one would take longer
+        for first in range(start, self.samples, at_once):
+            stretch = between(first, min(first + at_once, self.samples))
+            for position in range(0, len(stretch), batch):
+                yield stretch[position : position + batch]
+
+    def _between(self, epoch: int) -> Callable[[int, int], Indices]:
+        """Return the function of two positions that returns the samples between them."""
+        if not self._shuffle:
+            return lambda start, stop: np.arange(start, stop, dtype=np.int64)
+        parts = enumerate(self._parts)
+        orders = [Permutation(part, self._seed, (epoch, it)) for it, part in parts]
+        return MergedOrder(orders).between
 
 
 class OneForEachRank:
@@ -107,6 +129,11 @@ class Shares(OneForEachRank):
         start, stop = (self._edge(len(indices), edge) for edge in (rank, rank + 1))
         return indices[start:stop]
 
+    def of_all(self, samples: int, rank: int) -> range:
+        """Return the part for `rank` of all samples of a split, in the order of their numbers."""
+        start, stop = (self._edge(samples, edge) for edge in (rank, rank + 1))
+        return range(start, stop)
+
     def sizes(self, length: int) -> list[int]:
         """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""
         edges = [self._edge(length, edge) for edge in range(len(self._cumulative))]
@@ -120,7 +147,7 @@ class Shares(OneForEachRank):
 class PlacedShares(OneForEachRank):
     """The distribution of samples held by single hosts, over the ranks of their host.
 
-    `weights`, `of`, `sizes` and `slack`: as those of `Shares`.
+    `weights`, `of`, `of_all`, `sizes` and `slack`: as those of `Shares`.
     """
 
     def __init__(
@@ -153,6 +180,12 @@ class PlacedShares(OneForEachRank):
         on_host = indices[(indices >= self._edges[host]) & (indices < self._edges[host + 1])]
         return self._shares[host].of(on_host, self._place[rank])
 
+    def of_all(self, samples: int, rank: int) -> range:
+        host = self._hosts[rank]
+        first, stop = self._edges[host : host + 2]
+        own = self._shares[host].of_all(stop - first, self._place[rank])
+        return range(first + own.start, first + own.stop)
+
     def sizes(self, length: int) -> list[int]:
         edges = [edge * length // self._edges[-1] for edge in self._edges]
         of_host = [stop - start for start, stop in itertools.pairwise(edges)]
@@ -166,7 +199,8 @@ class VirtualShares:
     """The distribution of a global batch over virtual workers, and of these over ranks.
 
     The sums of each virtual worker stay apart, so that they are added in the order of the shares
-    for any number of ranks. `weights`, `of`, `sizes` and `slack`: those of the virtual workers.
+    for any number of ranks. `weights`, `of`, `of_all`, `sizes` and `slack`: those of the virtual
+    workers.
     """
 
     def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:
@@ -185,6 +219,9 @@ class VirtualShares:
 
     def of(self, indices: Indices, share: int) -> Indices:
         return self._shares.of(indices, share)
+
+    def of_all(self, samples: int, share: int) -> range:
+        return self._shares.of_all(samples, share)
 
     def sizes(self, length: int) -> list[int]:
         return self._shares.sizes(length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ class Split(Protocol):
 
     A split may also offer `fingerprint()`, by which a resumed run detects that its data have
     changed: one text for each sample, in order, such as its name and label, or a single text that
-    changes whenever its samples do. Otherwise only the number of samples is compared.
+    changes whenever its samples do. Otherwise only the number of samples is compared. With an
+    attribute `in_order` that is true, samples are trained on in the order of their numbers.
     """
 
     def __len__(self) -> int: ...
@@ -80,9 +82,9 @@ class TensorSplit:
         chosen = torch.from_numpy(indices)
         return self.inputs[chosen], self.labels[chosen]
 
-    def fingerprint(self) -> list[str]:
+    def fingerprint(self) -> Iterator[str]:
         shape = list(self.inputs.shape[1:])
-        return [f"label {label} of shape {shape}" for label in self.labels.tolist()]
+        return (f"label {label} of shape {shape}" for label in self.labels.tolist())
 
 
 @dataclass(frozen=True)
@@ -145,30 +147,31 @@ MOST_MARKS = 512
 Fingerprint = dict[str, Any]  # plain values, for checkpoints
 
 
-def texts_of(holder: object) -> list[str] | None:
-    """Return the texts of `holder.fingerprint()` as a list, or None if it has none."""
+def texts_of(holder: object) -> Iterable[str] | None:
+    """Return the texts of `holder.fingerprint()`, or None if it has none."""
     offered = getattr(holder, "fingerprint", None)
     texts = offered() if offered else None
-    return [texts] if isinstance(texts, str) else None if texts is None else list(map(str, texts))
+    return [texts] if isinstance(texts, str) else None if texts is None else map(str, texts)
 
 
 def fingerprint(split: Split) -> Fingerprint:
     """Return the number of samples, and cumulative digests of the texts at equally spaced marks.
 
     The spacing is a power of two, so that the marks of two fingerprints can be compared. No sample
-    is read.
+    is read, and texts are taken one by one.
     """
-    texts, distance = texts_of(split) or [], 1
-    while distance * MOST_MARKS < len(texts):
-        distance *= 2
-    digest, marks = hashlib.sha256(), []
-    for number, text in enumerate(texts, start=1):
+    distance, count = 1, 0
+    digest = hashlib.sha256()
+    marks: list[str] = []
+    for count, text in enumerate(texts_of(split) or (), start=1):
+        if count > distance * MOST_MARKS:
+            distance, marks = 2 * distance, marks[1::2]
         digest.update(f"{len(text)}:{text}".encode())
-        if number % distance == 0:
+        if count % distance == 0:
             marks.append(digest.hexdigest()[:16])
     return {
         "samples": len(split),
-        "texts": len(texts),
+        "texts": count,
         "distance": distance,
         "marks": marks,
         "digest": digest.hexdigest(),
@@ -194,8 +197,8 @@ def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str |
     if first >= now:
         return f"{text}; the first {now} are the same"
     place = f"number {first}" if first == last else f"one of the numbers {first} to {last}"
-    texts = texts_of(split)
-    names = dict.fromkeys((texts[first], texts[last])) if texts else {}
+    texts = list(itertools.islice(texts_of(split) or (), first, last + 1))
+    names = dict.fromkeys((texts[0], texts[-1])) if texts else {}
     ending = f", now {' to '.join(names)}" if names else ""
     return f"{text}; the first that differs is {place}{ending}"
 

@@ -6,7 +6,8 @@ an augmented run is the same for every number of workers, and after resuming.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +51,7 @@ class ChangedSplit:
     def __len__(self) -> int:
         return len(self._split)
 
-    def fingerprint(self) -> list[str] | None:
+    def fingerprint(self) -> Iterable[str] | None:
         return texts_of(self._split)
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
@@ -59,9 +60,10 @@ class ChangedSplit:
     def batch(self, indices: Indices, epoch: int = 0) -> Batch:
         return self.change(self._split.batch(indices, epoch), indices, epoch)
 
-    def stream(self, batches: Sequence[Indices], epoch: int) -> Iterator[Loaded]:
-        loaded = stream(self._split, batches, epoch)
-        for indices, one in zip(batches, loaded, strict=True):
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        ahead, now = itertools.tee(batches)
+        # In this order: the batch that has just come is then in `now` without being computed again.
+        for one, indices in zip(stream(self._split, ahead, epoch), now, strict=True):
             yield Loaded(self.change(one.batch, indices, epoch), one.samples, one.bad)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import build_config, nearest, type_problem
 from hvdtrain.data import Split, Splits, TensorSplit
-from hvdtrain.data.map_style import split_of
+from hvdtrain.data.adapters import split_of
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
@@ -108,7 +108,10 @@ class Loop:
         problems += optimizer_problems(whole, optimizers)
         if problems:
             raise UsageError(*problems)
-        data = Splits(path.name, split_of(train), NOTHING if valid is None else split_of(valid))
+        seed = self._config.run.seed
+        data = Splits(
+            path.name, split_of(train, seed), NOTHING if valid is None else split_of(valid, seed)
+        )
         for name, split in (("train", data.train), ("valid", data.valid)):
             if split is not NOTHING:
                 check_split("hvdtrain.Loop", name, name, split)

@@ -11,7 +11,8 @@ import torch
 from hvdtrain import plugins
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
-from hvdtrain.data.feeding import BadSample, Feed, may_skip, to_device
+from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
+from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.log import counted, say
@@ -272,9 +273,10 @@ def _try_once(
     """
     name, split = config.model.task, source.data.train
     shares = source.shares.of_rank(rank)
-    every = np.arange(len(split))
-    own = np.concatenate([every[:0], *(source.shares.of(every, share) for share in shares[:1])])
-    own = own[:TRIED_SAMPLES]
+    # To reach the share of a later rank, samples in order would be read for a long time.
+    samples = min(len(split), len(source.shares.weights)) if in_order(split) else len(split)
+    parts = [source.shares.of_all(samples, share) for share in shares[:1]]
+    own = np.array([number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64)
     if len(own) == 0:
         return
     model.eval()

@@ -23,7 +23,7 @@ Evaluate = Callable[[torch.nn.Module, Any], Sums]
 
 # The options of `hvdtrain train` that do not concern what the script itself decides.
 OPTIONS = (
-    *("device", "workers", "global_batch_size", "batch_size", "grad_accum_steps"),
+    *("device", "global_batch_size", "batch_size", "grad_accum_steps"),
     *("virtual_workers", "rank_weights", "clip_grad", "model_ema", "model_ema_decay"),
     *("epochs", "max_steps", "amp", "compression", "sync_bn", "deterministic"),
     *("audit_every", "audit", "audit_parts", "trace_every", "hash_every"),

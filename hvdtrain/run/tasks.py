@@ -23,7 +23,7 @@ from hvdtrain.data import (
     load_dataset,
 )
 from hvdtrain.data.builtin import fetch
-from hvdtrain.data.feeding import PartSplit
+from hvdtrain.data.feeding import PartSplit, in_order
 from hvdtrain.data.mixing import mixed
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
 from hvdtrain.errors import UsageError
@@ -70,7 +70,8 @@ class Source:
                 f"{text}: {self.data.name} has only {counted(samples, 'sample')} to train on. "
                 f"Give --global-batch-size {samples} or less"
             )
-        return GlobalBatchSampler(samples, global_batch_size, seed, self.parts)
+        shuffle = not in_order(self.data.train)
+        return GlobalBatchSampler(samples, global_batch_size, seed, self.parts, shuffle)
 
 
 def find_source(
@@ -91,6 +92,11 @@ def find_source(
     def build() -> tuple[Task, Splits, Fingerprints]:
         task: Task = script.task if script else build_task(config, host, hosts.count(host))
         data = script.data if script else build_data(task, config)
+        if not shared and (in_order(data.train) or in_order(data.valid)):
+            raise UsageError(
+                "--data-placement=per-host: samples that are read in order, as those of "
+                "hvdtrain.IterableSplit, cannot be parts of several hosts"
+            )
         known = {} if shared and exchange.rank > 0 else _fingerprints(data, config)
         return task, data, known
 

@@ -12,7 +12,6 @@ import torch
 from hvdtrain.config import DataConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
 from hvdtrain.data import Shares
-from hvdtrain.data.feeding import BadSample
 from hvdtrain.data.image_folder import (
     EXTENSIONS,
     MAX_PIXELS,
@@ -22,6 +21,7 @@ from hvdtrain.data.image_folder import (
     normalised,
     read_image,
 )
+from hvdtrain.data.reading import BadSample
 from hvdtrain.data.splits import ImageFormat, Splits
 from hvdtrain.data.transforms import resize
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError

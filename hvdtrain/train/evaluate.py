@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +65,10 @@ def evaluate(
     names = (*valid_metrics_of(task), *task.tables)
     width = 4 + len(valid_metrics_of(task)) + sum(map(math.prod, task.tables.values()))
     rows = torch.zeros((shares.rows, width), dtype=torch.float64)
-    parts = _parts(len(split), shares, exchange.rank)
+    ahead, now = itertools.tee(_parts(len(split), shares, exchange.rank))
     with torch.no_grad():
-        batches = stream(split, list(parts.values()), epoch=0)
-        for share, number in parts:
+        batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
+        for share, number, _ in now:
             seed(share, number, True)
             loaded = next(batches)
             seed(share, number, False)
@@ -92,14 +93,12 @@ def evaluate(
     return _as_evaluation(totals, task)
 
 
-def _parts(samples: int, shares: SharesLike, rank: int) -> dict[tuple[int, int], Indices]:
-    """Return the samples of a rank, EVALUATION_BATCH at a time, by share and number."""
-    return {
-        (share, number): own[start : start + EVALUATION_BATCH]
-        for share in shares.of_rank(rank)
-        for own in [shares.of(np.arange(samples), share)]
-        for number, start in enumerate(range(0, len(own), EVALUATION_BATCH))
-    }
+def _parts(samples: int, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:
+    """Yield the samples of a rank, EVALUATION_BATCH at a time, after their share and number."""
+    for share in shares.of_rank(rank):
+        own = shares.of_all(samples, share)
+        for number, start in enumerate(range(own.start, own.stop, EVALUATION_BATCH)):
+            yield share, number, np.arange(start, min(start + EVALUATION_BATCH, own.stop))
 
 
 def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:

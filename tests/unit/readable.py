@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvdtrain.data.feeding import BadSample
+from hvdtrain.data.reading import BadSample
 
 
 @dataclass
@@ -32,7 +34,9 @@ class Numbers:
             raise LookupError("a reader's own mistake")
         return 1000 * epoch + index, os.getpid()
 
-    def empty(self) -> Any:
+    def collate(self, samples: list[Any]) -> Any:
+        if samples:
+            return torch.utils.data.default_collate(samples)
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
     def finish(self, batch: Any) -> Any:
@@ -63,3 +67,53 @@ class Squares(torch.utils.data.Dataset[Any]):
 
 def squares() -> tuple[Squares, Squares]:
     return Squares(30), Squares(6)
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """A map-style data set: sample i is {"x": (i, three random numbers), "word": text of i}."""
+
+    def __init__(self, count: int = 40, lost: int = -1) -> None:
+        self.count = count
+        self.lost = lost
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.lost:
+            raise OSError("it is lost")
+        drawn = [torch.rand(()).item(), np.random.random(), random.random()]
+        return {"x": torch.tensor([index, *drawn], dtype=torch.float64), "word": str(index)}
+
+
+class Flow(torch.utils.data.IterableDataset[Any]):
+    """An iterable data set with the samples of `Noisy`."""
+
+    def __init__(self, count: int = 40) -> None:
+        self.samples = Noisy(count)
+        self.started = 0
+
+    def __iter__(self) -> Any:
+        self.started += 1
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+def joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate samples as columns, and add a random number."""
+    x = torch.stack([it["x"] for it in samples], dim=1)
+    return {"x": x + 0, "words": [it["word"] for it in samples], "drawn": torch.rand(())}
+
+
+def begin(number: int) -> None:
+    """Mark a reader process."""
+    os.environ["BEGUN"] = str(number)
+
+
+class Begun(torch.utils.data.Dataset[Any]):
+    """A data set whose samples are the mark of the process that reads them."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> int:
+        return int(os.environ.get("BEGUN", -1))

@@ -105,7 +105,7 @@ class Flip(torch.autograd.Function):
     def backward(ctx, gradient):
         global calls
         calls += 1
-        if calls == 3 * 7 + 2:  # step 8, share 1
+        if calls == 3 * 7 + 3:  # step 8, share 2
             gradient = gradient.clone()
             gradient.view(-1).view(torch.int32)[3] ^= 1 << 20
         return gradient

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, load_dataset
-from hvdtrain.data.feeding import BadSample, stream
+from hvdtrain.data.feeding import stream
 from hvdtrain.data.image_folder import EXTENSIONS, images_under, left_out, read_image
+from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
 

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, Split, load_dataset
-from hvdtrain.data.feeding import BadSample, stream
+from hvdtrain.data.feeding import stream
 from hvdtrain.data.image_folder import read_image
+from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import TrainingError, UsageError
 from tests.unit.folders import SIZE, make_class, make_folder, pixels
 

@@ -30,13 +30,14 @@ RECORDED = [2, 4, 6, 8, 10, 12, 13]
 # Code that runs between PyTorch and hvdtrain, before `hvdtrain train` does.
 SWAPPED = """
 from hvdtrain.data.sampler import GlobalBatchSampler
-honest = GlobalBatchSampler.order
-def order(self, epoch):
-    numbers = honest(self, epoch)
-    if epoch == 1:
-        numbers[[2, 7]] = numbers[[7, 2]]
-    return numbers
-GlobalBatchSampler.order = order
+honest = GlobalBatchSampler.global_batches
+def global_batches(self, cursor):
+    for batch in honest(self, cursor):
+        if cursor == self.samples:  # the first batch of epoch 1
+            batch[[2, 7]] = batch[[7, 2]]
+        cursor += len(batch)
+        yield batch
+GlobalBatchSampler.global_batches = global_batches
 """
 OTHER_RATE = """
 from hvdtrain.run import prepare
@@ -215,7 +216,7 @@ def test_what_went_wrong_while_it_ran_is_named(patch: str, expected: str, tmp_pa
     assert code == 17, output
     assert expected in output
     if patch is FLIPPED:
-        assert "of share 1 (1 of 3 shares), from equal data" in output
+        assert "of share 2 (1 of 3 shares), from equal data" in output
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,29 @@ def test_the_cursor_is_the_whole_state(samples: int, batch: int, seed: int, epoc
         assert batches(cursor, steps - done) == undisturbed[done:]
 
 
+def test_samples_come_in_order_without_shuffling() -> None:
+    """Fails if samples that are read in order are shuffled in any epoch, or parts are taken."""
+    sampler = GlobalBatchSampler(10, 4, 3, shuffle=False)
+    assert [batch.tolist() for batch in sampler.global_batches(4 * 10 + 4)] == [
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    assert sampler.order(7).tolist() == list(range(10))
+    with pytest.raises(ValueError, match="parts of hosts are shuffled"):
+        GlobalBatchSampler(10, 4, 3, [5, 5], shuffle=False)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 9), (3, 8), (8, 9), (9, 9)])
+def test_samples_at_positions_are_those_of_the_order(start: int, stop: int) -> None:
+    """Fails if a stretch is another one, or positions beyond the epoch are taken."""
+    sampler = GlobalBatchSampler(9, 4, 3)
+    expected = sampler.order(2)[start:stop]
+    np.testing.assert_array_equal(sampler.samples_at(2, start, stop), expected)
+    for ends in ((start - 10, stop), (start, stop + 10), (stop + 1, start)):
+        with pytest.raises(ValueError, match="of 9 samples"):
+            sampler.samples_at(2, *ends)
+
+
 @pytest.mark.parametrize(("samples", "batch"), [(0, 1), (1, 0), (-1, 1), (1, -1)])
 def test_sampler_refuses_nothing_to_sample(samples: int, batch: int) -> None:
     """Fails when an empty set or batch makes an endless or empty epoch."""

@@ -19,7 +19,8 @@ import torch
 
 import hvdtrain
 from hvdtrain.data import ReadOptions, load_dataset
-from hvdtrain.data.feeding import StreamedSplit, stream
+from hvdtrain.data.feeding import stream
+from hvdtrain.data.reading import StreamedSplit
 from hvdtrain.errors import TrainingError, UsageError
 from tests.unit import readable
 from tests.unit.readable import Numbers, Squares
@@ -32,7 +33,7 @@ BATCHES = [np.array(numbers, dtype=np.int64) for numbers in ([5, 3, 9], [], [0],
 TRAINER = """
 import sys, time
 import numpy as np
-from hvdtrain.data.feeding import StreamedSplit
+from hvdtrain.data.reading import StreamedSplit
 from tests.unit.readable import Numbers
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Samples that are read one by one, ahead of their step by processes of torch's DataLoader.
+
+The processes are forked by a fork server, as forking a process with a running Horovod is unsafe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import forkserver
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, default_convert
+
+from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.sampler import Indices
+from hvdtrain.data.splits import texts_of
+from hvdtrain.errors import TrainingError
+
+Key = tuple[int, int]  # sample, epoch
+BeginReader = Callable[[int], object]  # called with the number of a reader process
+
+
+class BadSample(TrainingError):
+    """A sample that cannot be read; the message names the file."""
+
+
+class Samples(Protocol):
+    """Samples that are read one by one. The object is sent to the reader processes."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, epoch: int) -> Any:
+        """Return one sample. Raises BadSample."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return samples that were read as a batch; of none, if all were skipped."""
+
+    def finish(self, batch: Any) -> Any:
+        """Complete a batch in the training process, so that readers send compact batches."""
+
+
+class StreamedSplit:
+    """A split that reads `Samples` ahead."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        readers: int,
+        may_skip: bool,
+        stay: bool,
+        advice: str = "",
+        begin_reader: BeginReader | None = None,
+    ) -> None:
+        """`readers`: the number of processes; 0: read in this one. `may_skip`: skip samples that
+        cannot be read; `advice`: what the error adds otherwise. `stay`: keep the processes for the
+        next epoch. `begin_reader`: called first in each process.
+        """
+        self.may_skip = may_skip
+        self._samples = samples
+        self._reader = _Reader(samples, may_skip, advice)
+        self._readers = readers
+        self._stay = stay
+        self._begin_reader = begin_reader
+        # Of the readers' seeds. A loader that draws from torch's generator each time that it starts
+        # would change the random numbers of a run that is resumed within an epoch.
+        self._generator = torch.Generator()
+        self._batches = _Batches()
+        self._loader: DataLoader[Loaded] | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def fingerprint(self) -> Iterable[str] | None:
+        return texts_of(self._samples)
+
+    def batch(self, indices: Indices, epoch: int = 0) -> Any:
+        loaded = self._reader.load([(int(index), epoch) for index in indices])
+        return self._samples.finish(loaded.batch)
+
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        self._batches.keys = ([(int(i), epoch) for i in indices] for indices in batches)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        self._generator.manual_seed((torch.initial_seed() + epoch) % 2**63)
+        try:
+            for loaded in self._loader:
+                if isinstance(loaded, str):
+                    raise TrainingError(loaded)
+                yield replace(loaded, batch=self._samples.finish(loaded.batch))
+        except (RuntimeError, EOFError, ConnectionError) as error:
+            # A reader that ends while it sends a batch breaks the connection.
+            sending = self._readers > 0 and not isinstance(error, RuntimeError)
+            if "DataLoader worker" not in str(error) and not sending:
+                raise
+            reason = str(error) or "the connection broke while it sent a batch"
+            raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
+
+    def _make_loader(self) -> DataLoader[Loaded]:
+        if self._readers:
+            _start_fork_server()
+        return DataLoader(
+            self._reader,
+            batch_sampler=self._batches,
+            num_workers=self._readers,
+            generator=self._generator,
+            collate_fn=default_convert,  # leaves `Loaded` and text as they are
+            multiprocessing_context="forkserver" if self._readers else None,
+            persistent_workers=self._stay and self._readers > 0,
+            worker_init_fn=partial(_begin, self._begin_reader) if self._readers else None,
+        )
+
+
+class _Batches:
+    """The batches of the epoch to read next. A loader whose processes stay keeps this object."""
+
+    def __init__(self) -> None:
+        self.keys: Iterator[list[Key]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        # A loader calls this twice before it takes the first.
+        return self.keys
+
+
+@dataclass(eq=False)
+class _Reader(torch.utils.data.Dataset[Any]):
+    """A map-style data set that reads a batch at a time, in any process."""
+
+    samples: Samples
+    may_skip: bool
+    advice: str
+
+    def __getitems__(self, keys: list[Key]) -> Loaded | str:
+        # Returned, not raised: the loader would wrap the error in its own traceback.
+        try:
+            return self.load(keys)
+        except BadSample as error:
+            return str(error)
+
+    def load(self, keys: list[Key]) -> Loaded:
+        """Return these samples as a batch. Raises BadSample, unless samples may be skipped."""
+        read = []
+        for index, epoch in keys:
+            try:
+                read.append(self.samples.read(index, epoch))
+            except BadSample as error:
+                if not self.may_skip:
+                    raise BadSample(f"{error}. {self.advice}" if self.advice else error) from None
+                if epoch == 0:
+                    print(f"skipped: {error}", file=sys.stderr, flush=True)
+        return Loaded(self.samples.collate(read), len(read), bad=len(keys) - len(read))
+
+
+def _begin(begin_reader: BeginReader | None, number: int) -> None:
+    """Prepare a reader process."""
+    _end_with_parent()
+    if begin_reader:
+        begin_reader(number)
+
+
+def _end_with_parent() -> None:
+    """Make a reader process end when the training process ends, for whatever reason. torch watches
+    only the reader's parent, the fork server, which lives as long as its children.
+    """
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def wait() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+def _start_fork_server() -> None:
+    """Start the fork server, once per process, with the signals that stop a run ignored. These
+    signals are for the worker; its readers inherit that they are ignored.
+    """
+    forkserver.set_forkserver_preload(["torch", "hvdtrain.data.reading"])
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    try:
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
+    except ValueError:  # only the main thread may change handlers
+        before = {}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
