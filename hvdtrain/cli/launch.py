@@ -38,7 +38,7 @@ from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.verdict import STOPPED, JobOutcome
 from hvdtrain.launcher.view import make_view
-from hvdtrain.log import complain, counted, say
+from hvdtrain.log import complain, counted, moment, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
 from hvdtrain.topology import Topology
 
@@ -159,6 +159,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         restarts=arguments["restarts"],
         settings=settings_for(controller, os.environ, limits.watchdog_timeout_s, command[0]),
         verbose=arguments["verbose"],
+        typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
     return Launch(plan, log_dir, config)
@@ -335,6 +336,8 @@ def _leave_summary(
         with closing(RunDirectory(folder, reopen=True)) as directory:
             status = "stopped" if outcome.exit_code in STOPPED else "failed"
             found = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
-            directory.write_summary({"world_size": launch.plan.workers} | held | found)
+            times = {"started": held.get("started") if own else moment(started_s)}
+            times["ended"] = moment()
+            directory.write_summary({"world_size": launch.plan.workers} | held | times | found)
     except (HvdtrainError, OSError, ValueError) as error:
         notify(f"the summary cannot be written: {error}")

@@ -15,7 +15,7 @@ from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
-from hvdtrain.log import say
+from hvdtrain.log import moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import RunDirectory
@@ -95,10 +95,12 @@ class RunLedger(Ledger):
         resumed: dict[str, Any] | None,
         config: dict[str, Any],
         pulse: Pulse,
+        provenance: dict[str, Any],
     ) -> None:
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
+        `provenance`: further fields of the summary.
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
@@ -113,7 +115,9 @@ class RunLedger(Ledger):
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
+        virtual_workers = config["virtual_workers"]
+        at_start = _summary_at_start(exchange, self._evaluated, virtual_workers)
+        self._summary = at_start | provenance
         self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
@@ -206,6 +210,7 @@ class RunLedger(Ledger):
         self._summary |= {
             "status": "finished",
             "epochs": outcome.totals.epoch,
+            "ended": moment(),
             "samples_per_s": outcome.steady_samples_per_s,
             "wall_s": time.monotonic() - self._began_s,
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -220,7 +225,7 @@ class RunLedger(Ledger):
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         found = (status for kind, status in statuses.items() if isinstance(error, kind))
-        self._summary["status"] = next(found, "failed")
+        self._summary |= {"status": next(found, "failed"), "ended": moment()}
         cause = take_cause(self._directory.path)
         is_peer = isinstance(error, PeerFailure)
         self._summary["error"] = cause if is_peer and cause else _describe(error)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import cuda
-from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
@@ -21,7 +18,7 @@ from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
-from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
+from hvdtrain.errors import PeerFailure, Stopped, UsageError
 from hvdtrain.exchange import Exchange, agree, known_order_of
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
@@ -36,6 +33,8 @@ from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
+from hvdtrain.run.profiling import StepProfiler
+from hvdtrain.run.provenance import provenance
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
@@ -54,11 +53,16 @@ class Session:
     topology: Topology
     signals: StopSignals
     pulse: Pulse
+    argv: Sequence[str]  # the arguments of this process
 
 
 @contextmanager
-def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
+def join_session(
+    config: TrainConfig, topology: Topology, argv: Sequence[str] = ()
+) -> Iterator[Session]:
     """Collective: join the other workers, and leave together with them on exit.
+
+    `argv`: the arguments of this process, to be recorded.
 
     On a failure within the context, a single process raises it. With several workers it is printed,
     and the process ends at once with its exit code.
@@ -79,7 +83,7 @@ def join_session(config: TrainConfig, topology: Topology) -> Iterator[Session]:
         exchange.watch_stalls(stalled)
         try:
             with exchange.peer_failures():
-                yield Session(exchange, topology, signals, pulse)
+                yield Session(exchange, topology, signals, pulse, argv)
                 exchange.close()
         except Exception as error:
             pulse.end(error)
@@ -130,9 +134,8 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology)
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
-    ledger = agree(
-        exchange, "output", lambda: _open_ledger(config, job, exchange, found, session.pulse)
-    )
+    hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.hosts")
+    ledger = agree(exchange, "output", lambda: _open_ledger(config, job, session, found, hosts))
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
             yield _make_ready(config, job, saved, order, session, ledger, stack)
@@ -182,9 +185,14 @@ def _make_ready(
 
 
 def _open_ledger(
-    config: TrainConfig, job: Job, exchange: Exchange, found: Resumable | None, pulse: Pulse
+    config: TrainConfig,
+    job: Job,
+    session: Session,
+    found: Resumable | None,
+    hosts: Sequence[str],
 ) -> Ledger:
     """Return the ledger; on rank 0, take the run directory and print the header first."""
+    exchange = session.exchange
     if exchange.rank != 0:
         return Ledger(config.folder, exchange.rank)
     directory = found.directory if found else RunDirectory(config.folder)
@@ -199,7 +207,9 @@ def _open_ledger(
     name = config.model.task or config.model.model
     say(header(job, exchange, name, config.optimizer.opt))
     state = found.resumed.state if found else None
-    return RunLedger(directory, job, exchange, state, resolved, pulse)
+    plugins = (config.model.task, config.model.model, config.data.data)
+    facts = provenance(plugins, hosts, session.argv)
+    return RunLedger(directory, job, exchange, state, resolved, session.pulse, facts)
 
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
@@ -307,45 +317,3 @@ def _make_auditor(
 
 def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
     return config.check.audit_every > 0 and exchange.size > 1
-
-
-@dataclass
-class StepProfiler:
-    """A profiler of a range of steps: torch's on every rank, and Horovod's timeline.
-
-    Both can be opened in chrome://tracing and https://ui.perfetto.dev.
-    """
-
-    steps: tuple[int, int] | None  # first and last, counted from 1; None: no profile
-    folder: Path  # receives rank-N.json of every rank, and timeline.json of rank 0
-    exchange: Exchange
-    _profile: profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Start the profile if `step` is in the range; call before each step."""
-        due = self.steps is not None and self.steps[0] <= step <= self.steps[1]
-        if not due or self._profile is not None:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(f"--profile: {self.folder}: {error.strerror}") from error
-        activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if cuda.is_available() else []
-        self._profile = profile(activities=activities)
-        self._profile.start()
-        self.exchange.start_timeline(self.folder / "timeline.json")
-
-    def end(self, step: int) -> None:
-        """Write the profile at the end of the range; call after each step."""
-        if self.steps is not None and step >= self.steps[1]:
-            self.close()
-
-    def close(self) -> None:
-        """Stop the profile and write it. Further calls have no effect."""
-        if self._profile is None:
-            return
-        done, self._profile, self.steps = self._profile, None, None
-        self.exchange.stop_timeline()
-        done.stop()
-        done.export_chrome_trace(str(self.folder / f"rank-{self.exchange.rank}.json"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,12 @@ def test_a_run_writes_its_files(first_run: Path) -> None:
     assert 2 < summary["train_loss"] < 3 and len(summary["params_sha256"]) == 64
     assert summary["versions"]["hvdtrain"] == hvdtrain.__version__
     assert {"torch", "python"} <= summary["versions"].keys()
+    times = [datetime.fromisoformat(summary[name]) for name in ("started", "ended")]
+    assert all(time.utcoffset() == timedelta(0) for time in times)
+    assert timedelta(0) <= times[1] - times[0] < timedelta(minutes=2)
+    assert timedelta(0) <= datetime.now(timezone.utc) - times[1] < timedelta(hours=1)
+    assert summary["hosts"] == {socket.gethostname(): "0"} and summary["git"] is None
+    assert summary["command"] == f"hvdtrain train {' '.join(TINY)} --output out"
 
     config = yaml.safe_load((first_run / "config.yaml").read_text())
     assert (config["global_batch_size"], config["batch_size"]) == (32, None)
