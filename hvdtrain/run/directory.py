@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,10 @@ LEAVINGS = (
     *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE),
     *("tensorboard", "profile", "checkpoints"),
 )
+
+
+class RunExists(UsageError):
+    """The folder of a new run holds another run, or a live job is using it."""
 
 
 class RunDirectory:
@@ -48,7 +53,8 @@ class RunDirectory:
                 self._lock = undo.enter_context(open_kept(self.path / LOCK))
                 _take(self._lock, wait_s)
             except BlockingIOError:
-                raise UsageError(f"--experiment={path.name}: a live job is using {path}") from None
+                text = f"--experiment={path.name}: a live job is using {path}"
+                raise RunExists(text) from None
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(
@@ -114,7 +120,8 @@ class RunDirectory:
         held = occupants(self.path, own_lock)
         if held:
             what = "a run" if CONFIG in held else f"files ({', '.join(held[:3])}, ...)"
-            raise UsageError(
+            kind = RunExists if CONFIG in held else UsageError
+            raise kind(
                 f"--experiment={self.path.name}: {self.path} already holds {what}; "
                 "nothing was changed. Choose another --experiment or --output, or remove it"
             )
@@ -144,6 +151,49 @@ class RunDirectory:
         except OSError as error:
             reason = error.strerror or error
             raise TrainingError(f"{self.path} cannot be written: {reason}") from error
+
+
+def new_directory(folder: Path, numbered: bool) -> RunDirectory:
+    """Return the locked folder of a new run.
+
+    `numbered`: where `folder` holds another run, take the next free one of NAME-2, NAME-3, ..., and
+    print so. Raises RunExists otherwise, and UsageError for files that are no run. The lock decides
+    between jobs that start at the same time.
+    """
+    for path in _names(folder):
+        if path != folder and occupants(path):
+            continue
+        try:
+            directory = RunDirectory(path)
+        except RunExists:
+            if not numbered:
+                raise
+            continue
+        if path != folder:
+            say(numbering(folder, path))
+        return directory
+    raise AssertionError("an endless series")
+
+
+def free_folder(folder: Path) -> Path:
+    """Return the folder that `new_directory` would take now; it may hold files that are no run."""
+    return next(
+        path
+        for path in _names(folder)
+        if not (CONFIG in occupants(path) if path == folder else occupants(path))
+        and not ((path / LOCK).exists() and _is_live(path))
+    )
+
+
+def numbering(folder: Path, path: Path) -> str:
+    """Return the line that reports the folder taken instead of `folder`."""
+    return f"{folder} holds another run: this one is {path} (--resume auto continues the other)"
+
+
+def _names(folder: Path) -> Iterator[Path]:
+    yield folder
+    for number in count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
 
 
 def occupants(folder: Path, own_lock: bool = False) -> list[str]:

@@ -189,12 +189,22 @@ def test_a_run_saves_its_checkpoint(first_run: Path) -> None:
 
 
 def test_a_second_run_does_not_touch_the_first(first_run: Path) -> None:
-    """Fails when the same --output and experiment is not refused, or changes a byte."""
-    before = read_tree(first_run.parent)
-    done = run(first_run.parents[1], "train", *TINY, "--output", "out")
-    assert done.returncode == 2
-    assert "already holds a run" in done.stderr and "Traceback" not in done.stderr
-    assert read_tree(first_run.parent) == before
+    """Fails when the same command again changes a byte of the first run, is not reported to have
+    another name, or its own configuration or summary is of the first one's name.
+    """
+    before = read_tree(first_run)
+    for number in (2, 3):
+        done = run(first_run.parents[1], "train", *TINY, "--output", "out")
+        assert (done.returncode, done.stderr) == (0, "")
+        name = f"lenet-digits-{number}"
+        line = f"out/lenet-digits holds another run: this one is out/{name} "
+        assert len([it for it in done.stdout.splitlines() if it.startswith(line)]) == 1
+        second = first_run.with_name(name)
+        assert yaml.safe_load((second / "config.yaml").read_text())["experiment"] == name
+        assert read_summary(second)["params_sha256"] == read_summary(first_run)["params_sha256"]
+    assert read_tree(first_run) == before
+    again = run(first_run.parents[1], "train", *TINY, "--output=out", "--resume=auto")
+    assert (again.returncode, read_tree(first_run)) == (0, before)
 
 
 def test_the_seed_decides_the_result(first_run: Path, tmp_path: Path) -> None:
