@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,8 @@ from hvdtrain.audit import AuditRecord
 from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.metering import Totals
+
+NO_FIGURES: Mapping[str, float] = {}
 
 
 class EventLog:
@@ -26,14 +28,18 @@ class EventLog:
         folder = str(directory.path / "tensorboard")
         self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
 
-    def interval_end(self, totals: Totals, lr: float) -> None:
-        """Write one line for a logged step."""
+    def interval_end(
+        self, totals: Totals, lr: float, gpu: Mapping[str, float] = NO_FIGURES
+    ) -> None:
+        """Write one line for a logged step; `gpu`: figures of rank 0's GPU, if it has one."""
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
         record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
+        record |= {f"gpu_{name}": value for name, value in gpu.items()}
         self._directory.append(METRICS, record | phases)
         scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
         scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
         scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+        scalars |= {f"gpu/{name}": value for name, value in gpu.items()}
         if totals.gradient_norm is not None:
             scalars["gradient_norm"] = totals.gradient_norm
         self._scalars(totals.step, scalars)

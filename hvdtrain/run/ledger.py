@@ -20,7 +20,7 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.event_log import EventLog
-from hvdtrain.run.machine import changes, machine, versions
+from hvdtrain.run.machine import GpuMeter, changes, machine, versions
 from hvdtrain.run.trace_file import TraceFile, origin_of
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
@@ -106,6 +106,7 @@ class RunLedger(Ledger):
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", config["keep_checkpoints"])
         self._pulse, self._total_steps = pulse, job.total_steps
+        self._gpu = GpuMeter(job.device)
         self._task = job.task
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
@@ -132,7 +133,8 @@ class RunLedger(Ledger):
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
-        self._events.interval_end(totals, lr)
+        gpu = self._read_gpu()
+        self._events.interval_end(totals, lr, gpu)
         self._pulse.show(
             epoch=totals.epoch,
             loss=totals.loss,
@@ -140,7 +142,7 @@ class RunLedger(Ledger):
             step_s=totals.step_s,
             total_steps=self._total_steps,
         )
-        self._console.interval_end(totals, lr)
+        self._console.interval_end(totals, lr, gpu)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         self._note(totals)
@@ -205,6 +207,7 @@ class RunLedger(Ledger):
     def finish(self, outcome: Outcome) -> None:
         """Wait for the last checkpoint, write the summary and print the result."""
         self._checkpoints.wait()
+        self._read_gpu()
         self._note(outcome.totals)
         self._note_evaluation(outcome.evaluation)
         self._summary |= {
@@ -240,6 +243,13 @@ class RunLedger(Ledger):
         self._events.close()
         self._directory.close()
 
+    def _read_gpu(self) -> dict[str, float]:
+        gpu = self._gpu.read()
+        if "memory_mib" in gpu:
+            used = int(gpu["memory_mib"])
+            self._summary["peak_gpu_mib"] = max(self._summary["peak_gpu_mib"] or 0, used)
+        return gpu
+
     def _note(self, totals: Totals) -> None:
         self._summary |= {
             "steps": totals.step,
@@ -273,6 +283,7 @@ def _summary_at_start(
         "best": None,
         "bad_samples": 0,
         "samples_per_s": None,
+        "peak_gpu_mib": None,
         "params_sha256": None,
         "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
         "compute_audit": {"checked": 0, "failed": 0},
