@@ -15,6 +15,7 @@ from hvdtrain.config.fields import (
     POSITIVE,
     Check,
     FlagGroup,
+    are_trackers,
     are_weights,
     flag,
     free_flag,
@@ -282,6 +283,11 @@ class RunConfig(FlagGroup):
         None,
         "profile these steps, such as 20-22, into the run's profile/",
         Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
+    )
+    log_to: str | None = free_flag(
+        None,
+        "record the run in these trackers as well: mlflow, wandb, or mlflow,wandb",
+        Check(are_trackers, "={}: choose from mlflow, wandb, or both, separated by a comma"),
     )
     resume: str | None = free_flag(
         None,

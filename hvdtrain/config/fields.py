@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
 
+TRACKERS = ("mlflow", "wandb")
+
 
 class Check(NamedTuple):
     """A condition that a value must meet, and the problem otherwise, as text after its flag."""
@@ -68,6 +70,12 @@ def are_weights(text: str) -> bool:
     except ValueError:
         return False
     return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
+
+
+def are_trackers(text: str) -> bool:
+    """Return whether `text` is a comma-separated list of trackers, each of them once."""
+    names = text.split(",")
+    return {*names} <= {*TRACKERS} and len({*names}) == len(names)
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
     *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE),
-    *("tensorboard", "profile", "checkpoints"),
+    *("tensorboard", "profile", "checkpoints", "mlflow.json", "wandb.json", "wandb"),
 )
 
 
@@ -99,9 +99,25 @@ class RunDirectory:
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
         for path in self.path.glob("*.jsonl"):
-            lines = path.read_text("utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
+            kept = [line for line in _lines(path) if _step_of(line) <= step]
             self._write(path.name, "".join(line + "\n" for line in kept))
+
+    def last_step(self) -> int:
+        """Return the last step with a complete record, or 0."""
+        lines = (line for path in self.path.glob("*.jsonl") for line in _lines(path))
+        steps = (_step_of(line) for line in lines)
+        return int(max((step for step in steps if step < math.inf), default=0))
+
+    def read_tracker(self, name: str) -> dict[str, Any]:
+        """Return what an earlier start of the run has stored for a tracker; empty if nothing."""
+        with suppress(OSError, ValueError), open_to_read(self.path / f"{name}.json") as stream:
+            found = json.load(stream)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def write_tracker(self, name: str, content: dict[str, Any]) -> None:
+        """Store what a later start of the run needs to continue its record in a tracker."""
+        self._write(f"{name}.json", json.dumps(content) + "\n")
 
     def restart_trace(self, head: dict[str, Any] | None) -> None:
         """Let the summary of an earlier start name `head`, with which the trace now ends."""
@@ -248,6 +264,10 @@ def _take(lock: IO[str], wait_s: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(LOCK_RETRY_S)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text("utf-8", errors="replace").splitlines()
 
 
 def _step_of(line: str) -> float:

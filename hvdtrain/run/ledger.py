@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hvdtrain.log import moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.event_log import EventLog
+from hvdtrain.run.event_log import EventLog, Writer
 from hvdtrain.run.machine import GpuMeter, changes, machine, versions
 from hvdtrain.run.trace_file import TraceFile, origin_of
 from hvdtrain.tasks import valid_metrics_of
@@ -96,11 +96,12 @@ class RunLedger(Ledger):
         config: dict[str, Any],
         pulse: Pulse,
         provenance: dict[str, Any],
+        writers: Sequence[Writer],
     ) -> None:
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
-        `provenance`: further fields of the summary.
+        `provenance`: further fields of the summary. `writers`: of scalars, besides TensorBoard.
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
@@ -111,7 +112,7 @@ class RunLedger(Ledger):
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
-        self._events = EventLog(directory, step, self._takeaway.get("classes", ()))
+        self._events = EventLog(directory, step, self._takeaway.get("classes", ()), writers)
         self._began_s = time.monotonic()
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
@@ -240,7 +241,7 @@ class RunLedger(Ledger):
         self._console.close()
         if self._summary["status"] == "stopped":
             say(way_on(self._checkpoints.complete()))
-        self._events.close()
+        self._events.close(self._summary)
         self._directory.close()
 
     def _read_gpu(self) -> dict[str, float]:

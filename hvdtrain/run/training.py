@@ -32,6 +32,7 @@ from hvdtrain.run.provenance import provenance
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
+from hvdtrain.run.trackers import check_trackers, open_trackers
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State
@@ -107,7 +108,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    found = agree(exchange, "resume", lambda: find_resumable(config, exchange))
+    found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
     )
@@ -179,6 +180,12 @@ def _make_ready(
     return TrainingRun(job, state, Hooks(audit, ledger, keeper, profiler), finish)
 
 
+def _find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
+    if exchange.rank == 0:
+        check_trackers(config.run.log_to)
+    return find_resumable(config, exchange)
+
+
 def _open_ledger(
     config: TrainConfig,
     job: Job,
@@ -229,6 +236,7 @@ def _open_records(
     hosts: Sequence[str],
 ) -> RunLedger:
     """Write the configuration, print the header and return the ledger of rank 0."""
+    recorded = directory.last_step()
     if found:
         found.make_ready()
     resolved = as_flat_dict(config) | {
@@ -238,7 +246,14 @@ def _open_records(
     directory.write_config(resolved)
     name = config.model.task or config.model.model
     say(header(job, session.exchange, name, config.optimizer.opt))
-    state = found.resumed.state if found else None
     plugins = (config.model.task, config.model.model, config.data.data)
-    facts = provenance(plugins, hosts, session.argv)
-    return RunLedger(directory, job, session.exchange, state, resolved, session.pulse, facts)
+    return RunLedger(
+        directory,
+        job,
+        session.exchange,
+        resumed=found.resumed.state if found else None,
+        config=resolved,
+        pulse=session.pulse,
+        provenance=provenance(plugins, hosts, session.argv),
+        writers=open_trackers(config.run.log_to, directory, resolved, recorded),
+    )

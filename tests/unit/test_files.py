@@ -241,7 +241,7 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     recorder.epoch_end(totals(30, 1.5), evaluation, lr=0.03)
     recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
     recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
-    recorder.close()
+    recorder.close({"status": "finished"})
     directory.close()
 
     events = EventAccumulator(str(directory.path / "tensorboard")).Reload()
