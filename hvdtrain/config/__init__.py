@@ -13,9 +13,9 @@ from hvdtrain.config.fields import (
     GIVEN,
     NOT_NEGATIVE,
     POSITIVE,
+    SOME_TRACKERS,
     Check,
     FlagGroup,
-    are_trackers,
     are_weights,
     flag,
     free_flag,
@@ -285,9 +285,7 @@ class RunConfig(FlagGroup):
         Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
     )
     log_to: str | None = free_flag(
-        None,
-        "record the run in these trackers as well: mlflow, wandb, or mlflow,wandb",
-        Check(are_trackers, "={}: choose from mlflow, wandb, or both, separated by a comma"),
+        None, "record the run in mlflow, wandb or mlflow,wandb as well", SOME_TRACKERS
     )
     resume: str | None = free_flag(
         None,

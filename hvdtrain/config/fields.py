@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
 
-TRACKERS = ("mlflow", "wandb")
-
 
 class Check(NamedTuple):
     """A condition that a value must meet, and the problem otherwise, as text after its flag."""
@@ -23,6 +21,10 @@ class Check(NamedTuple):
 GIVEN = Check(bool, " is empty")
 POSITIVE = Check(lambda number: 0 < number < math.inf, "={}: must be above 0")
 NOT_NEGATIVE = Check(lambda number: 0 <= number < math.inf, "={}: must be at least 0")
+SOME_TRACKERS = Check(
+    ("mlflow", "wandb", "mlflow,wandb", "wandb,mlflow").__contains__,
+    "={}: choose from mlflow, wandb, or both, separated by a comma",
+)
 Allowed = Check | tuple[str, ...]  # the latter: choices
 
 
@@ -70,12 +72,6 @@ def are_weights(text: str) -> bool:
     except ValueError:
         return False
     return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
-
-
-def are_trackers(text: str) -> bool:
-    """Return whether `text` is a comma-separated list of trackers, each of them once."""
-    names = text.split(",")
-    return {*names} <= {*TRACKERS} and len({*names}) == len(names)
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:

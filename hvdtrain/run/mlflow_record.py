@@ -22,7 +22,7 @@ class MlflowRecord:
     """The record of a run in the store of MLFLOW_TRACKING_URI, or MLflow's own local one."""
 
     def __init__(self, directory: RunDirectory, options: dict[str, Any], recorded: int) -> None:
-        """`recorded` is not needed: the store itself holds which steps it has."""
+        """Import the library. `recorded` is not needed: the store has the last steps itself."""
         import mlflow
         from mlflow.tracking import MlflowClient
 

@@ -20,7 +20,7 @@ class WandbRecord:
     """The record of a run, in its folder unless the user has logged in or set WANDB_MODE."""
 
     def __init__(self, directory: RunDirectory, options: dict[str, Any], recorded: int) -> None:
-        """`recorded`: the last step that a resumed run has recorded; it is not added again."""
+        """Import the library. `recorded`: the last step of an earlier start; only later count."""
         import wandb
 
         self._wandb = wandb

@@ -11,7 +11,7 @@ import torch
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.profiling import StepProfiler
+from hvdtrain.run.training import StepProfiler
 
 
 def run_steps(profiler: StepProfiler, steps: int) -> None:
