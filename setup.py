@@ -47,10 +47,16 @@ setup(
         "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
         "datasets": [DATASETS],
         "shards": [LITDATA],
+        # Of `--log-to`. mlflow-skinny is MLflow without its server; the other two packages are for
+        # its local store, a database.
+        "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
+        "wandb": ["wandb>=0.22,<1"],
         "test": [
             DATASETS,
             LITDATA,
+            "alembic>=1.10,<2",
             "hypothesis>=6.100,<7",
+            "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",
             "pdoc>=15,<17",
             "psutil>=5.9,<8",
@@ -58,8 +64,10 @@ setup(
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "ruff>=0.12,<1",
+            "sqlalchemy>=2,<3",
             "types-PyYAML>=6,<7",
             "types-tqdm>=4.66,<5",
+            "wandb>=0.22,<1",
         ],
     },
     entry_points={"console_scripts": ["hvdtrain = hvdtrain.cli:main"]},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,11 @@ def duration(seconds: float) -> str:
     """Return a duration as text: '0:00:12'."""
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def moment(seconds: float | None = None) -> str:
+    """Return a time, by default the current one, as text: '2025-01-31T12:00:00+00:00'."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(seconds))
 
 
 _before = sys.excepthook

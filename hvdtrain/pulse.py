@@ -28,6 +28,7 @@ from hvdtrain.errors import ComputeMismatch, PeerFailure
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
+COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL = signal.SIGUSR2
 WAITING = "exchange"  # the phase in which a rank waits for others

@@ -38,8 +38,8 @@ from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.verdict import STOPPED, JobOutcome
 from hvdtrain.launcher.view import make_view
-from hvdtrain.log import complain, counted, say
-from hvdtrain.run.directory import CONFIG, RunDirectory, occupants
+from hvdtrain.log import complain, counted, moment, say
+from hvdtrain.run.directory import CONFIG, RunDirectory, free_folder, numbering
 from hvdtrain.topology import Topology
 
 HELP = "run train, verify, bench or a script on several workers: checked, watched, restarted"
@@ -67,6 +67,7 @@ class Launch:
     plan: JobPlan
     log_dir: Path
     config: TrainConfig | None  # None for other commands than `train`
+    note: str = ""  # on the name of a new run, if another run has the one that was asked for
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +129,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     given_s, np, min_np = (arguments[name] for name in ("watchdog_timeout_s", "np", "min_np"))
     limits = Limits(arguments["start_timeout_s"], default_s if given_s is None else given_s)
     problems = [*_check_command(command), *_check_numbers(arguments, limits)]
-    hosts = attempt(problems, lambda: find_hosts(arguments))
+    hosts, note = attempt(problems, lambda: find_hosts(arguments)), ""
     if hosts == () and np is None:
         problems.append("how many workers? Give -np N, or hosts by -H or --hostfile")
     elif hosts == ():
@@ -142,6 +143,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     controller = attempt(problems, lambda: find_controller(arguments["controller"]))
     config = attempt(problems, lambda: _read_train(command[1:])) if ours else None
     if config is not None:
+        command, config, note = _numbered(command, config)
         problems += _check_train(config, workers, min_np, arguments["restarts"])
     if problems or hosts is None or ssh is None or controller is None:
         raise UsageError(*problems)
@@ -159,9 +161,10 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         restarts=arguments["restarts"],
         settings=settings_for(controller, os.environ, limits.watchdog_timeout_s, command[0]),
         verbose=arguments["verbose"],
+        typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
-    return Launch(plan, log_dir, config)
+    return Launch(plan, log_dir, config, note)
 
 
 def _worker_commands(
@@ -173,7 +176,8 @@ def _worker_commands(
     if config is None:
         return first, first
     # The global batch stays on any number of workers; a run to resume has its own.
-    if config.batch.batch_size is not None and not _holds_run(config):
+    resumes = config.run.resume is not None and (config.folder / CONFIG).exists()
+    if config.batch.batch_size is not None and not resumes:
         batch = str(config.batch.resolve(workers))
         flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
     return first, [*own, "train", *flags, "--resume", "auto"]
@@ -213,25 +217,25 @@ def _without(flags: list[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _holds_run(config: TrainConfig) -> bool:
-    """Return whether the folder holds a run to resume or, without --resume, to preserve."""
-    if config.run.resume is None:
-        return CONFIG in occupants(config.folder)
-    return (config.folder / CONFIG).exists()
+def _numbered(command: list[str], config: TrainConfig) -> tuple[list[str], TrainConfig, str]:
+    """Return both with a name that no run has, unless one is resumed, and a note if it is another.
+
+    All starts of a job must be given the same name, as the later ones resume the first.
+    """
+    folder = config.folder
+    free = folder if config.run.resume else free_folder(folder)
+    if free == folder:
+        return command, config, ""
+    config = replace(config, run=replace(config.run, experiment=free.name))
+    command = [*_without(command, ("--experiment",)), "--experiment", free.name]
+    return command, config, numbering(folder, free)
 
 
 def _read_train(flags: list[str]) -> TrainConfig:
     try:
-        config = read_train_flags("hvdtrain train", flags)
+        return read_train_flags("hvdtrain train", flags)
     except UsageError as error:
         raise UsageError(*(f"train: {problem}" for problem in error.problems)) from None
-    folder = config.folder
-    if config.run.resume is None and _holds_run(config):
-        raise UsageError(
-            f"train: --experiment={folder.name}: {folder} already holds a run; nothing was "
-            "changed. Choose another --experiment or --output, add --resume auto, or remove it"
-        )
-    return config
 
 
 def _check_train(config: TrainConfig, workers: int, min_np: int | None, restarts: int) -> list[str]:
@@ -293,6 +297,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         view.notice(f"{workers}, {launch.plan.controller}; logs: {logs.folder}")
         for name, value in launch.plan.settings.items() if launch.plan.verbose else ():
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
+        if launch.note:
+            view.notice(launch.note)
         outcome = LaunchJob(launch.plan, logs, stop, view.notice, view.update).run()
         _leave_summary(launch, outcome, started_s, view.notice)
     except Stopped as stopped:  # in the checks, or in a pause before a restart
@@ -313,6 +319,8 @@ def _dry_run(launch: Launch) -> int:
     say(shlex.join(horovodrun_argv(options, agent_argv("JOB"))))
     for name, value in plan.settings.items():
         complain(f"{name}={value}: {SETTING_REASONS[name]}")
+    if launch.note:
+        complain(launch.note)
     complain(f"each worker runs: {shlex.join(plan.command)}")
     return EXIT_OK
 
@@ -335,6 +343,7 @@ def _leave_summary(
         with closing(RunDirectory(folder, reopen=True)) as directory:
             status = "stopped" if outcome.exit_code in STOPPED else "failed"
             found = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
+            found |= {"ended": moment()} | ({} if own else {"started": moment(started_s)})
             directory.write_summary({"world_size": launch.plan.workers} | held | found)
     except (HvdtrainError, OSError, ValueError) as error:
         notify(f"the summary cannot be written: {error}")

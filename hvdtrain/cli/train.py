@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hvdtrain.cli.flags import add_train_flags
@@ -30,7 +31,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         from hvdtrain.run.training import join_session, training_run
         from hvdtrain.train.loop import train
 
-    with join_session(config, topology) as session, training_run(config, session) as ready:
+    joined = join_session(config, topology, ["hvdtrain", *sys.argv[1:]])
+    with joined as session, training_run(config, session) as ready:
         if ready is not None:
             ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
     return EXIT_OK

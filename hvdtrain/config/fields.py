@@ -21,6 +21,10 @@ class Check(NamedTuple):
 GIVEN = Check(bool, " is empty")
 POSITIVE = Check(lambda number: 0 < number < math.inf, "={}: must be above 0")
 NOT_NEGATIVE = Check(lambda number: 0 <= number < math.inf, "={}: must be at least 0")
+SOME_TRACKERS = Check(
+    ("mlflow", "wandb", "mlflow,wandb", "wandb,mlflow").__contains__,
+    "={}: choose from mlflow, wandb, or both, separated by a comma",
+)
 Allowed = Check | tuple[str, ...]  # the latter: choices
 
 

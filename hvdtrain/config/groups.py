@@ -8,6 +8,7 @@ from hvdtrain.config.fields import (
     GIVEN,
     NOT_NEGATIVE,
     POSITIVE,
+    SOME_TRACKERS,
     Check,
     FlagGroup,
     are_betas,
@@ -329,6 +330,9 @@ class RunConfig(FlagGroup):
         None,
         "profile these steps, such as 20-22, into the run's profile/",
         Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
+    )
+    log_to: str | None = free_flag(
+        None, "record the run in mlflow, wandb or mlflow,wandb as well", SOME_TRACKERS
     )
     resume: str | None = free_flag(
         None,

@@ -34,7 +34,7 @@ from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
-from hvdtrain.pulse import RESTART
+from hvdtrain.pulse import COMMAND, RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PREFLIGHT_TIMEOUT_S = 30.0
@@ -59,6 +59,7 @@ class JobPlan:
     restarts: int
     settings: Mapping[str, str]
     verbose: bool
+    typed: str  # the command line of `hvdtrain launch`, which workers record
 
 
 class LaunchJob:
@@ -172,7 +173,13 @@ class LaunchJob:
             token=token,
             command=self._plan.restarted if start else self._plan.command,
             folder=str(Path.cwd()),
-            environment={**os.environ, **path, **self._plan.settings, RESTART: str(start)},
+            environment={
+                **os.environ,
+                **path,
+                **self._plan.settings,
+                RESTART: str(start),
+                COMMAND: self._plan.typed,
+            },
         )
 
     def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> JobPlan:

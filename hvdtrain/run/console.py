@@ -6,6 +6,7 @@ On a terminal, progress is a live bar; to a pipe (always under horovodrun) a lin
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,10 +35,12 @@ class Console:
         self._total_steps = total_steps
         self._bar = tqdm(total=total_steps, initial=step, unit="step") if live else None
 
-    def interval_end(self, totals: Totals, lr: float) -> None:
+    def interval_end(self, totals: Totals, lr: float, gpu: Mapping[str, float]) -> None:
+        used = gpu_figures(gpu)
         if self._bar is not None:
             self._bar.update(totals.step - self._bar.n)
-            self._bar.set_postfix(loss=f"{totals.loss:.4f}", lr=f"{lr:.4g}")
+            shown = {"loss": f"{totals.loss:.4f}", "lr": f"{lr:.4g}"}
+            self._bar.set_postfix(shown | ({"gpu": used} if used else {}))
             return
         left_s = totals.step_s * (self._total_steps - totals.step)
         say(
@@ -45,7 +48,8 @@ class Console:
             f"epoch {totals.epoch}  loss {totals.loss:.4f}  "
             + "".join(f"{name} {value:.3f}  " for name, value in totals.metrics.items())
             + f"{rate(totals.samples_per_s)} samples/s  {totals.step_s:.3g} s/step  lr {lr:.4g}  "
-            f"{duration(left_s)} left"
+            + (f"GPU {used}  " if used else "")
+            + f"{duration(left_s)} left"
         )
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
@@ -68,6 +72,12 @@ class Console:
 
 def _figures(loss: float, metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {it:.4f}" for name, it in {"loss": loss, **metrics}.items())
+
+
+def gpu_figures(gpu: Mapping[str, float]) -> str:
+    """Return the figures of a `GpuMeter` as text: '1,234 MiB 87%'; '' without a GPU."""
+    forms = {"memory_mib": "{:,.0f} MiB", "utilisation_percent": "{:.0f}%"}
+    return " ".join(form.format(gpu[name]) for name, form in forms.items() if name in gpu)
 
 
 def is_live(exchange: Exchange, stream: TextIO) -> bool:
@@ -139,6 +149,7 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
         + (f", {rate(speed)} samples/s" if speed is not None and math.isfinite(speed) else "")
         + (f", {duration(summary['wall_s'])} in all" if summary.get("wall_s") else "")
         + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
+        + (f", {summary['peak_gpu_mib']:,} MiB of the GPU" if summary.get("peak_gpu_mib") else "")
         + (
             f"; training loss {summary['train_loss']:.4f}"
             if valid is None
@@ -172,7 +183,8 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
         records = counted(trace["records"], "record")
         lines.append(f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}")
     lines.append(f"parameters sha256 {summary['params_sha256']}")
-    lines.append(f"written to {folder}")
+    run = shlex.quote(folder)
+    lines.append(f"written to {folder}; next: hvdtrain evaluate {run}, or hvdtrain report {run}")
     return "\n".join(lines)
 
 

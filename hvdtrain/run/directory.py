@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +26,12 @@ METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
     *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE),
-    *("tensorboard", "profile", "checkpoints"),
+    *("tensorboard", "profile", "checkpoints", "mlflow.json", "wandb.json", "wandb"),
 )
+
+
+class RunExists(UsageError):
+    """The folder of a new run holds another run, or a live job is using it."""
 
 
 class RunDirectory:
@@ -48,7 +53,8 @@ class RunDirectory:
                 self._lock = undo.enter_context(open_kept(self.path / LOCK))
                 _take(self._lock, wait_s)
             except BlockingIOError:
-                raise UsageError(f"--experiment={path.name}: a live job is using {path}") from None
+                text = f"--experiment={path.name}: a live job is using {path}"
+                raise RunExists(text) from None
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(
@@ -93,9 +99,25 @@ class RunDirectory:
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
         for path in self.path.glob("*.jsonl"):
-            lines = path.read_text("utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
+            kept = [line for line in _lines(path) if _step_of(line) <= step]
             self._write(path.name, "".join(line + "\n" for line in kept))
+
+    def last_step(self) -> int:
+        """Return the last step with a complete record, or 0."""
+        lines = (line for path in self.path.glob("*.jsonl") for line in _lines(path))
+        steps = (_step_of(line) for line in lines)
+        return int(max((step for step in steps if step < math.inf), default=0))
+
+    def read_tracker(self, name: str) -> dict[str, Any]:
+        """Return what an earlier start of the run has stored for a tracker; empty if nothing."""
+        with suppress(OSError, ValueError), open_to_read(self.path / f"{name}.json") as stream:
+            found = json.load(stream)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def write_tracker(self, name: str, content: dict[str, Any]) -> None:
+        """Store what a later start of the run needs to continue its record in a tracker."""
+        self._write(f"{name}.json", json.dumps(content) + "\n")
 
     def restart_trace(self, head: dict[str, Any] | None) -> None:
         """Let the summary of an earlier start name `head`, with which the trace now ends."""
@@ -114,7 +136,8 @@ class RunDirectory:
         held = occupants(self.path, own_lock)
         if held:
             what = "a run" if CONFIG in held else f"files ({', '.join(held[:3])}, ...)"
-            raise UsageError(
+            kind = RunExists if CONFIG in held else UsageError
+            raise kind(
                 f"--experiment={self.path.name}: {self.path} already holds {what}; "
                 "nothing was changed. Choose another --experiment or --output, or remove it"
             )
@@ -144,6 +167,49 @@ class RunDirectory:
         except OSError as error:
             reason = error.strerror or error
             raise TrainingError(f"{self.path} cannot be written: {reason}") from error
+
+
+def new_directory(folder: Path, numbered: bool) -> RunDirectory:
+    """Return the locked folder of a new run.
+
+    `numbered`: where `folder` holds another run, take the next free one of NAME-2, NAME-3, ..., and
+    print so. Raises RunExists otherwise, and UsageError for files that are no run. The lock decides
+    between jobs that start at the same time.
+    """
+    for path in _names(folder):
+        if path != folder and occupants(path):
+            continue
+        try:
+            directory = RunDirectory(path)
+        except RunExists:
+            if not numbered:
+                raise
+            continue
+        if path != folder:
+            say(numbering(folder, path))
+        return directory
+    raise AssertionError("an endless series")
+
+
+def free_folder(folder: Path) -> Path:
+    """Return the folder that `new_directory` would take now; it may hold files that are no run."""
+    return next(
+        path
+        for path in _names(folder)
+        if not (CONFIG in occupants(path) if path == folder else occupants(path))
+        and not ((path / LOCK).exists() and _is_live(path))
+    )
+
+
+def numbering(folder: Path, path: Path) -> str:
+    """Return the line that reports the folder taken instead of `folder`."""
+    return f"{folder} holds another run: this one is {path} (--resume auto continues the other)"
+
+
+def _names(folder: Path) -> Iterator[Path]:
+    yield folder
+    for number in count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
 
 
 def occupants(folder: Path, own_lock: bool = False) -> list[str]:
@@ -198,6 +264,10 @@ def _take(lock: IO[str], wait_s: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(LOCK_RETRY_S)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text("utf-8", errors="replace").splitlines()
 
 
 def _step_of(line: str) -> float:

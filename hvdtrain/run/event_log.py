@@ -1,39 +1,76 @@
-"""The event log of a run: metrics, audits and evaluations, as lines of JSON and for TensorBoard."""
+"""The event log of a run: lines of JSON, and scalars for TensorBoard and other writers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.audit import AuditRecord
+from hvdtrain.files import json_ready
 from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.metering import Totals
+
+NO_FIGURES: Mapping[str, float] = {}
+
+
+class Writer(Protocol):
+    """A receiver of scalars by step."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step."""
+
+    def close(self, status: str, summary: dict[str, Any]) -> None:
+        """Complete the files or the record; `summary`: of a run that ended with `status`."""
+
+
+class TensorBoardFiles:
+    """A writer of event files for TensorBoard."""
+
+    def __init__(self, folder: Path, resumed_from: int) -> None:
+        """`resumed_from`: the step to resume from; later scalars are dropped."""
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, status: str, summary: dict[str, Any]) -> None:
+        self._writer.close()
 
 
 class EventLog:
     """An observer on rank 0 that writes to the run directory."""
 
     def __init__(
-        self, directory: RunDirectory, resumed_from: int = 0, classes: Sequence[str] = ()
+        self,
+        directory: RunDirectory,
+        resumed_from: int = 0,
+        classes: Sequence[str] = (),
+        writers: Sequence[Writer] = (),
     ) -> None:
-        """`resumed_from`: the step to resume from; later scalars are dropped. `classes`: names."""
+        """`resumed_from`: a step. `classes`: names. `writers`: of scalars, besides TensorBoard."""
         self._directory = directory
         self._classes = list(classes)
-        folder = str(directory.path / "tensorboard")
-        self._tensorboard = SummaryWriter(folder, purge_step=resumed_from + 1)
+        files = TensorBoardFiles(directory.path / "tensorboard", resumed_from)
+        self._writers: list[Writer] = [files, *writers]
 
-    def interval_end(self, totals: Totals, lr: float) -> None:
-        """Write one line for a logged step."""
+    def interval_end(
+        self, totals: Totals, lr: float, gpu: Mapping[str, float] = NO_FIGURES
+    ) -> None:
+        """Write one line for a logged step; `gpu`: figures of rank 0's GPU, if it has one."""
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
         record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
+        record |= {f"gpu_{name}": value for name, value in gpu.items()}
         self._directory.append(METRICS, record | phases)
         scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
         scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
         scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
+        scalars |= {f"gpu/{name}": value for name, value in gpu.items()}
         if totals.gradient_norm is not None:
             scalars["gradient_norm"] = totals.gradient_norm
         self._scalars(totals.step, scalars)
@@ -59,13 +96,14 @@ class EventLog:
         ratio = record.worst_error_over_bound
         self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
 
-    def close(self) -> None:
-        """Flush and close the TensorBoard file."""
-        self._tensorboard.close()
+    def close(self, summary: dict[str, Any]) -> None:
+        """Complete what the writers have written; `summary`: of the run."""
+        for writer in self._writers:
+            writer.close(summary["status"], json_ready(summary))
 
     def _scalars(self, step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, step)
+        for writer in self._writers:
+            writer.scalars(step, scalars)
 
 
 def _trained(totals: Totals, lr: float) -> dict[str, Any]:

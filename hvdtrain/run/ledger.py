@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
-from hvdtrain.log import say
+from hvdtrain.log import moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
 from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.event_log import EventLog
-from hvdtrain.run.machine import changes, machine, versions
+from hvdtrain.run.event_log import EventLog, Writer
+from hvdtrain.run.machine import GpuMeter, changes, machine, versions
 from hvdtrain.run.trace_file import TraceFile, origin_of
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
@@ -95,25 +95,31 @@ class RunLedger(Ledger):
         resumed: dict[str, Any] | None,
         config: dict[str, Any],
         pulse: Pulse,
+        provenance: dict[str, Any],
+        writers: Sequence[Writer],
     ) -> None:
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
+        `provenance`: further fields of the summary. `writers`: of scalars, besides TensorBoard.
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
         self._checkpoints = Checkpoints(directory.path / "checkpoints", config["keep_checkpoints"])
         self._pulse, self._total_steps = pulse, job.total_steps
+        self._gpu = GpuMeter(job.device)
         self._task = job.task
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
-        self._events = EventLog(directory, step, self._takeaway.get("classes", ()))
+        self._events = EventLog(directory, step, self._takeaway.get("classes", ()), writers)
         self._began_s = time.monotonic()
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        self._summary = _summary_at_start(exchange, self._evaluated, config["virtual_workers"])
+        virtual_workers = config["virtual_workers"]
+        at_start = _summary_at_start(exchange, self._evaluated, virtual_workers)
+        self._summary = at_start | provenance
         self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
@@ -128,7 +134,8 @@ class RunLedger(Ledger):
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
-        self._events.interval_end(totals, lr)
+        gpu = self._read_gpu()
+        self._events.interval_end(totals, lr, gpu)
         self._pulse.show(
             epoch=totals.epoch,
             loss=totals.loss,
@@ -136,7 +143,7 @@ class RunLedger(Ledger):
             step_s=totals.step_s,
             total_steps=self._total_steps,
         )
-        self._console.interval_end(totals, lr)
+        self._console.interval_end(totals, lr, gpu)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         self._note(totals)
@@ -201,12 +208,14 @@ class RunLedger(Ledger):
     def finish(self, outcome: Outcome) -> None:
         """Wait for the last checkpoint, write the summary and print the result."""
         self._checkpoints.wait()
+        self._read_gpu()
         self._note(outcome.totals)
         if outcome.evaluation:
             self._note_evaluation(outcome.evaluation)
         self._summary |= {
             "status": "finished",
             "epochs": outcome.totals.epoch,
+            "ended": moment(),
             "samples_per_s": outcome.steady_samples_per_s,
             "wall_s": time.monotonic() - self._began_s,
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -221,7 +230,7 @@ class RunLedger(Ledger):
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         found = (status for kind, status in statuses.items() if isinstance(error, kind))
-        self._summary["status"] = next(found, "failed")
+        self._summary |= {"status": next(found, "failed"), "ended": moment()}
         cause = take_cause(self._directory.path)
         is_peer = isinstance(error, PeerFailure)
         self._summary["error"] = cause if is_peer and cause else _describe(error)
@@ -233,8 +242,15 @@ class RunLedger(Ledger):
         self._console.close()
         if self._summary["status"] == "stopped":
             say(way_on(self._checkpoints.complete()))
-        self._events.close()
+        self._events.close(self._summary)
         self._directory.close()
+
+    def _read_gpu(self) -> dict[str, float]:
+        gpu = self._gpu.read()
+        if "memory_mib" in gpu:
+            used = int(gpu["memory_mib"])
+            self._summary["peak_gpu_mib"] = max(self._summary["peak_gpu_mib"] or 0, used)
+        return gpu
 
     def _note(self, totals: Totals) -> None:
         self._summary |= {
@@ -269,6 +285,7 @@ def _summary_at_start(
         "best": None,
         "bad_samples": 0,
         "samples_per_s": None,
+        "peak_gpu_mib": None,
         "params_sha256": None,
         "audit": {"checked": 0, "failed": 0, "worst_error_over_bound": None},
         "compute_audit": {"checked": 0, "failed": 0},

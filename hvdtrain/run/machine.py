@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import cuda
 
 from hvdtrain import __version__
 
@@ -34,6 +35,31 @@ def machine() -> dict[str, str]:
         "compute_threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
     }
+
+
+class GpuMeter:
+    """Memory and utilisation of this process's GPU; nothing on another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_utilisation = True
+
+    def read(self) -> dict[str, float]:
+        """Return the peak of allocated memory since the last call, and, as far as the driver's
+        library (the package nvidia-ml-py) is there, the utilisation of the last second.
+        """
+        if self._device.type != "cuda":
+            return {}
+        found: dict[str, float] = {
+            "memory_mib": cuda.max_memory_allocated(self._device) >> 20,
+        }
+        cuda.reset_peak_memory_stats(self._device)
+        if self._has_utilisation:
+            try:
+                found["utilisation_percent"] = cuda.utilization(self._device)
+            except Exception:  # no library, another version of it, or the driver permits no reading
+                self._has_utilisation = False
+        return found
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:

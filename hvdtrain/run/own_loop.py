@@ -138,8 +138,11 @@ class Loop:
         report_uncaught()
         with ExitStack() as stack:
             topology = Topology.from_environment()
-            self._session = stack.enter_context(join_session(self._config, topology, self._script))
-            run = stack.enter_context(training_run(self._config, self._session, self._script))
+            command = ["python", *sys.argv]
+            self._session = stack.enter_context(
+                join_session(self._config, topology, command, self._script)
+            )
+            run = stack.enter_context(training_run(self._config, self._session))
             exchange = self._session.exchange
             if run is None:
                 take_last_weights(self._script.model, self.folder, exchange)
@@ -204,7 +207,7 @@ class Loop:
     @property
     def folder(self) -> Path:
         """Return the folder of the run."""
-        return self._config.folder
+        return self._config.folder if self._run is None else self._run.folder
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -28,7 +28,7 @@ OPTIONS = (
     *("epochs", "max_steps", "amp", "compression", "sync_bn", "deterministic"),
     *("audit_every", "audit", "audit_parts", "trace_every", "hash_every"),
     *("output", "experiment", "seed", "log_interval", "eval_interval", "checkpoint_interval"),
-    *("keep_checkpoints", "profile", "resume"),
+    *("keep_checkpoints", "profile", "log_to", "resume"),
 )
 
 

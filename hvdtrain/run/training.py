@@ -5,48 +5,44 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import cuda
 from torch.profiler import ProfilerActivity, profile
 
-from hvdtrain.audit import Auditor, Audits
-from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
-from hvdtrain.audit.compute import ComputeAudit
-from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import profiled_steps
 from hvdtrain.config.options import as_flat_dict
-from hvdtrain.errors import PeerFailure, Stopped, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, agree, join, known_order_of
+from hvdtrain.errors import PeerFailure, Stopped, TrainingError
+from hvdtrain.exchange import Exchange, agree, join
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
-from hvdtrain.pulse import Pulse
+from hvdtrain.pulse import RESTART, Pulse
 from hvdtrain.ring.orders import KnownOrder
+from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.console import final_lines, header
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.directory import RunDirectory, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
-from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
+from hvdtrain.run.provenance import provenance
 from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
 from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
+from hvdtrain.run.trackers import check_trackers, open_trackers
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
-from hvdtrain.train.step import Audit
 
 
 @dataclass(frozen=True)
@@ -57,17 +53,23 @@ class Session:
     topology: Topology
     signals: StopSignals
     pulse: Pulse
+    command: Sequence[str]  # of this process, to be recorded
+    script: Script | None = None  # with a loop of its own
 
 
 @contextmanager
 def join_session(
-    config: TrainConfig, topology: Topology, script: Script | None = None
+    config: TrainConfig,
+    topology: Topology,
+    command: Sequence[str] = (),
+    script: Script | None = None,
 ) -> Iterator[Session]:
     """Collective: join the other workers, and leave together with them on exit.
 
-    A `script` stays joined after that, until it ends. On a failure within the context, a single
-    process raises it. With several workers it is printed, and the process ends at once with its
-    exit code.
+    `command`: of this process, to be recorded. A `script` stays joined until it ends.
+
+    On a failure within the context, a single process raises it. With several workers it is printed,
+    and the process ends at once with its exit code.
     """
     pulse = Pulse.from_environment()
     keep_freed_memory()
@@ -85,7 +87,7 @@ def join_session(
         exchange.watch_stalls(stalled)
         try:
             with exchange.peer_failures():
-                yield Session(exchange, topology, signals, pulse)
+                yield Session(exchange, topology, signals, pulse, command, script)
                 if script is None:
                     exchange.close()
         except Exception as error:
@@ -106,19 +108,18 @@ class TrainingRun:
     state: State
     hooks: Hooks
     finish: Callable[[Outcome], None]  # collective: ends the audit, and completes the ledger
+    folder: Path
 
 
 @contextmanager
-def training_run(
-    config: TrainConfig, session: Session, script: Script | None = None
-) -> Iterator[TrainingRun | None]:
+def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun | None]:
     """Collective: prepare a run on all ranks and yield it once every rank has succeeded.
 
     Yields None if `--resume auto` finds a finished run. The ledger records failures within.
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    found = agree(exchange, "resume", lambda: find_resumable(config, exchange))
+    found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
     )
@@ -129,22 +130,20 @@ def training_run(
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
-    source = find_source(config, exchange, session.topology.local_rank, script)
+    source = find_source(config, exchange, session.topology.local_rank, session.script)
     saved = resumed.state if resumed else None
     if saved:
         agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
-    topology = session.topology
+    topology, script = session.topology, session.script
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
-    ledger = agree(
-        exchange,
-        "output",
-        lambda: _open_ledger(config, job, exchange, found, session.pulse, script),
-    )
+    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
+    config = _named(config, exchange, directory)
+    ledger = _open_ledger(config, job, session, found, directory)
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
             yield _make_ready(config, job, saved, order, session, ledger, stack)
@@ -190,144 +189,91 @@ def _make_ready(
         audit.close()
         ledger.finish(outcome)
 
-    return TrainingRun(job, state, Hooks(audit, ledger, keeper, profiler), finish)
+    hooks = Hooks(audit, ledger, keeper, profiler)
+    return TrainingRun(job, state, hooks, finish, config.folder)
+
+
+def _find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
+    if exchange.rank == 0:
+        check_trackers(config.run.log_to)
+    return find_resumable(config, exchange)
 
 
 def _open_ledger(
     config: TrainConfig,
     job: Job,
-    exchange: Exchange,
+    session: Session,
     found: Resumable | None,
-    pulse: Pulse,
-    script: Script | None,
+    directory: RunDirectory | None,
 ) -> Ledger:
-    """Return the ledger; on rank 0, take the run directory and print the header first."""
+    """Collective: return the ledger; on rank 0, which has the directory, print the header first."""
+    exchange = session.exchange
+    hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.hosts")
+
+    def open_ledger() -> Ledger:
+        if directory is None:
+            return Ledger(config.folder, exchange.rank)
+        return _open_records(config, job, session, directory, found, hosts)
+
+    return agree(exchange, "ledger", open_ledger)
+
+
+def _take_directory(
+    config: TrainConfig, exchange: Exchange, found: Resumable | None
+) -> RunDirectory | None:
+    """Return the run directory on rank 0, None elsewhere.
+
+    A new run is numbered where its name is taken, except under the launcher: it has done so, as it
+    writes logs to the folder, and restarts resume the run by name.
+    """
     if exchange.rank != 0:
-        return Ledger(config.folder, exchange.rank)
-    directory = found.directory if found else RunDirectory(config.folder)
+        return None
+    if found:
+        return found.directory
+    numbered = config.run.resume is None and RESTART not in os.environ
+    return new_directory(config.folder, numbered)
+
+
+def _named(config: TrainConfig, exchange: Exchange, directory: RunDirectory | None) -> TrainConfig:
+    """Collective: return the configuration with the name of the folder that rank 0 has taken."""
+    name = exchange.broadcast_object(directory.path.name if directory else None, "hvdtrain.name")
+    return replace(config, run=replace(config.run, experiment=name))
+
+
+def _open_records(
+    config: TrainConfig,
+    job: Job,
+    session: Session,
+    directory: RunDirectory,
+    found: Resumable | None,
+    hosts: Sequence[str],
+) -> RunLedger:
+    """Write the configuration, print the header and return the ledger of rank 0."""
+    recorded = directory.last_step()
     if found:
         found.make_ready()
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,
         "batch_size": None,
-        "experiment": config.experiment,
     }
     name = config.model.task or config.model.model
-    if script:
-        name = type(script.model).__name__
+    code: tuple[str | Path | None, ...] = (config.model.task, config.model.model, config.data.data)
+    if script := session.script:
+        name, code = type(script.model).__name__, (script.path,)
         resolved = {option: resolved[option] for option in OPTIONS}
         resolved["script"] = [str(script.path), *sys.argv[1:]]
     directory.write_config(resolved)
-    say(header(job, exchange, name))
-    state = found.resumed.state if found else None
-    return RunLedger(directory, job, exchange, state, resolved, pulse)
-
-
-def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
-    """Return the order of sums for an exact audit, if it matters. Raises UsageError if unknown."""
-    is_canonical = config.batch.virtual_workers is not None
-    if config.check.audit != "exact" or is_canonical or not _has_audits(config, exchange):
-        return None
-    if job.device.type != "cpu":
-        raise UsageError(
-            f"--audit=exact: the order of summation on {job.device} is not known: use --audit bound"
-        )
-    return exchange.summation_order()
-
-
-def make_audits(
-    config: TrainConfig,
-    job: Job,
-    exchange: Exchange,
-    order: KnownOrder | None,
-    since: int,
-    ledger: Ledger,
-) -> Audits:
-    """Collective: return the audits and the trace of the run, which begins after step `since`."""
-    each: list[Audit] = []
-    if _has_audits(config, exchange):
-        each.append(_make_auditor(config, job, exchange, order, ledger))
-    if every := config.check.trace_every:
-        each.append(_make_tracer(every, config, job, exchange, since, ledger))
-    if config.check.audit_compute and exchange.size > 1:
-        each.append(_make_compute_audit(config, job, exchange, ledger))
-    return Audits(*each)
-
-
-def _make_tracer(
-    every: int, config: TrainConfig, job: Job, exchange: Exchange, since: int, ledger: Ledger
-) -> Tracer:
-    """Return the trace of every K-th step, and of the last one, which the final checkpoint holds.
-
-    If one process could not add as these ranks do, it can only compute the first step after each
-    checkpoint again, so these are recorded as well, with sums to compare.
-    """
-    is_virtual = config.batch.virtual_workers is not None
-    order = None if is_virtual else known_order_of(exchange, job.device)
-    repeats = is_virtual or order is not None
-    setting = Setting(job.total_steps, torch.get_num_threads())
-    if not is_virtual:
-        name, weights = order.name if order else None, config.batch.weights(exchange.size)
-        setting = replace(setting, since=since, order=name, weights=weights)
-    saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
-
-    def is_due(step: int) -> bool:
-        after_checkpoint = any((step - 1) % interval == 0 for interval in saved_at)
-        is_regular = step % every == 0 or step == job.total_steps
-        return is_regular or (after_checkpoint and not repeats)
-
-    return Tracer(job, exchange, setting, is_due, ledger.traced, keeps_sums=not repeats)
-
-
-def _make_compute_audit(
-    config: TrainConfig, job: Job, exchange: Exchange, ledger: Ledger
-) -> ComputeAudit:
-    """Collective: return the audit of the computation. Raises AgreedFailure where bits of equal
-    computations may differ.
-    """
-    hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.compute_audit.hosts")
-    machines = exchange.all_gather_object(machine(), "hvdtrain.compute_audit.machines")
-
-    def make() -> ComputeAudit:
-        if others := changes(machines[0], machines[exchange.rank]):
-            raise UsageError(
-                f"--audit-compute: bits of this rank may differ from those of rank 0: {others[0]}. "
-                "Leave --audit-compute out, or use equal workers"
-            )
-        every, seed = config.check.audit_compute, config.run.seed
-        return ComputeAudit(job, exchange, hosts, every, seed, ledger.recomputed)
-
-    return agree(exchange, "compute_audit", make)
-
-
-def _make_auditor(
-    config: TrainConfig, job: Job, exchange: Exchange, order: KnownOrder | None, ledger: Ledger
-) -> Auditor:
-    """Collective: return the auditor: bit by bit with an `order`, else within a bound.
-
-    Canonical sums are always checked bit by bit.
-    """
-    settings, reduction = config.check, job.reduction
-    ring = exchange.ring()
-    check: BoundCheck | CanonicalCheck | ExactCheck = BoundCheck(ring, reduction)
-    if config.batch.virtual_workers is not None:
-        check = CanonicalCheck(ring, config.batch.virtual_workers)
-    elif order:
-        check = ExactCheck(ring, order, reduction)
-    return Auditor(
-        job.model,
-        ring,
-        settings.audit_every,
-        ledger.audited,
-        check,
-        settings.audit_parts,
-        config.run.seed,
-        evidence=config.folder / "audit",
+    say(header(job, session.exchange, name))
+    return RunLedger(
+        directory,
+        job,
+        session.exchange,
+        resumed=found.resumed.state if found else None,
+        config=resolved,
+        pulse=session.pulse,
+        provenance=provenance(code, hosts, session.command),
+        writers=open_trackers(config.run.log_to, directory, resolved, recorded),
     )
-
-
-def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
-    return config.check.audit_every > 0 and exchange.size > 1
 
 
 @dataclass

@@ -264,13 +264,6 @@ CASES = [
         "--min-np=1: --rank-weights=1,2 are for 2 workers; give only one of them",
     ),
     train(
-        "occupied",
-        "--model=mlp",
-        "train: --experiment=mlp-digits: runs/mlp-digits already holds a run; "
-        "nothing was changed. |--resume auto",
-        write("runs/mlp-digits/config.yaml", ""),
-    ),
-    train(
         "output-file",
         "--output=taken",
         "taken/lenet-digits/logs: logs cannot be written: Not a directory|--output",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,12 @@ def test_a_run_writes_its_files(first_run: Path) -> None:
     assert 2 < summary["train_loss"] < 3 and len(summary["params_sha256"]) == 64
     assert summary["versions"]["hvdtrain"] == hvdtrain.__version__
     assert {"torch", "python"} <= summary["versions"].keys()
+    times = [datetime.fromisoformat(summary[name]) for name in ("started", "ended")]
+    assert all(time.utcoffset() == timedelta(0) for time in times)
+    assert timedelta(0) <= times[1] - times[0] < timedelta(minutes=2)
+    assert timedelta(0) <= datetime.now(timezone.utc) - times[1] < timedelta(hours=1)
+    assert summary["hosts"] == {socket.gethostname(): "0"} and summary["git"] is None
+    assert summary["command"] == f"hvdtrain train {' '.join(TINY)} --output out"
 
     config = yaml.safe_load((first_run / "config.yaml").read_text())
     assert (config["global_batch_size"], config["batch_size"]) == (32, None)
@@ -181,12 +189,22 @@ def test_a_run_saves_its_checkpoint(first_run: Path) -> None:
 
 
 def test_a_second_run_does_not_touch_the_first(first_run: Path) -> None:
-    """Fails when the same --output and experiment is not refused, or changes a byte."""
-    before = read_tree(first_run.parent)
-    done = run(first_run.parents[1], "train", *TINY, "--output", "out")
-    assert done.returncode == 2
-    assert "already holds a run" in done.stderr and "Traceback" not in done.stderr
-    assert read_tree(first_run.parent) == before
+    """Fails when the same command again changes a byte of the first run, is not reported to have
+    another name, or its own configuration or summary is of the first one's name.
+    """
+    before = read_tree(first_run)
+    for number in (2, 3):
+        done = run(first_run.parents[1], "train", *TINY, "--output", "out")
+        assert (done.returncode, done.stderr) == (0, "")
+        name = f"lenet-digits-{number}"
+        line = f"out/lenet-digits holds another run: this one is out/{name} "
+        assert len([it for it in done.stdout.splitlines() if it.startswith(line)]) == 1
+        second = first_run.with_name(name)
+        assert yaml.safe_load((second / "config.yaml").read_text())["experiment"] == name
+        assert read_summary(second)["params_sha256"] == read_summary(first_run)["params_sha256"]
+    assert read_tree(first_run) == before
+    again = run(first_run.parents[1], "train", *TINY, "--output=out", "--resume=auto")
+    assert (again.returncode, read_tree(first_run)) == (0, before)
 
 
 def test_the_seed_decides_the_result(first_run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from hvdtrain.audit import AuditRecord
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import open_kept, open_to_read
 from hvdtrain.lab.report.page import save
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.directory import RunDirectory, free_folder, new_directory
 from hvdtrain.run.event_log import EventLog
 from hvdtrain.run.ledger import take_cause
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
@@ -105,6 +106,52 @@ def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(RunDirectory, "_refuse_occupied", check_then_the_other_job_ends)
     with pytest.raises(UsageError, match="already holds a run"):
         RunDirectory(tmp_path / "one")
+
+
+def test_a_new_run_takes_the_first_free_name(tmp_path: Path, capsys) -> None:
+    """Fails if a finished or live run, or other files under a later name, are written to, a dead
+    run's folder is passed over, or the name is not printed.
+    """
+    paths = [tmp_path / name for name in ("one", "one-2", "one-3", "one-4", "one-5")]
+    dead_run(paths[0], **KEPT["finished"])
+    first = RunDirectory(paths[1])  # it has written nothing yet
+    paths[2].mkdir()
+    (paths[2] / "thesis.pdf").write_text("precious")
+    dead_run(paths[3])
+    before = {path: read_tree(path) for path in paths[:3]}
+    live = [first]
+    for path in paths[3:]:
+        assert free_folder(paths[0]) == path
+        live.append(new_directory(paths[0], numbered=True))
+        assert live[-1].path == path
+        assert f"{paths[0]} holds another run: this one is {path} " in capsys.readouterr().out
+        live[-1].write_config({"lr": 1})
+    assert {path: read_tree(path) for path in paths[:3]} == before
+    for directory in live:
+        directory.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "numbered", "expected"),
+    [
+        ("config.yaml", False, "already holds a run"),
+        (".lock", False, "a live job is using"),
+        ("thesis.pdf", True, "already holds files"),
+    ],
+)
+def test_a_new_run_that_must_have_its_name_is_refused(
+    tmp_path: Path, held: str, numbered: bool, expected: str
+) -> None:
+    """Fails if a start under the launcher, whose restarts resume by name, takes another name, or a
+    name that the user gave to other files is silently changed.
+    """
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / held).write_text("")
+    with (tmp_path / "one" / held).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=expected):
+            new_directory(tmp_path / "one", numbered)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 DEAD = ("config.yaml", "metrics.jsonl", "checkpoints/.step-00000003.partial/x", "tensorboard/e")
@@ -194,7 +241,7 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     recorder.epoch_end(totals(30, 1.5), evaluation, lr=0.03)
     recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
     recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
-    recorder.close()
+    recorder.close({"status": "finished"})
     directory.close()
 
     events = EventAccumulator(str(directory.path / "tensorboard")).Reload()

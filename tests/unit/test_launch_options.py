@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import make_parser
+from hvdtrain.cli.flags import read_train_flags
 from hvdtrain.cli.launch import (
     SCRIPT_WATCHDOG_S,
     WATCHDOG_S,
@@ -266,3 +267,29 @@ def test_every_flag_is_explained(capsys) -> None:
     text = parser.format_help()
     assert all(action.help for action in parser._actions if action.dest != "command")
     assert "--watchdog-timeout-s" in text and "%" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--experiment", "e"], "e-2"),
+        (["--experiment=e", "--restarts=1"], "e-2"),
+        (["--experiment", "e", "--resume", "auto"], "e"),
+        (["--experiment", "f"], "f"),
+    ],
+)
+def test_all_starts_of_a_job_have_one_name(flags: list[str], name: str) -> None:
+    """Fails if a new run gets the name of an earlier one, a resumed one another, or a restart would
+    take the next number instead of resuming the first start.
+    """
+    Path("runs/e").mkdir(parents=True)
+    Path("runs/e/config.yaml").write_text("")
+    own = [flag for flag in flags if "restarts" in flag]
+    launch = read("-np", "2", *own, "--", "train", *(flag for flag in flags if flag not in own))
+    assert launch.config is not None and launch.config.experiment == name
+    assert launch.log_dir == Path("runs", name, "logs")
+    assert ("runs/e-2" in launch.note) is (name == "e-2") is bool(launch.note)
+    for command in (launch.plan.command, launch.plan.restarted):
+        given = read_train_flags("train", command[4:])
+        assert given.experiment == name
+    assert launch.plan.restarted[-2:] == ["--resume", "auto"]

@@ -52,6 +52,8 @@ def sample(option: Option, number: int) -> object:
         return f"1,{number},0.5"
     if option.name == "opt_betas":
         return f"0.{number},0.5"
+    if option.name == "log_to":
+        return ("mlflow,wandb", "wandb")[number]
     kinds = {int: 7 + number, float: 0.25 + number / 2, str: f"name{number}", bool: number == 0}
     return kinds[option.type]
 
@@ -114,7 +116,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
-        *("pretrained", "profile", "max_image_pixels", "trace_every", "audit_compute"),
+        *("log_to", "pretrained", "profile", "max_image_pixels", "trace_every", "audit_compute"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
@@ -268,6 +270,8 @@ def values(option: Option) -> st.SearchStrategy:
         return st.none() | st.floats(0, 0.99).map(lambda beta: f"{beta},0.5")
     if option.name in ("model_ema_decay", "hflip", "label_smoothing"):
         return st.floats(0, 1, exclude_max=True)
+    if option.name == "log_to":
+        return st.sampled_from([None, "mlflow", "wandb", "wandb,mlflow"])
     if option.name == "profile":
         return st.none() | st.integers(1, 99).map(lambda first: f"{first}-{first + 2}")
     if option.name in ("valid_split", "crop_scale"):

@@ -36,6 +36,7 @@ class Scripted(LaunchJob):
 
     def __init__(self, restarts: int, ends: list[JobOutcome | Exception], folder: Path) -> None:
         plan = JobPlan(
+            typed="hvdtrain launch",
             command=["true"],
             restarted=["true"],
             workers=1,
