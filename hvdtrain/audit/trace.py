@@ -204,7 +204,8 @@ def first_difference(
     reduced = _unequal(one.reduced, other.reduced)
     is_rounded = bool(reduced and bounds)
     if bounds:
-        reduced = [it for it in reduced if not _is_within(one.sums, other.sums, bounds, it)]
+        places = range(len(one.reduced))
+        reduced = [it for it in places if not _is_within(one.sums, other.sums, bounds, it)]
     if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
         return RecordDifference("reduction", text, parameter=names[reduced[0]])

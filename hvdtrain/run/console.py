@@ -184,7 +184,8 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
         lines.append(f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}")
     lines.append(f"parameters sha256 {summary['params_sha256']}")
     run = shlex.quote(folder)
-    lines.append(f"written to {folder}; next: hvdtrain evaluate {run}, or hvdtrain report {run}")
+    evaluation = "" if valid is None else f"hvdtrain evaluate {run}, or "
+    lines.append(f"written to {folder}; next: {evaluation}hvdtrain report {run}")
     return "\n".join(lines)
 
 
