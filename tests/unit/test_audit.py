@@ -85,7 +85,7 @@ def audited_steps(
             for name, parameter in model.named_parameters():
                 parameter.grad = reduced.get(name)
             try:
-                audit.end(step)
+                audit.reduced(step)
             except AuditMismatch as error:
                 return records, str(error)
         return records, ""
@@ -205,7 +205,7 @@ def test_accumulated_gradients_are_captured_whole() -> None:
         audit.begin(1)
         for micro_batch in range(3):
             model(torch.full((2, 5), 1.0 + micro_batch)).sum().backward()
-        audit.end(1)
+        audit.reduced(1)
         return records[0].ok
 
     assert run_in_process(1, work) == [True]
@@ -366,7 +366,7 @@ def test_sparse_and_strided_gradients() -> None:
         images = torch.arange(32.0).reshape(1, 2, 4, 4).to(memory_format=torch.channels_last)
         model["image"](images).square().sum().backward()
         model["words"](torch.tensor([1, 5, 5])).square().sum().backward()
-        audit.end(1)
+        audit.reduced(1)
         return records
 
     ((record,),) = run_in_process(1, work)
