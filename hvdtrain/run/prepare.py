@@ -52,10 +52,7 @@ def prepare(
     _choose_threads(config)
     _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
-    if script:
-        model = _take_model(config, script, exchange, device)
-    else:
-        model = _make_model(config, source, exchange, device)
+    model, optimizers, schedule = _trained(config, source, exchange, device, sampler, script)
     sync_bn = config.precision.sync_bn and has_batch_norm(model)
     if sync_bn:
         model = convert_to_sync(model, exchange)
@@ -63,14 +60,6 @@ def prepare(
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if has_batch_norm(model):
         _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    schedule: Schedule | None = None
-    if script:
-        optimizers = script.optimizers
-    else:
-        optimizer = _make_optimizer(config, source.task, model, global_batch_size)
-        schedule = _make_schedule(config, source.task, optimizer, sampler)
-        optimizers = (optimizer,)
     amp, compression = config.precision.amp, config.precision.compression
     ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
@@ -95,6 +84,22 @@ def prepare(
         seed=config.run.seed,
         further_state=script.further_state if script else (),
     )
+
+
+def _trained(
+    config: TrainConfig,
+    source: Source,
+    exchange: Exchange,
+    device: torch.device,
+    sampler: GlobalBatchSampler,
+    script: Script | None,
+) -> tuple[torch.nn.Module, tuple[torch.optim.Optimizer, ...], Schedule | None]:
+    """Return the model, its optimizers and its schedule: of the script, or else of the flags."""
+    if script:
+        return _take_model(config, script, exchange, device), script.optimizers, None
+    model = _make_model(config, source, exchange, device)
+    optimizer = _make_optimizer(config, source.task, model, sampler.global_batch_size)
+    return model, (optimizer,), _make_schedule(config, source.task, optimizer, sampler)
 
 
 def _refuse_virtual_workers(virtual: int | None, workers: int, global_batch_size: int) -> None:
