@@ -7,9 +7,6 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "hvdtrain/__init__.py").read_text())
-# Libraries that hvdtrain does not import: a task makes splits of their data sets.
-DATASETS = "datasets>=5,<6"
-LITDATA = "litdata>=0.2.76,<0.3"
 
 setup(
     name="hvdtrain",
@@ -45,17 +42,18 @@ setup(
         # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
         # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
         "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
-        "datasets": [DATASETS],
-        "shards": [LITDATA],
+        # Libraries that hvdtrain does not import: a task makes splits of their data sets.
+        "datasets": ["datasets>=5,<6"],
+        "shards": ["litdata>=0.2.76,<0.3"],
         # Of `--log-to`. mlflow-skinny is MLflow without its server; the other two packages are for
         # its local store, a database.
         "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
         "wandb": ["wandb>=0.22,<1"],
         "test": [
-            DATASETS,
-            LITDATA,
             "alembic>=1.10,<2",
+            "datasets>=5,<6",
             "hypothesis>=6.100,<7",
+            "litdata>=0.2.76,<0.3",
             "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",
             "pdoc>=15,<17",

@@ -74,7 +74,9 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         _before(kind, error, trace)
         return
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if Path(__file__).parent not in Path(frame.filename).parents]
+    here = Path(__file__).parent
+    own = [it for it in frames if here not in Path(it.filename).parents]
+    own = [it for it in own if Path(it.filename).name != "contextlib.py"]
     place = f": error at {own[-1].filename}:{own[-1].lineno}" if own else ": error"
     if isinstance(error, Stopped):
         place = ""

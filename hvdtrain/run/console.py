@@ -189,9 +189,14 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
     return "\n".join(lines)
 
 
-def way_on(checkpoints: Sequence[Path]) -> str:
-    """Return how to continue after a stop; `checkpoints`: newest first."""
+def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
+    """Return how to continue after a stop; `checkpoints`: newest first. `is_script`: the run is of
+    a script with a loop of its own.
+    """
     if not checkpoints:
         return "stopped before a checkpoint was saved"
     saved = int(checkpoints[0].name.partition("-")[2])
-    return f"saved at step {saved:,}: the same command with --resume auto continues from there"
+    how = (
+        'the same script with resume="auto"' if is_script else "the same command with --resume auto"
+    )
+    return f"saved at step {saved:,}: {how} continues from there"

@@ -241,7 +241,8 @@ class RunLedger(Ledger):
         """Close all files and release the run directory; after a stop, print how to continue."""
         self._console.close()
         if self._summary["status"] == "stopped":
-            say(way_on(self._checkpoints.complete()))
+            is_script = "script" in self._takeaway["config"]
+            say(way_on(self._checkpoints.complete(), is_script))
         self._events.close(self._summary)
         self._directory.close()
 

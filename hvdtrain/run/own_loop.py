@@ -20,10 +20,17 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import build_config, nearest, type_problem
+from hvdtrain.config.options import build_config, nearest, train_options, type_problem
 from hvdtrain.data import Split, Splits, TensorSplit
 from hvdtrain.data.adapters import split_of
 from hvdtrain.data.splits import check_split
@@ -31,7 +38,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
 from hvdtrain.pulse import RESTART
-from hvdtrain.run.resume import take_last_weights
+from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
     OPTIONS,
     Evaluate,
@@ -47,6 +54,7 @@ from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
 from hvdtrain.train.loop import TrainingLoop
+from hvdtrain.train.state import keep_saved_weights
 from hvdtrain.train.step import Step
 
 Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
@@ -96,6 +104,7 @@ class Loop:
         and the learning rate, which are the script's own. The environment variable HVDTRAIN_OPTIONS
         replaces some of them, as JSON: `{"virtual_workers": 6}`.
         """
+        report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options:
             options = {"global_batch_size": train.batch_size, **options}
         self._config = _read_options(options)
@@ -105,7 +114,11 @@ class Loop:
             problems.append("hvdtrain.Loop: give `valid` and `evaluate` together, or none of them")
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         whole = as_one(model)
-        problems += optimizer_problems(whole, optimizers)
+        problems += optimizer_problems(whole, optimizers, state)
+        problems += [text for it in (train, valid) if (text := _order_problem(it))]
+        names = ("loss", *(metrics if valid_metrics is None else valid_metrics))
+        if best not in names:
+            problems.append(f"hvdtrain.Loop: best={best!r}: choose from {', '.join(names)}")
         if problems:
             raise UsageError(*problems)
         seed = self._config.run.seed
@@ -125,6 +138,7 @@ class Loop:
             data=data,
         )
         self._stack = ExitStack()
+        self._is_iterated = False
         self._session: Session | None = None
         self._directed: Iterator[Step] | None = None  # the steps in place of those of a training
         self._run: TrainingRun | None = None
@@ -135,7 +149,6 @@ class Loop:
         if direction := current_direction():
             self._directed = direction(self._script)
             return self
-        report_uncaught()
         with ExitStack() as stack:
             topology = Topology.from_environment()
             command = ["python", *sys.argv]
@@ -145,7 +158,7 @@ class Loop:
             run = stack.enter_context(training_run(self._config, self._session))
             exchange = self._session.exchange
             if run is None:
-                take_last_weights(self._script.model, self.folder, exchange)
+                take_last_state(self._script, self.folder, exchange)
             else:
                 self._loop = TrainingLoop(run.job, run.state, exchange, run.hooks)
                 self._run = run
@@ -170,6 +183,7 @@ class Loop:
                     self._loop.end()
                 assert self._loop.outcome is not None
                 self._run.finish(self._loop.outcome)
+                keep_saved_weights(self._loop.job)
         return None
 
     def __iter__(self) -> Iterator[Step]:
@@ -177,7 +191,14 @@ class Loop:
         if self._directed is not None:
             return self._directed
         self._demand_context()
-        return iter(()) if self._loop is None else self._loop.steps()
+        if self._loop is None:
+            return iter(())
+        if self._is_iterated:
+            raise UsageError(
+                "hvdtrain.Loop: iterate over it once: its steps are those of all `epochs`"
+            )
+        self._is_iterated = True
+        return self._loop.steps()
 
     @property
     def exchange(self) -> Exchange:
@@ -253,7 +274,9 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
         for name in names:
             if name not in OPTIONS:
                 near = nearest(name, OPTIONS)
-                hint = f": did you mean {near}?" if near else ". See help(hvdtrain.Loop)"
+                hint = f": did you mean {near}?" if near in OPTIONS else ". See help(hvdtrain.Loop)"
+                if name in train_options() or near not in (None, *OPTIONS):
+                    hint = ": model, data, optimizer and learning rate are the script's own"
                 problems.append(f"{place}: unknown option {name!r}{hint}")
     known = {}
     for name, given in {**options, **replaced}.items():
@@ -266,3 +289,19 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
     restarted = os.environ.get(RESTART, "0") != "0"
     return replace(config, run=replace(config.run, resume="auto")) if restarted else config
+
+
+def _order_problem(samples: Any) -> str | None:
+    """Return why a DataLoader cannot be taken, if its order is one that steps would not have."""
+    if not isinstance(samples, DataLoader):
+        return None
+    kinds = (RandomSampler, SequentialSampler, DistributedSampler)
+    chosen: Any = samples.sampler
+    if type(samples.batch_sampler) not in (BatchSampler, type(None)):
+        chosen = samples.batch_sampler
+    if isinstance(chosen, kinds):
+        return None
+    return (
+        f"hvdtrain.Loop: the DataLoader has a {type(chosen).__name__}, but the order of samples is "
+        "the run's own. Leave it out, or give a data set in which samples stand as often as wanted"
+    )

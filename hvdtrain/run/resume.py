@@ -20,6 +20,7 @@ from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
@@ -121,19 +122,26 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
         raise UsageError(*problems)
 
 
-def take_last_weights(model: torch.nn.Module, folder: Path, exchange: Exchange) -> None:
-    """Collective: load the weights of a finished run's last checkpoint, which rank 0 reads."""
+def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
+    """Collective: load a finished run's last checkpoint, which rank 0 reads: the weights, and the
+    state of optimizers and schedules.
+    """
 
-    def read() -> dict[str, torch.Tensor] | None:
+    def read() -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]] | None:
         if exchange.rank != 0:
             return None
         newest = Checkpoints(folder / "checkpoints", keep=1).complete()
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
-        return load_checkpoint(newest[0])[0]
+        weights, state = load_checkpoint(newest[0])
+        further = [it["state"] for it in state["further_optimizers"]]
+        return weights, [state["optimizer"], *further, *state["further_state"]]
 
-    weights = agree(exchange, "last_weights", read)
-    model.load_state_dict(exchange.broadcast_object(weights, "hvdtrain.last_weights"))
+    found = agree(exchange, "last_state", read)
+    weights, states = exchange.broadcast_object(found, "hvdtrain.last_state")
+    script.model.load_state_dict(weights)
+    for holder, state in zip((*script.optimizers, *script.further_state), states, strict=True):
+        holder.load_state_dict(state)
 
 
 def _way_to(path: Path) -> str:

@@ -80,9 +80,14 @@ def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.M
 
 
 def optimizer_problems(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Sequence[Stateful],
 ) -> list[str]:
-    """Return what is wrong with the optimizers of a script, and with their parameters."""
+    """Return what is wrong with the optimizers of a script, and with their parameters.
+
+    `state`: further objects to save.
+    """
     if not optimizers:
         return ["hvdtrain.Loop: there is no optimizer"]
     if foreign := [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]:
@@ -103,6 +108,12 @@ def optimizer_problems(
         if shared := [named[id(it)] for it in own if id(it) in owned and id(it) in named]:
             problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
         owned |= {id(it) for it in own}
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and not any(getattr(it, "optimizer", None) is optimizer for it in state):
+            problems.append(
+                f"hvdtrain.Loop: {kind} has a learning rate schedule that would begin anew after a "
+                "resume: give state=[schedule]"
+            )
     if missing := [name for parameter, name in named.items() if parameter not in owned]:
         problems.append(
             f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "

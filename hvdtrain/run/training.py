@@ -75,7 +75,7 @@ def join_session(
     keep_freed_memory()
     if config.run.profile is not None:  # Horovod reads it when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    if not pulse.is_watched:  # otherwise the launcher's watchdog, which sees every rank, decides
+    if not pulse.is_watched or script:  # otherwise the launcher's watchdog, which sees every rank
         os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
     with StopSignals() as signals:
         exchange = join(lambda: connect(topology)) if script else connect(topology)

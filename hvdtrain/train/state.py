@@ -69,6 +69,15 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     return snapshot
 
 
+def keep_saved_weights(job: Job) -> None:
+    """Collective: give the model what a checkpoint's weights have: the moving average, if any, and
+    the statistics of all workers.
+    """
+    with job.evaluated_model() as model:
+        weights = copied_to_cpu(model.state_dict())
+    job.model.load_state_dict(weights)
+
+
 def find_not_finite(state: Mapping[str, Any]) -> str | None:
     """Return a description of the first tensor of a captured state that must be finite but is not.
 

@@ -94,6 +94,11 @@ class Step:
         return (self.number - 1) // self.job.sampler.steps_per_epoch
 
     @property
+    def begins_epoch(self) -> bool:
+        """Return whether this is the first step of its epoch."""
+        return (self.number - 1) % self.job.sampler.steps_per_epoch == 0
+
+    @property
     def ends_epoch(self) -> bool:
         """Return whether this is the last step of its epoch."""
         return self.number % self.job.sampler.steps_per_epoch == 0
@@ -115,7 +120,9 @@ class Step:
         """
         job, clock = self.job, self._clock
         if self._active is not None:
-            raise UsageError(f"step {self.number}: call update() after the passes over its batches")
+            raise UsageError(
+                f"step {self.number}: call step.update() after the passes over its batches"
+            )
         self._active = place = _place_of(optimizer, job.optimizers)
         job.optimizers[place].zero_grad()
         self._sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
@@ -147,7 +154,9 @@ class Step:
         """
         job, it = self.job, self._pass
         if it is None:
-            raise UsageError(f"step {self.number}: backward() is called once for each batch")
+            raise UsageError(
+                f"step {self.number}: step.backward(loss, count) is called once for each batch"
+            )
         self._pass = None
         given = dict(metrics or {})
         if not job.task.computes_loss:
@@ -164,7 +173,9 @@ class Step:
         Raises TrainingError on all ranks if a gradient is not finite.
         """
         if self._active is None:
-            raise UsageError(f"step {self.number}: iterate over its batches before update()")
+            raise UsageError(
+                f"step {self.number}: iterate over step.batches() before step.update()"
+            )
         self._refuse_missing_backward()
         job, sums, clock, number = self.job, self._sums, self._clock, self.number
         optimizer, self._active = job.optimizers[self._active], None
@@ -185,7 +196,10 @@ class Step:
     def close(self) -> StepSums:
         """Collective: end the step. Returns its sums, whose reduction may still be in progress."""
         if not self.is_updated:
-            raise UsageError(f"step {self.number}: call update() once its batches are used")
+            raise UsageError(
+                f"step {self.number}: call step.update(), in place of optimizer.step(), once its "
+                "batches are used"
+            )
         sums = self._made[0]
         for further in self._made[1:]:
             sums.join(further)
@@ -206,7 +220,10 @@ class Step:
 
     def _refuse_missing_backward(self) -> None:
         if self._pass is not None:
-            raise UsageError(f"step {self.number}: call backward() for each of its batches")
+            raise UsageError(
+                f"step {self.number}: call step.backward(loss, count), in place of "
+                "loss.backward(), for each of its batches"
+            )
 
     def _refuse_gradients(self, found: list[str]) -> NoReturn:
         """Collective: raise TrainingError on all ranks for the parameters `found`.

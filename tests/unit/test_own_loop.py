@@ -142,11 +142,11 @@ def call_backward_twice(step: Step, model: torch.nn.Module) -> None:
 
 
 MISUSED = {
-    forget_update: "step 1: call update() once its batches are used",
-    forget_batches: "step 1: iterate over its batches before update()",
-    forget_backward: "step 1: call backward() for each of its batches",
-    leave_passes: "step 1: call update() after the passes over its batches",
-    call_backward_twice: "step 1: backward() is called once for each batch",
+    forget_update: "step 1: call step.update(), in place of optimizer.step(), once its batches",
+    forget_batches: "step 1: iterate over step.batches() before step.update()",
+    forget_backward: "step 1: call step.backward(loss, count), in place of loss.backward(), for",
+    leave_passes: "step 1: call step.update() after the passes over its batches",
+    call_backward_twice: "step 1: step.backward(loss, count) is called once for each batch",
 }
 
 
@@ -194,7 +194,7 @@ def test_epochs_and_a_schedule_that_follows_the_evaluation() -> None:
             loop = hvdtrain.Loop(model, optimizer, SAMPLES, SAMPLES, evaluate, **given)
             with loop:
                 for step in loop:
-                    if (step.number - 1) % 5 == 0 and loop.evaluation:
+                    if step.begins_epoch and loop.evaluation:
                         schedule.step(2.0 + loop.evaluation.loss * 0)  # never improves again
                         assert loop.evaluation.samples == 21
                     assert step.epoch == (step.number - 1) // 5
