@@ -72,7 +72,7 @@ def test_channels_last() -> None:
 
 def fused(job: Job) -> Job:
     rate = {"lr": 0.05, "momentum": 0.9, "fused": True}
-    return replace(job, optimizer=torch.optim.SGD(job.model.parameters(), **rate))
+    return replace(job, optimizers=(torch.optim.SGD(job.model.parameters(), **rate),))
 
 
 @pytest.mark.parametrize("virtual", [None, 3])
@@ -91,18 +91,18 @@ def test_layouts_do_not_change_what_is_learned(virtual: int | None) -> None:
     stopped = run_job(job(last_network), SINGLE, stop_at=4)
     assert stopped.snapshot is not None
     run_job(resumed, SINGLE, state=stopped.snapshot.state)
-    assert is_last(last.optimizer.state[last.model[2].weight]["momentum_buffer"])
+    assert is_last(last.optimizers[0].state[last.model[2].weight]["momentum_buffer"])
     for name, weight in plain.model.state_dict().items():
         torch.testing.assert_close(last.model.state_dict()[name], weight, rtol=1e-12, atol=1e-14)
     assert equal(resumed.model.state_dict(), last.model.state_dict())
-    assert equal(resumed.optimizer.state_dict(), last.optimizer.state_dict())
+    assert equal(resumed.optimizers[0].state_dict(), last.optimizers[0].state_dict())
 
 
 def test_simulated_ranks_lay_out_their_sums() -> None:
     """Fails if `replay` gives a fused step a gradient that is laid out otherwise."""
     model = last_network()
     ranks = SimulatedRanks(model, 2, OPEN_MPI_RING, CPU, 0)
-    ranks.begin_step()
+    ranks.begin_step(0)
     expected = torch.zeros_like(model[2].weight)
     for rank in range(2):
         ranks.begin_pass(1, rank, 0, rank == 1)

@@ -192,7 +192,9 @@ def test_the_parameter_of_an_optimizer_with_groups_is_named() -> None:
     job = trained(SINGLE)
     late, early = (list(job.model[layer].parameters()) for layer in (6, 4))
     groups = [{"params": late}, {"params": early, "lr": 0.01}]
-    job = replace(job, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9)).distributed(SINGLE)
+    job = replace(job, optimizers=(torch.optim.SGD(groups, lr=0.1, momentum=0.9),)).distributed(
+        SINGLE
+    )
     snapshot = run_job(job, SINGLE).snapshot
     assert snapshot is not None
     order = ["6.weight", "6.bias", "4.weight", "4.bias"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
@@ -61,7 +62,19 @@ def summary() -> dict[str, Any]:
     return json.loads(Path("runs/mine/summary.json").read_text())  # type: ignore[no-any-return]
 
 
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
 MODEL, OPTIMIZER = parts()
+WEIGHTED = torch.utils.data.DataLoader(
+    range(4),  # type: ignore[arg-type]
+    sampler=torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4),
+)
+ITERABLE = Endless()
+SCHEDULED = torch.optim.SGD(MODEL.parameters(), 0.1)
+SCHEDULE = torch.optim.lr_scheduler.StepLR(SCHEDULED, 5)
 OTHER = torch.nn.Linear(4, 3)
 # What is given, and what the message says.
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
@@ -74,6 +87,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "model": ((4, OPTIMIZER, SAMPLES), {}, "a model is a int, not a torch module"),
     "optimizer": ((MODEL, 3, SAMPLES), {}, "an optimizer is a int, not one of torch"),
     "no optimizer": ((MODEL, [], SAMPLES), {}, "there is no optimizer"),
+    "best": (
+        (MODEL, OPTIMIZER, SAMPLES, SAMPLES, evaluate),
+        {"best": "accuracy"},
+        "best='accuracy': choose from loss",
+    ),
+    "sampler": ((MODEL, OPTIMIZER, WEIGHTED), {}, "the DataLoader has a WeightedRandomSampler"),
+    "iterable": ((MODEL, OPTIMIZER, ITERABLE), {}, "hvdtrain.IterableSplit(dataset, length)"),
+    "schedule": ((MODEL, SCHEDULED, SAMPLES), {}, "begin anew after a resume: give state=[sched"),
 }
 
 
@@ -180,6 +201,26 @@ def test_break_ends_the_run_for_good(capsys: pytest.CaptureFixture[str]) -> None
         assert list(loop) == []
     assert torch.equal(again.weight, weight)
     assert "finished: 2 epochs, 7 steps" in capsys.readouterr().out
+
+
+def test_the_model_has_the_saved_weights_after_the_loop() -> None:
+    """Fails if a script's model is another one than that of the last checkpoint, or a second pass
+    over the loop trains nothing, silently.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"global_batch_size": 7, "epochs": 1, "model_ema": True}
+    with hvdtrain.Loop(model, optimizer, SAMPLES, virtual_workers=3, **given) as loop:
+        for step in loop:
+            passes(step, model)
+            step.update()
+        with pytest.raises(UsageError, match="iterate over it once"):
+            iter(loop)
+    saved = load_file(loop.folder / "checkpoints" / "step-00000003" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved[name], value), name
 
 
 def test_epochs_and_a_schedule_that_follows_the_evaluation() -> None:
