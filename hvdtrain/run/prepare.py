@@ -92,6 +92,7 @@ def prepare(
         fingerprints=source.fingerprints,
         seed=config.run.seed,
         further_state=script.further_state if script else (),
+        save_frozen=script.save_frozen if script else True,
     )
 
 
@@ -159,6 +160,8 @@ def _take_optimizers(script: Script) -> tuple[torch.optim.Optimizer, ...]:
         if shared := [named[id(it)] for it in own if id(it) in owner and id(it) in named]:
             problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
         owner |= {id(it): place for it in own}
+    if not script.save_frozen and all(it.requires_grad for it in script.model.parameters()):
+        problems.append("hvdtrain.Loop: save_frozen=False: no parameter is frozen")
     if missing := [name for parameter, name in named.items() if parameter not in owner]:
         problems.append(
             f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "

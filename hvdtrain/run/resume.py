@@ -21,6 +21,7 @@ from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.tasks import Source
+from hvdtrain.train.base import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
     Checkpoints,
@@ -121,6 +122,15 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
         raise UsageError(*problems)
 
 
+def refuse_changed_base(model: torch.nn.Module, found: Resumable | None) -> None:
+    """Raise UsageError on rank 0, whose model is that of all, unless its base is that of the run.
+
+    Checkpoints may leave the base, the frozen parameters, to the script.
+    """
+    if found and found.resumed.state:
+        refuse_another_base(found.resumed.state, model)
+
+
 def take_last_weights(model: torch.nn.Module, folder: Path, exchange: Exchange) -> None:
     """Collective: load the weights of a finished run's last checkpoint, which rank 0 reads."""
 
@@ -130,7 +140,10 @@ def take_last_weights(model: torch.nn.Module, folder: Path, exchange: Exchange) 
         newest = Checkpoints(folder / "checkpoints", keep=1).complete()
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
-        return load_checkpoint(newest[0])[0]
+        weights, state = load_checkpoint(newest[0])
+        refuse_another_base(state, model)
+        base = saved_base(state)
+        return base.filled(weights, model) if base else weights
 
     weights = agree(exchange, "last_weights", read)
     model.load_state_dict(exchange.broadcast_object(weights, "hvdtrain.last_weights"))

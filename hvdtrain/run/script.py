@@ -65,6 +65,7 @@ class Script:
     further_state: Sequence[Stateful]
     task: ScriptTask
     data: Splits
+    save_frozen: bool = True
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]

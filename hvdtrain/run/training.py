@@ -37,7 +37,13 @@ from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.machine import changes, machine
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
-from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
+from hvdtrain.run.resume import (
+    Resumable,
+    Resumed,
+    find_resumable,
+    refuse_changed_base,
+    refuse_changed_data,
+)
 from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
@@ -138,6 +144,7 @@ def training_run(
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
+    agree(exchange, "same_base", lambda: refuse_changed_base(job.model, found))
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     ledger = agree(
         exchange,
