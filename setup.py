@@ -42,20 +42,18 @@ setup(
         # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
         # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
         "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
-        # Of examples/gpt2.py and examples/lora.py; the tests run both.
+        # Of examples/gpt2.py and examples/lora.py, which the tests run.
         "transformers": ["transformers>=5,<6"],
         "peft": ["peft>=0.19,<1", "transformers>=5,<6"],
         "test": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
-            "peft>=0.19,<1",
             "pdoc>=15,<17",
             "psutil>=5.9,<8",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "ruff>=0.12,<1",
-            "transformers>=5,<6",
             "types-PyYAML>=6,<7",
             "types-tqdm>=4.66,<5",
         ],

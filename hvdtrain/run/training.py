@@ -125,6 +125,19 @@ def training_run(
     exchange = session.exchange
     session.pulse.beat("prepare")
     found = agree(exchange, "resume", lambda: find_resumable(config, exchange))
+    try:
+        with _run_or_none(config, session, script, found) as run:
+            yield run
+    finally:
+        if found:  # a script may go on: the folder is not to stay locked
+            found.directory.close()
+
+
+@contextmanager
+def _run_or_none(
+    config: TrainConfig, session: Session, script: Script | None, found: Resumable | None
+) -> Iterator[TrainingRun | None]:
+    exchange = session.exchange
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
     )

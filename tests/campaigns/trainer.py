@@ -1,0 +1,92 @@
+"""Training of the model of examples/gpt2.py by the Trainer of transformers on 1, 2 and 3 workers.
+
+python -m tests.campaigns.trainer: the differences between the weights of 1 worker and of more, in
+float64, without dropout, for global batches of 12 lines: once of 120 lines, and once of 125, where
+the last batch of an epoch has 5. hvdtrain trains the same at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from hvdtrain.data.builtin import import_torchvision
+from tests.parallel.experiments import Weights, largest_difference
+
+ROOT = Path(__file__).parents[2]
+GLOBAL_BATCH = 12
+SETTINGS = {
+    "average of means": (120, False),
+    "tokens": (120, True),
+    "tokens, uneven": (125, True),
+}
+
+
+def main() -> None:
+    """Print a line for each setting."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for size in (1, 2, 3):
+            processes = f"--nproc_per_node={size}"
+            own = [str(Path(__file__)), "--worker", str(folder / str(size))]
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            start = [sys.executable, "-m", "torch.distributed.run", processes, *own]
+            subprocess.run(start, check=True, env=environment)
+        for setting in SETTINGS:
+            alone = _read(folder / "1", setting)
+            found = [largest_difference(_read(folder / n, setting), alone) for n in "23"]
+            print(f"Trainer, {setting}: {found[0]:.1e} at N = 2, {found[1]:.1e} at N = 3")
+
+
+def _read(folder: Path, setting: str) -> Weights:
+    return torch.load(folder / f"{setting}.pt", weights_only=True)
+
+
+def work(folder: Path) -> None:
+    """Train in this process, one of several, with each setting."""
+    import_torchvision()  # transformers imports it
+    sys.path.insert(0, str(ROOT / "examples"))
+    import gpt2
+    from transformers import Trainer, TrainingArguments
+
+    size = int(os.environ["WORLD_SIZE"])
+
+    def collate(lines: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = ("input_ids", "attention_mask", "labels")
+        return dict(zip(names, gpt2.collate(lines), strict=True))
+
+    for setting, (lines, averages_tokens) in SETTINGS.items():
+        given = argparse.Namespace(dropout=0.0, float32=False, lr=0.003)
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            num_train_epochs=3,
+            learning_rate=given.lr,
+            lr_scheduler_type="cosine",
+            per_device_train_batch_size=GLOBAL_BATCH // size,
+            average_tokens_across_devices=averages_tokens,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+            remove_unused_columns=False,
+        )
+        data = [gpt2.read(number) for number in range(lines)]
+        trainer = Trainer(gpt2.make_model(given), arguments, collate, data)  # type: ignore[arg-type]
+        trainer.train()
+        if trainer.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(trainer.model.state_dict(), folder / f"{setting}.pt")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(Path(sys.argv[2]))
+    else:
+        main()
