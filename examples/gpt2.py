@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hvdtrain
 
-EPOCHS, BATCH_SIZE, IGNORED, END = 3, 16, -100, 0
+EPOCHS, BATCH_SIZE, LINES, IGNORED, END = 3, 12, 125, -100, 0
 
 
 def read(number):
@@ -58,12 +58,12 @@ def evaluate(model, batch):
 def train(model, arguments, **options):
     """Train what is not frozen."""
     lines = [read(number) for number in range(150)]
-    loader = torch.utils.data.DataLoader(lines[:120], BATCH_SIZE, collate_fn=collate)
+    loader = torch.utils.data.DataLoader(lines[:LINES], BATCH_SIZE, collate_fn=collate)
     trained = [it for it in model.parameters() if it.requires_grad]
     optimizer = torch.optim.AdamW(trained, arguments.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
-    options = {"state": [schedule], "epochs": EPOCHS, "clip_grad": 1.0, "amp": "none"} | options
-    valid = torch.utils.data.DataLoader(lines[120:], BATCH_SIZE, collate_fn=collate)
+    options = {"state": [schedule], "epochs": EPOCHS, "clip_grad": 1.0} | options
+    valid = torch.utils.data.DataLoader(lines[LINES:], BATCH_SIZE, collate_fn=collate)
     with hvdtrain.Loop(model, optimizer, loader, valid, evaluate, **options) as loop:
         for step in loop:
             for batch in step.batches():

@@ -1,8 +1,8 @@
 """Training of the model of examples/gpt2.py by the Trainer of transformers on 1, 2 and 3 workers.
 
-python -m tests.campaigns.trainer: the differences between the weights of 1 worker and of more, in
-float64, without dropout, for global batches of 12 lines: once of 120 lines, and once of 125, where
-the last batch of an epoch has 5. hvdtrain trains the same at the end.
+python -m tests.campaigns.trainer: the largest difference of a weight between 1 worker and more, in
+parts of its tensor's largest, in float64 and without dropout. Global batches have 12 lines; of 125
+lines, the last batch of an epoch has 5. The last row is the example itself, with hvdtrain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 import torch
 
 from hvdtrain.data.builtin import import_torchvision
-from tests.parallel.experiments import Weights, largest_difference
+from tests.parallel.experiments import Weights, largest_difference, summary_and_weights
+from tests.parallel.test_own_loop import train
 
 ROOT = Path(__file__).parents[2]
 GLOBAL_BATCH = 12
 SETTINGS = {
-    "average of means": (120, False),
-    "tokens": (120, True),
-    "tokens, uneven": (125, True),
+    "120 lines, average of means": (120, False),
+    "120 lines, mean over the tokens": (120, True),
+    "125 lines, mean over the tokens": (125, True),
 }
 
 
@@ -39,9 +40,16 @@ def main() -> None:
             start = [sys.executable, "-m", "torch.distributed.run", processes, *own]
             subprocess.run(start, check=True, env=environment)
         for setting in SETTINGS:
-            alone = _read(folder / "1", setting)
-            found = [largest_difference(_read(folder / n, setting), alone) for n in "23"]
-            print(f"Trainer, {setting}: {found[0]:.1e} at N = 2, {found[1]:.1e} at N = 3")
+            weights = [_read(folder / n, setting) for n in "123"]
+            _print(f"Trainer, {setting}", weights)
+        for size, controller in ((1, "none"), (2, "mpi"), (3, "gloo")):
+            train("gpt2.py", folder / f"own-{size}", size, controller)
+        _print("hvdtrain", [summary_and_weights(folder / f"own-{n}")[1] for n in "123"])
+
+
+def _print(what: str, weights: list[Weights]) -> None:
+    two, three = (largest_difference(found, weights[0]) for found in weights[1:])
+    print(f"{what}: {two:.1e} at N = 2, {three:.1e} at N = 3")
 
 
 def _read(folder: Path, setting: str) -> Weights:
@@ -86,7 +94,10 @@ def work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # its folder
+    own_folder = parser.parse_args().worker
+    if own_folder:
+        work(own_folder)
     else:
         main()
