@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from hvdtrain.data.builtin import import_torchvision
 from tests.parallel.experiments import Weights, largest_difference, summary_and_weights
@@ -23,9 +25,10 @@ from tests.parallel.test_own_loop import train
 ROOT = Path(__file__).parents[2]
 GLOBAL_BATCH = 12
 SETTINGS = {
-    "120 lines, average of means": (120, False),
-    "120 lines, mean over the tokens": (120, True),
-    "125 lines, mean over the tokens": (125, True),
+    "120 lines, average of means": (120, False, False),
+    "120 lines, mean over the tokens": (120, True, False),
+    "120 lines, mean over the tokens, loss in float64": (120, True, True),
+    "125 lines, mean over the tokens": (125, True, False),
 }
 
 
@@ -69,7 +72,12 @@ def work(folder: Path) -> None:
         names = ("input_ids", "attention_mask", "labels")
         return dict(zip(names, gpt2.collate(lines), strict=True))
 
-    for setting, (lines, averages_tokens) in SETTINGS.items():
+    def loss_in_float64(found: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        scores, following = found.logits[:, :-1].transpose(1, 2), labels[:, 1:]
+        loss = cross_entropy(scores, following, reduction="sum", ignore_index=gpt2.IGNORED)
+        return loss / num_items_in_batch
+
+    for setting, (lines, averages_tokens, in_float64) in SETTINGS.items():
         given = argparse.Namespace(dropout=0.0, float32=False, lr=0.003)
         arguments = TrainingArguments(
             output_dir=str(folder),
@@ -86,11 +94,15 @@ def work(folder: Path) -> None:
             remove_unused_columns=False,
         )
         data = [gpt2.read(number) for number in range(lines)]
-        trainer = Trainer(gpt2.make_model(given), arguments, collate, data)  # type: ignore[arg-type]
+        own_loss = loss_in_float64 if in_float64 else None
+        model = gpt2.make_model(given)
+        trainer = Trainer(model, arguments, collate, data, compute_loss_func=own_loss)
         trainer.train()
         if trainer.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(trainer.model.state_dict(), folder / f"{setting}.pt")
+    if torch.distributed.is_initialized():  # its threads must end before the process
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
