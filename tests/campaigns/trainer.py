@@ -52,7 +52,7 @@ def main() -> None:
 
 def _print(what: str, weights: list[Weights]) -> None:
     two, three = (largest_difference(found, weights[0]) for found in weights[1:])
-    print(f"{what}: {two:.1e} at N = 2, {three:.1e} at N = 3")
+    print(f"{what}: {two:.1e} at N = 2, {three:.1e} at N = 3", flush=True)
 
 
 def _read(folder: Path, setting: str) -> Weights:
@@ -101,8 +101,9 @@ def work(folder: Path) -> None:
         if trainer.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(trainer.model.state_dict(), folder / f"{setting}.pt")
-    if torch.distributed.is_initialized():  # its threads must end before the process
-        torch.distributed.destroy_process_group()
+    if size > 1:
+        torch.distributed.barrier()
+    os._exit(0)  # threads of the process group can abort or block an ordinary end
 
 
 if __name__ == "__main__":
