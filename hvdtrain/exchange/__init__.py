@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,8 +244,13 @@ def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result
 def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:
     """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
     buffers = dict(model.named_buffers()) if with_buffers else {}
+    return tensors_sha256(dict(model.named_parameters()) | buffers)
+
+
+def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
     digest = hashlib.sha256()
-    for name, tensor in sorted((dict(model.named_parameters()) | buffers).items()):
+    for name, tensor in sorted(named.items()):
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -84,6 +84,7 @@ class Loop:
         best: str = "loss",
         best_is_highest: bool = False,
         state: Sequence[Stateful] = (),
+        save_frozen: bool = True,
         **options: Any,
     ) -> None:
         """Check what is given; raises UsageError with every problem.
@@ -96,7 +97,10 @@ class Loop:
         `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
         names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
         returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen.
-        `state`: objects to save and restore too, such as learning rate schedulers.
+        `state`: objects to save and restore too, such as learning rate schedulers. `save_frozen`:
+        False: checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as
+        those that an adapter is for. The script makes them again at each start; a resume with other
+        ones is refused.
 
         `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
         `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the
@@ -116,6 +120,8 @@ class Loop:
         whole = as_one(model)
         problems += optimizer_problems(whole, optimizers, state)
         problems += [text for it in (train, valid) if (text := _order_problem(it))]
+        if not save_frozen and all(it.requires_grad for it in whole.parameters()):
+            problems.append("hvdtrain.Loop: save_frozen=False: no parameter is frozen")
         names = ("loss", *(metrics if valid_metrics is None else valid_metrics))
         if best not in names:
             problems.append(f"hvdtrain.Loop: best={best!r}: choose from {', '.join(names)}")
@@ -136,6 +142,7 @@ class Loop:
             further_state=tuple(state),
             task=task,
             data=data,
+            save_frozen=save_frozen,
         )
         self._stack = ExitStack()
         self._is_iterated = False

@@ -83,6 +83,7 @@ def prepare(
         fingerprints=source.fingerprints,
         seed=config.run.seed,
         further_state=script.further_state if script else (),
+        save_frozen=script.save_frozen if script else True,
     )
 
 

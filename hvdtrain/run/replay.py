@@ -34,6 +34,7 @@ from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import find_source
 from hvdtrain.run.trace_file import RecordedRun, Stretch, origin_of, stretches
 from hvdtrain.topology import Topology
+from hvdtrain.train.base import refuse_another_base
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State, steps_from
@@ -292,6 +293,7 @@ class Replayer:
         state = _load(path)
         if changed := self._changed_data(state):
             raise ReplayMismatch(changed)
+        refuse_another_base(state, self.job.model)
         for line in changes(state["progress"].get("machine", {}), machine()):
             say(f"replay: {line}: bits may differ")
         self._state = self._new_state()

@@ -22,6 +22,7 @@ from hvdtrain.pulse import RESTART
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
+from hvdtrain.train.base import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
     Checkpoints,
@@ -122,6 +123,15 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
         raise UsageError(*problems)
 
 
+def refuse_changed_base(model: torch.nn.Module, found: Resumable | None) -> None:
+    """Raise UsageError on rank 0, whose model is that of all, unless its base is that of the run.
+
+    Checkpoints may leave the base, the frozen parameters, to the script.
+    """
+    if found and found.resumed.state:
+        refuse_another_base(found.resumed.state, model)
+
+
 def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
     """Collective: load a finished run's last checkpoint, which rank 0 reads: the weights, and the
     state of optimizers and schedules.
@@ -134,6 +144,9 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
         weights, state = load_checkpoint(newest[0])
+        refuse_another_base(state, script.model)
+        base = saved_base(state)
+        weights = base.filled(weights, script.model) if base else weights
         further = [it["state"] for it in state["further_optimizers"]]
         return weights, [state["optimizer"], *further, *state["further_state"]]
 

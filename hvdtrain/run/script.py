@@ -67,6 +67,7 @@ class Script:
     further_state: Sequence[Stateful]
     task: ScriptTask
     data: Splits
+    save_frozen: bool = True
 
 
 def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:

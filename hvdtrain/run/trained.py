@@ -35,7 +35,8 @@ from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
-from hvdtrain.train.checkpoint import DamagedCheckpoint, load_weights
+from hvdtrain.train.base import refuse_another_base, saved_base
+from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint, load_weights
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.train.step import Step
@@ -87,6 +88,11 @@ def _of_script(
     yield from ()
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
+    if script.model.state_dict().keys() != weights.keys():
+        _, state = load_checkpoint(find_weights(Path(arguments["source"])))
+        refuse_another_base(state, script.model)
+        if base := saved_base(state):
+            weights = base.filled(weights, script.model)
     model = _with_weights(script.model, weights, script.path)
     found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
     write_json(arguments["json"], asdict(found))

@@ -33,7 +33,13 @@ from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.provenance import provenance
-from hvdtrain.run.resume import Resumable, Resumed, find_resumable, refuse_changed_data
+from hvdtrain.run.resume import (
+    Resumable,
+    Resumed,
+    find_resumable,
+    refuse_changed_base,
+    refuse_changed_data,
+)
 from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
@@ -120,13 +126,25 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     exchange = session.exchange
     session.pulse.beat("prepare")
     found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
+    try:
+        with _run_or_none(config, session, found) as run:
+            yield run
+    finally:
+        if found:  # a script may go on: the folder is not to stay locked
+            found.directory.close()
+
+
+@contextmanager
+def _run_or_none(
+    config: TrainConfig, session: Session, found: Resumable | None
+) -> Iterator[TrainingRun | None]:
+    exchange = session.exchange
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
     )
     if resumed and resumed.finished:
         if found:
             say(final_lines(resumed.finished, str(found.directory.path)))
-            found.directory.close()
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
@@ -140,6 +158,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
+    agree(exchange, "same_base", lambda: refuse_changed_base(job.model, found))
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
     config = _named(config, exchange, directory)

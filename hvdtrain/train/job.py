@@ -14,6 +14,7 @@ from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Splits
 from hvdtrain.exchange import SUM, Exchange, Reduction, make_gradients_dense
 from hvdtrain.tasks import Task
+from hvdtrain.train.base import Base
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
@@ -56,6 +57,8 @@ class Job:
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
     seed: int = 0  # of the virtual workers' random numbers
     further_state: Sequence[Stateful] = ()  # objects of a script, saved in each checkpoint
+    save_frozen: bool = True
+    base: Base | None = None  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 
     def distributed(self, exchange: Exchange) -> Job:
@@ -66,12 +69,16 @@ class Job:
                 make_gradients_dense(model, optimizer)
                 exchange.broadcast_state(model, optimizer)
             virtual = VirtualWorkers(model, self.optimizers, exchange, shares, self.seed, batch)
-            return replace(self, workers=virtual)
+            return replace(self, workers=virtual, base=self._base())
         for optimizer in self.optimizers:
             exchange.distribute(optimizer, model, self.feed.micro_batches, self.reduction)
         samples = shares.sizes(batch)[exchange.rank]
         worker = RankWorker(model, self.optimizers, exchange, self.device, samples)
-        return replace(self, workers=worker)
+        return replace(self, workers=worker, base=self._base())
+
+    def _base(self) -> Base | None:
+        """Return the base of the model, once it has rank 0's values."""
+        return None if self.save_frozen else Base.of(self.model)
 
     @property
     def lr(self) -> float:

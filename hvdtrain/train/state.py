@@ -12,6 +12,7 @@ import torch
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
 from hvdtrain.exchange.distributed_optimizer import lay_out_state
+from hvdtrain.train.base import saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
@@ -20,6 +21,7 @@ from hvdtrain.train.update import not_finite
 
 # Statistics of normalisation layers; other buffers may be infinite.
 RUNNING = ("running_mean", "running_var")
+AVERAGED = "module."  # before each name in the state of a moving average
 
 
 def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -> Snapshot | None:
@@ -31,11 +33,16 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     """
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")
+    if job.base:
+        job.base.check(job.model, at.step)
     gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
     with job.evaluated_model() as model:
-        weights, digest = copied_to_cpu(model.state_dict()), params_sha256(model)
+        weights, digest = copied_to_cpu(_saved(model.state_dict(), job)), params_sha256(model)
     with job.workers.statistics(job.model):
-        model_state = copied_to_cpu(job.model.state_dict())
+        model_state = copied_to_cpu(_saved(job.model.state_dict(), job))
+    update = job.update.state_dict()
+    if update["average"] is not None:
+        update["average"] = _saved(update["average"], job, AVERAGED)
     snapshot, problem = None, None
     if exchange.rank == 0:
         state = {
@@ -44,6 +51,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "parameters": [name for name, _ in job.model.named_parameters()],
             "optimizer_order": _names_in_order(job, job.optimizers[0]),
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
+            "base": asdict(job.base) if job.base else None,
             "model": model_state,
             "optimizer": copied_to_cpu(job.optimizers[0].state_dict()),
             "further_optimizers": [
@@ -51,7 +59,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
                 for it in job.optimizers[1:]
             ],
             "further_state": [copied_to_cpu(it.state_dict()) for it in job.further_state],
-            "update": copied_to_cpu(job.update.state_dict()),
+            "update": copied_to_cpu(update),
             "meter": at.meter.state_dict(),
             "evaluation": asdict(at.evaluation) if at.evaluation else None,
             "ranks": list(itertools.chain.from_iterable(gathered)),
@@ -97,9 +105,7 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
             own = order[number] if number < len(order) else f"parameter {number}"
             tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
     if average := state["update"]["average"]:
-        tensors |= {
-            f"the moving average of {name}": average[f"module.{name}"] for name in trainable
-        }
+        tensors |= {f"the moving average of {name}": average[AVERAGED + name] for name in trainable}
     for number, own_state in enumerate(state["ranks"]):
         kind = "rank" if own_state["rng"] else "virtual worker"
         for name, value in own_state["buffers"].items():
@@ -116,6 +122,11 @@ def _names_in_order(job: Job, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names[id(it)] for group in optimizer.param_groups for it in group["params"]]
 
 
+def _saved(state: Mapping[str, Any], job: Job, prefix: str = "") -> Mapping[str, Any]:
+    """Return what is to be saved of the state of a model or its average."""
+    return job.base.left_out(state, prefix) if job.base else state
+
+
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     """Restore a captured state into a job whose optimizer is already distributed.
 
@@ -123,14 +134,19 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     statistics are averaged over the old ones, only workers that existed before restore random
     generators, and this loss is returned as text.
     """
-    job.model.load_state_dict(state["model"])
+    model_state, update, base = state["model"], state["update"], saved_base(state)
+    if base:
+        model_state = base.filled(model_state, job.model)
+    if base and update["average"] is not None:
+        update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
+    job.model.load_state_dict(model_state)
     states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
     for optimizer, own in zip(job.optimizers, states, strict=True):
         optimizer.load_state_dict(own)
         lay_out_state(optimizer)
     for held, own in zip(job.further_state, state.get("further_state", []), strict=True):
         held.load_state_dict(own)
-    job.update.load_state_dict(state["update"])
+    job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
     if found := state.get("evaluation"):

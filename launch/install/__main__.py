@@ -21,7 +21,7 @@ from launch.install import horovod_wheel, machine
 from launch.install.horovod_source import HOROVOD_VERSION
 from launch.install.machine import Mpi, Requirement
 
-EXTRAS = "distributed,test"
+EXTRAS = "distributed,test,transformers,peft"  # the last two of examples that are tested
 IMAGE_EXTRAS = "distributed"
 STAMP = "hvdtrain-setup.sha256"
 PIP = ("-m", "pip", "--disable-pip-version-check")

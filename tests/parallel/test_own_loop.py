@@ -21,9 +21,12 @@ def options(folder: Path, **values: object) -> dict[str, str]:
     return {"HVDTRAIN_OPTIONS": json.dumps(place | values)}
 
 
-def train(name: str, folder: Path, size: int, controller: str, **values: object) -> Finished:
-    """Run an example on `size` workers; a single one runs by itself."""
-    command = [PYTHON, str(EXAMPLES / name)]
+def train(line: str, folder: Path, size: int, controller: str, **values: object) -> Finished:
+    """Run an example on `size` workers; a single one runs by itself. `line`: name and arguments."""
+    name, *arguments = line.split()
+    command = [PYTHON, str(EXAMPLES / name), *arguments]
+    if name in ("gpt2.py", "lora.py"):
+        command.insert(1, str(CHECKOUT / "tests" / "parallel" / "scripts" / "with_torchvision.py"))
     variables = options(folder, **values)
     if size == 1:
         done = run(command, variables=variables)
@@ -62,13 +65,31 @@ def test_own_loop_learns_the_same_on_any_number_of_workers(
     assert done.output.count("final loss") == size  # the script's own last line
 
 
-@pytest.mark.parametrize("name", ["own_loop", "gan"])
-def test_own_loop_with_virtual_workers_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt2.py", "lora.py"])
+def test_own_loop_of_transformers_learns_the_same_on_any_number_of_workers(
+    name: str, tmp_path: Path
+) -> None:
+    """Fails if tokens weigh differently where shares have other numbers of them."""
+    for size, controller in ((1, "none"), (2, "mpi"), (3, "gloo")):
+        train(name, tmp_path / str(size), size, controller, max_steps=12)
+    (expected, weights), *others = [summary_and_weights(tmp_path / it) for it in "123"]
+    for summary, found in others:
+        assert found.keys() == weights.keys()
+        assert largest_difference(found, weights) < TOLERANCE
+        assert summary["train_loss"] == pytest.approx(expected["train_loss"], rel=TOLERANCE)
+    of_the_base = [it for it in weights if "lora_" not in it]
+    assert bool(of_the_base) == (name == "gpt2.py")
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["own_loop.py", "gan.py", *(f"{it}.py --dropout=0.1 --float32" for it in ("gpt2", "lora"))],
+)
+def test_own_loop_with_virtual_workers_ends_with_the_same_bits(script: str, tmp_path: Path) -> None:
     """Fails if the number of workers, or a stop and a resume at another number, changes a bit of
-    the parameters or of the trace.
+    the parameters or of the trace; of lora.py, if a checkpoint of the adapter is not enough.
     """
     values = {"virtual_workers": 4, "trace_every": 3, "audit_every": 4}
-    script = f"{name}.py"
     train(script, tmp_path / "one", 1, "none", **values)
     train(script, tmp_path / "three", 3, "gloo", **values)
     train(script, tmp_path / "two", 2, "mpi", **values, max_steps=7)
