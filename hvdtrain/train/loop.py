@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
+import numpy as np
+
 from hvdtrain.data.feeding import StepData
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.job import Job
@@ -119,8 +121,8 @@ class TrainingLoop:
         """Collective: end the run here; evaluate and save what is not yet."""
         meter = self.state.meter
         with self._stops_when_asked():
-            if self._step is not None and self._step.is_updated:  # its body was left
-                self._end_step()
+            if self._step is not None:  # its body was left
+                self._leave(self._step)
             if self._evaluated_at != self.state.step:
                 if meter.has_open_epoch:
                     self._end_epoch(at_end=True)
@@ -129,6 +131,21 @@ class TrainingLoop:
                 self._save(True)
         totals, speed = meter.last_epoch or meter.totals(), meter.steady_samples_per_s
         self.outcome = Outcome(totals, self.state.evaluation, speed)
+
+    def _leave(self, step: Step) -> None:
+        """Collective: end the step whose body was left, and make sure that all ranks have left."""
+        if step.is_begun:
+            raise UsageError(
+                f"step {step.number}: leave the loop after step.update(), or before step.batches()"
+            )
+        if step.is_updated:
+            self._end_step()
+        self._step = None
+        if self.state.step < self.job.total_steps:
+            nothing = StepData(np.zeros(0, np.int64), [], iter(()))
+            clock, audit = self.state.meter.clock, self._hooks.audit
+            number = self.state.step + 1
+            Step(self.job, self._exchange, audit, number, nothing, clock).leave()
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from hvdtrain.tasks import Sums
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
 PHASES = ("data", "compute", "exchange", "update")
-LOSS, COUNT, NOT_FINITE, STOP, BAD = range(5)
-METRICS_FROM = 5 + len(PHASES)
+LOSS, COUNT, NOT_FINITE, STOP, LEFT, BAD = range(6)
+METRICS_FROM = 6 + len(PHASES)
 
 
 class PhaseClock:
@@ -66,7 +66,8 @@ class StepSums:
     def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
         # Loss; count that the loss is a mean over (usually samples); losses that are not finite;
-        # stop requests; unreadable samples; seconds of each phase; metrics.
+        # stop requests; ranks that have left the loop; unreadable samples; seconds of each phase;
+        # metrics.
         width = METRICS_FROM + len(metrics)
         self._rows = torch.zeros((rows, width), dtype=torch.float64, device=device)
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
@@ -88,6 +89,10 @@ class StepSums:
         own[BAD] += bad
         if metrics:
             own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
+
+    def leave(self) -> None:
+        """Note that this rank has left the loop."""
+        self._rows[0, LEFT] = 1
 
     def start(
         self,

@@ -23,7 +23,7 @@ from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import COUNT, PhaseClock, StepSums
+from hvdtrain.train.metering import COUNT, LEFT, PhaseClock, StepSums
 from hvdtrain.train.update import not_finite
 
 
@@ -78,7 +78,7 @@ class Step:
         self.number = number  # from 1
         self.job, self._exchange, self._audit = job, exchange, audit
         self._data, self._clock, self._stop_requested = data, clock, stop_requested
-        self._weight = job.reduction.weight(exchange.size) / data.samples
+        self._weight = job.reduction.weight(exchange.size) / max(data.samples, 1)
         self._loaded: list[Loaded] = []  # read so far, for the optimizers after the first
         self._own: list[Pass] = []  # of the current optimizer
         self._pass: Pass | None = None  # which waits for its backward pass
@@ -107,6 +107,11 @@ class Step:
     def samples(self) -> int:
         """Return the number of samples in the global batch."""
         return self._data.samples
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether passes were made that no update has used."""
+        return self._active is not None
 
     @property
     def is_updated(self) -> bool:
@@ -182,6 +187,7 @@ class Step:
         clock.enter("exchange")
         sums.start(self._exchange, number, self._stop_requested, clock.take(), len(self._made))
         job.workers.reduce_gradients()
+        self._refuse_leavers()
         self._audit.reduced(number, optimizer)
         if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
             counted = float(sums.total()[COUNT])
@@ -192,6 +198,18 @@ class Step:
         is_logged = number % job.intervals.log == 0
         sums.gradient_norm = job.update.apply(optimizer, measure=is_logged)
         self._made.append(sums)
+
+    def leave(self) -> None:
+        """Collective: leave the loop in place of this step, for which there are no batches.
+
+        Raises TrainingError on all ranks unless all leave it here.
+        """
+        for _ in self.batches(self.job.optimizers[0]):
+            raise UsageError(f"step {self.number}: it has batches")
+        self._sums.leave()
+        self._sums.start(self._exchange, self.number, self._stop_requested, self._clock.take())
+        self.job.workers.reduce_gradients()
+        self._refuse_leavers()
 
     def close(self) -> StepSums:
         """Collective: end the step. Returns its sums, whose reduction may still be in progress."""
@@ -217,6 +235,19 @@ class Step:
             if is_first and keep:
                 self._loaded.append(loaded)
             yield Pass(share, number, place + 1 == len(data.passes), loaded)
+
+    def _refuse_leavers(self) -> None:
+        """Collective: raise TrainingError on all ranks if only some have left a script's loop."""
+        if self.job.task.computes_loss or self._exchange.size == 1:
+            return
+        left, own = int(self._sums.total()[LEFT]), bool(self._sums.own[LEFT])
+        if 0 < left < self._exchange.size:
+            each = self._exchange.all_gather_object(own, "hvdtrain.left")
+            ranks = [rank for rank, has_left in enumerate(each) if has_left]
+            raise TrainingError(
+                f"{name_ranks(ranks)} left the loop before step {self.number}, and others did not. "
+                "Decide by what is equal on all of them, such as loop.evaluation or loop.mean"
+            )
 
     def _refuse_missing_backward(self) -> None:
         if self._pass is not None:

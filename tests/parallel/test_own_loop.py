@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.experiments import largest_difference, summary_and_weights
-from tests.parallel.launching import BIN, CHECKOUT, Finished, horovodrun, hvdtrain, run
+from tests.parallel.launching import (
+    BIN,
+    CHECKOUT,
+    Finished,
+    check_exit_code,
+    horovodrun,
+    hvdtrain,
+    run,
+)
 
 EXAMPLES = CHECKOUT / "examples"
 PYTHON = str(BIN / "python")
@@ -98,6 +106,20 @@ def test_own_loop_with_virtual_workers_ends_with_the_same_bits(script: str, tmp_
     assert len(hashes) == 1
     traces = [(tmp_path / it / "trace.jsonl").read_text() for it in ("one", "three")]
     assert traces[0] == traces[1] and traces[0].count("\n") >= 6
+
+
+@pytest.mark.parametrize("values", [{}, {"virtual_workers": 3}])
+def test_own_loop_that_one_rank_leaves_ends_on_all(
+    values: dict[str, object], tmp_path: Path
+) -> None:
+    """Fails if the others wait for a rank that has left the loop, or it is not named."""
+    script = str(CHECKOUT / "tests" / "parallel" / "scripts" / "leaving_loop.py")
+    variables = {"HVDTRAIN_OPTIONS": json.dumps(values)}
+    done = horovodrun(2, "gloo", [PYTHON, script, str(tmp_path)], variables=variables)
+    check_exit_code(done, "gloo", 1)
+    assert "rank 0 left the loop before step 9, and others did not" in done.output, done.output
+    summary = json.loads((tmp_path / "leaving_loop" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 6)  # noted at the epoch
 
 
 def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path) -> None:
