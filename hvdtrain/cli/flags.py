@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import build_config, nearest, train_options
@@ -16,6 +16,9 @@ from hvdtrain.errors import UsageError, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
+
+if TYPE_CHECKING:
+    from hvdtrain.lab.trials import Training
 
 Found = TypeVar("Found")
 
@@ -105,24 +108,35 @@ def add_trial_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controller", choices=("gloo", "mpi"), default="gloo", help="use this controller (gloo)"
     )
-    parser.add_argument("train", nargs="*", metavar="-- train ...", help="verify this command")
+    parser.add_argument(
+        "train",
+        nargs="*",
+        metavar="-- train ...",
+        help="verify this command, or -- python SCRIPT ... with a hvdtrain.Loop",
+    )
 
 
-def read_trial_flags(
+def read_training(
     arguments: dict[str, Any], problems: list[str], command: str, usage: str
-) -> tuple[list[str], TrainConfig | None]:
-    """Return the train flags of `add_trial_flags`, and their configuration unless `problems` grow.
+) -> tuple[Training, TrainConfig | None]:
+    """Return the training of `add_trial_flags`, and its configuration: None for a script, or if
+    `problems` grow.
 
-    `command`: the name of the command that runs them; `usage`: its own flags.
+    `command`: the name of the command that runs it; `usage`: its own flags.
     """
-    from hvdtrain.lab.trials import chosen_flags
+    from hvdtrain.lab.trials import Training, chosen_flags
 
     words = [part for part in arguments["train"] if part != "--"]
+    controller: str = arguments["controller"]
     if words[:1] != ["train"]:
-        problems.append(f"usage: hvdtrain {command} {usage} -- train ...")
-        return [], None
+        if not any(word.endswith(".py") for word in words):
+            problems.append(
+                f"usage: hvdtrain {command} {usage} -- train ..., or -- python SCRIPT.py ..."
+            )
+        return Training(words, controller, is_script=True), None
     problems += chosen_flags(words[1:], command)
-    return words[1:], attempt(problems, lambda: read_train_flags("train", words[1:]))
+    config = attempt(problems, lambda: read_train_flags("train", words[1:]))
+    return Training(words[1:], controller), config
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trial_flags, read_trial_flags
+from hvdtrain.cli.flags import add_trial_flags, read_training
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
@@ -31,15 +31,14 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     """Verify and return the exit code. Raises UsageError."""
     counts = _counts(arguments["np"], problems)
     problems += json_problems(arguments["json"])
-    flags, config = read_trial_flags(arguments, problems, "verify-n", "-np 1,2,3")
-    if config is not None:
-        from hvdtrain.lab.verify_n.command import VerifyNOptions, unfit_for_every_n, verify_n
+    training, config = read_training(arguments, problems, "verify-n", "-np 1,2,3")
+    from hvdtrain.lab.verify_n.command import VerifyNOptions, unfit_for_every_n, verify_n
 
+    if config is not None:
         problems += unfit_for_every_n(config, counts)
-    if problems or config is None:
+    if problems:
         raise UsageError(*problems)
-    options = VerifyNOptions(flags, config, counts, arguments["controller"], arguments["json"])
-    return verify_n(options)
+    return verify_n(VerifyNOptions(training, config, counts, arguments["json"]))
 
 
 def _counts(text: str | None, problems: list[str]) -> tuple[int, ...]:

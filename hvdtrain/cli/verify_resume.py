@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trial_flags, read_trial_flags
+from hvdtrain.cli.flags import add_trial_flags, read_training
 from hvdtrain.errors import UsageError
 from hvdtrain.topology import Topology
 
@@ -24,15 +24,14 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     """Verify and return the exit code. Raises UsageError."""
     if arguments["np"] < 1 or arguments["cuts"] < 1:
         problems.append(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
-    flags, _ = read_trial_flags(arguments, problems, "verify-resume", "[-np N] [--cuts K]")
+    training, _ = read_training(arguments, problems, "verify-resume", "[-np N] [--cuts K]")
     if problems:
         raise UsageError(*problems)
     from hvdtrain.lab.verify_resume import verify_resume
 
     return verify_resume(
-        flags,
+        training,
         workers=arguments["np"],
-        controller=arguments["controller"],
         cuts=arguments["cuts"],
         seed=arguments["seed"],
     )

@@ -78,6 +78,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return ELSEWHERE.get(near, near) if near else None
 
 
+LOOP_OPTIONS = "HVDTRAIN_OPTIONS"  # options of a script's loop that replace its own, as JSON
+
+
 def type_problem(name: str, value: Any) -> str | None:
     """Return what is wrong with the type of an option's value, given in Python, if anything."""
     option = train_options()[name]

@@ -1,7 +1,7 @@
 """Training runs of commands that verify a configuration: started as commands, in a scratch folder.
 
 A command such as verify-resume chooses folder, name and resumption of its runs itself; the other
-flags of `train` are the user's.
+flags of `train`, or options of a script's loop, are the user's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.config.options import LOOP_OPTIONS
 from hvdtrain.errors import EXIT_USAGE, TrainingError
 from hvdtrain.lab.children import Commanded, guarded
 from hvdtrain.launcher.command import search_path
@@ -41,13 +43,37 @@ def chosen_flags(train_flags: Sequence[str], command: str) -> list[str]:
     ]
 
 
-def train_argv(train_flags: Sequence[str], workers: int, controller: str) -> list[str]:
-    """Return the command of a run: one process without Horovod, or several under horovodrun."""
-    command = [sys.executable, "-m", "hvdtrain.cli", "train", *train_flags]
-    if workers == 1:
-        return command
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    return [horovodrun, "-np", str(workers), f"--{controller}", *command]
+@dataclass(frozen=True)
+class Training:
+    """The training that is verified: `train` with its flags, or a script with its own loop."""
+
+    words: Sequence[str]  # flags of `train`, or the command of the script
+    controller: str  # gloo or mpi
+    is_script: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Return what the command of each worker contains."""
+        scripts = [word for word in self.words if word.endswith(".py")]
+        return (scripts or [*self.words])[0] if self.is_script else "hvdtrain.cli"
+
+    def argv(self, workers: int, options: Mapping[str, object]) -> list[str]:
+        """Return the command of a run: one process without Horovod, or several under horovodrun."""
+        command = [*self.words]
+        if not self.is_script:
+            flags = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
+            command = [sys.executable, "-m", "hvdtrain.cli", "train", *self.words, *flags]
+        if workers == 1:
+            return command
+        horovodrun = str(Path(sys.executable).parent / "horovodrun")
+        return [horovodrun, "-np", str(workers), f"--{self.controller}", *command]
+
+    def environment(self, options: Mapping[str, object]) -> dict[str, str]:
+        """Return the variables of a run."""
+        if not self.is_script:
+            return {}
+        given = json.loads(os.environ.get(LOOP_OPTIONS, "{}"))
+        return {LOOP_OPTIONS: json.dumps({**given, **options})}
 
 
 @contextlib.contextmanager
@@ -61,20 +87,23 @@ def scratch_folder(command: str) -> Iterator[Path]:
 class Trial:
     """A run directory and the job that writes to it, which is started at once."""
 
-    def __init__(self, command: Sequence[str], folder: Path, name: str) -> None:
-        """`command`: of `train_argv`. The run is continued if `folder` has one of this name."""
+    def __init__(
+        self, training: Training, workers: int, folder: Path, name: str, **options: object
+    ) -> None:
+        """`options`: further ones. The run is continued if `folder` has one of this name."""
         self.path = folder / name
         self._log = folder / f"{name}.log"
         self._mark = f"{os.getpid()}-{name}"
-        self._place = ["--output", str(folder), "--experiment", name]
+        place = {"resume": "auto", "output": str(folder), "experiment": name}
+        self._options = place | options
         self._environment = os.environ | {MARK: self._mark, "PATH": search_path(os.environ)}
-        self.start(command)
+        self.start(training, workers)
 
-    def start(self, command: Sequence[str]) -> None:
-        """Start or resume the job, in a session of its own; `command`: of `train_argv`."""
-        resume = [] if "--resume" in command else ["--resume", "auto"]
-        argv = [*command, *resume, *self._place]
-        self._job = Commanded(argv, self._log, self._environment)
+    def start(self, training: Training, workers: int) -> None:
+        """Start or resume the job, in a session of its own."""
+        self._training = training
+        environment = self._environment | training.environment(self._options)
+        self._job = Commanded(training.argv(workers, self._options), self._log, environment)
 
     def is_running(self) -> bool:
         return self._job.exit_code() is None

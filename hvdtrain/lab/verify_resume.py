@@ -15,50 +15,47 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK
-from hvdtrain.lab.trials import MARK, POLL_S, Trial, scratch_folder, train_argv
+from hvdtrain.lab.trials import MARK, POLL_S, Training, Trial, scratch_folder
 from hvdtrain.launcher.processes import command_of, marked
 from hvdtrain.log import counted, say
 
 LARGEST_DELAY_S = 1.5
 
 
-def verify_resume(
-    train_flags: list[str], *, workers: int, controller: str, cuts: int, seed: int
-) -> int:
+def verify_resume(training: Training, *, workers: int, cuts: int, seed: int) -> int:
     """Run the verification; return the exit code (17: the parameters differ).
 
-    `controller`: gloo or mpi. `cuts`: number of interruptions. `seed`: that of their moments.
+    `cuts`: number of interruptions. `seed`: that of their moments.
     """
-    command = train_argv(train_flags, workers, controller)
     with scratch_folder("verify-resume") as scratch:
-        reference = Trial(command, scratch, "reference")
+        reference = Trial(training, workers, scratch, "reference")
         reference.wait_for_success()
         expected = reference.summary()["params_sha256"]
         say(f"uninterrupted: {expected}")
-        hashes = _interrupted_hashes(command, scratch, cuts, random.Random(seed))
+        hashes = _interrupted_hashes(training, workers, scratch, cuts, random.Random(seed))
     different = sum(found != expected for found in hashes)
     say(
         f"{counted(cuts, 'cut')} in {counted(len(hashes), 'run')} on {counted(workers, 'worker')} "
-        f"({controller if workers > 1 else 'without Horovod'}): "
+        f"({training.controller if workers > 1 else 'without Horovod'}): "
         + ("every run ended with the same parameters" if not different else f"{different} DIFFER")
     )
     return EXIT_MISMATCH if different else EXIT_OK
 
 
 def _interrupted_hashes(
-    command: list[str], folder: Path, cuts: int, dice: random.Random
+    training: Training, workers: int, folder: Path, cuts: int, dice: random.Random
 ) -> list[str]:
     """Return the final hash of each run; there are as many runs as all cuts need."""
     hashes: list[str] = []
     done = 0
     while done < cuts:
-        run = InterruptedTrial(command, folder, f"interrupted-{len(hashes)}")
+        run = InterruptedTrial(training, workers, folder, f"interrupted-{len(hashes)}")
         while done < cuts:
             kind = signal.SIGTERM if done % 2 else signal.SIGKILL
             if not run.cut(kind, dice, after_checkpoint=done % 4 != 3):
                 break  # the run finished first
             done += 1
-            run.start(command)
+            run.start(training, workers)
         run.wait_for_success()
         hashes.append(run.summary()["params_sha256"])
         say(f"interrupted:   {hashes[-1]}")
@@ -111,7 +108,7 @@ class InterruptedTrial(Trial):
         found = {}
         for pid, environment in marked(MARK, self._mark).items():
             command = command_of(pid)
-            if "hvdtrain.cli" in command and not re.search("horovodrun|mpirun", command):
+            if self._training.mark in command and not re.search("horovodrun|mpirun", command):
                 rank = environment.get("HOROVOD_RANK") or environment.get("OMPI_COMM_WORLD_RANK")
                 found[int(rank or 0)] = pid
         return found

@@ -30,7 +30,13 @@ from torch.utils.data import (
 )
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import build_config, nearest, train_options, type_problem
+from hvdtrain.config.options import (
+    LOOP_OPTIONS,
+    build_config,
+    nearest,
+    train_options,
+    type_problem,
+)
 from hvdtrain.data import Split, Splits, TensorSplit
 from hvdtrain.data.adapters import split_of
 from hvdtrain.data.splits import check_split
@@ -58,7 +64,6 @@ from hvdtrain.train.state import keep_saved_weights
 from hvdtrain.train.step import Step
 
 Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
-REPLACED = "HVDTRAIN_OPTIONS"
 NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
 
 
@@ -269,15 +274,15 @@ class Loop:
 
 def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a script's options. Raises UsageError with every problem."""
-    outer = os.environ.get(REPLACED, "{}")
+    outer = os.environ.get(LOOP_OPTIONS, "{}")
     try:
         replaced = json.loads(outer)
     except ValueError:
         replaced = None
     if not isinstance(replaced, dict):
-        raise UsageError(f'{REPLACED}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
+        raise UsageError(f'{LOOP_OPTIONS}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
     problems = []
-    for place, names in (("hvdtrain.Loop", options), (REPLACED, replaced)):
+    for place, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced)):
         for name in names:
             if name not in OPTIONS:
                 near = nearest(name, OPTIONS)

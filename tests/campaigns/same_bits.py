@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdtrain.lab.trials import train_argv
+from hvdtrain.lab.trials import Training
 from hvdtrain.lab.verify_resume import InterruptedTrial
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import CONTROLLERS, hvdtrain, run
@@ -47,6 +47,7 @@ SHARED = "from tests.parallel.shared import main; main()"
 END_S = 1200.0
 LONG = [*MODELS["batch norm"], "--global-batch-size=101", "--max-steps=400", "--opt=adamw"]
 LONG += ["--lr=0.003", "--checkpoint-interval=5", "--eval-interval=20", "--virtual-workers=5"]
+ALONE = Training(LONG, "gloo")
 
 
 def experiments() -> Iterator[tuple[str, int, list[str]]]:
@@ -94,7 +95,7 @@ def run_start(size: int, how: str, folder: Path) -> str:
 
 def hvdtrain_run(size: int, controller: str) -> list[str]:
     """Return the beginning of a command of horovodrun."""
-    return train_argv([], size, controller)[:4]
+    return Training([], controller).argv(size, {})[:4]
 
 
 def run_grid(every: int, sizes: list[int], folder: Path) -> int:
@@ -141,13 +142,14 @@ def run_schedule(number: int, seed: int, expected: str, folder: Path) -> int:
     """Run one schedule; return whether it ended otherwise than the undisturbed run."""
     dice = random.Random(f"{seed} {number}")
 
-    def command() -> list[str]:
-        return train_argv(LONG, dice.randint(1, 5), dice.choice(CONTROLLERS))
+    def chosen() -> tuple[Training, int]:
+        size = dice.randint(1, 5)
+        return Training(LONG, dice.choice(CONTROLLERS)), size
 
-    trial, cuts = InterruptedTrial(command(), folder, f"schedule-{number}"), 0
+    trial, cuts = InterruptedTrial(*chosen(), folder, f"schedule-{number}"), 0
     while trial.cut(dice.choice((signal.SIGKILL, signal.SIGTERM)), dice, dice.random() < 0.75):
         cuts += 1
-        trial.start(command() if cuts < 6 else train_argv(LONG, 1, "gloo"))
+        trial.start(*(chosen() if cuts < 6 else (ALONE, 1)))
         if cuts == 6:
             break
     trial.wait_for_success()
@@ -158,7 +160,7 @@ def run_schedule(number: int, seed: int, expected: str, folder: Path) -> int:
 
 def run_schedules(count: int, seed: int, folder: Path) -> int:
     """Run the schedules and return the number of problems."""
-    undisturbed = InterruptedTrial(train_argv(LONG, 1, "gloo"), folder, "undisturbed")
+    undisturbed = InterruptedTrial(ALONE, 1, folder, "undisturbed")
     undisturbed.wait_for_success()
     expected = undisturbed.summary()["params_sha256"]
     problems = sum(run_schedule(number, seed, expected, folder) for number in range(count))

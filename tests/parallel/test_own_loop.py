@@ -108,6 +108,36 @@ def test_own_loop_with_virtual_workers_ends_with_the_same_bits(script: str, tmp_
     assert traces[0] == traces[1] and traces[0].count("\n") >= 6
 
 
+def test_own_loop_is_verified_by_verify_n(tmp_path: Path) -> None:
+    """Fails if a script's options do not reach its runs, or a mean loss given for a sum passes."""
+    script = tmp_path / "mean_loop.py"
+    text = (EXAMPLES / "own_loop.py").read_text()
+    changed = text.replace('reduction="sum", ignore_index=IGNORED)\n', "ignore_index=IGNORED)\n")
+    assert changed != text
+    script.write_text(changed)
+    done = run(hvdtrain("verify-n", "-np", "1,2", "--", PYTHON, str(script)), cwd=tmp_path)
+    assert done.exit_code == 17, done.output
+    assert "first difference: step 1, parameter " in done.output
+    assert "a mean loss given for a sum" in done.output
+    variables = {"HVDTRAIN_OPTIONS": '{"virtual_workers": 2}'}
+    command = hvdtrain("verify-n", "-np", "1,2", "--", PYTHON, str(script))
+    done = run(command, cwd=tmp_path, variables=variables)
+    assert (done.exit_code, "(the same bits)" in done.output) == (0, True), done.output
+
+
+def test_own_loop_is_verified_by_verify_resume(tmp_path: Path) -> None:
+    """Fails if a script is not found among the processes, or not resumed as it was."""
+    script = tmp_path / "long_loop.py"
+    text = (EXAMPLES / "own_loop.py").read_text()
+    script.write_text(text.replace("PARTS, IGNORED = 3", "PARTS, IGNORED = 20"))
+    values = {"checkpoint_interval": 10, "virtual_workers": 2}
+    command = hvdtrain("verify-resume", "-np", "2", "--cuts", "2", "--", PYTHON, str(script))
+    variables = {"HVDTRAIN_OPTIONS": json.dumps(values)}
+    done = run(command, timeout_s=300, cwd=tmp_path, variables=variables)
+    assert done.exit_code == 0, done.output
+    assert "2 cuts in 1 run on 2 workers (gloo): every run ended with the same" in done.output
+
+
 @pytest.mark.parametrize("values", [{}, {"virtual_workers": 3}])
 def test_own_loop_that_one_rank_leaves_ends_on_all(
     values: dict[str, object], tmp_path: Path

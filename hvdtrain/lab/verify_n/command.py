@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
 from hvdtrain.files import write_json
-from hvdtrain.lab.trials import Trial, scratch_folder, train_argv
+from hvdtrain.lab.trials import Training, Trial, scratch_folder
 from hvdtrain.lab.verify_n.causes import Findings, Question, likely_causes
 from hvdtrain.lab.verify_n.parting import (
     AGREEMENT,
@@ -20,12 +20,17 @@ from hvdtrain.lab.verify_n.parting import (
     Gap,
     Pair,
     Parting,
-    checkpoint_flags,
+    checkpoint_options,
     newest,
     read_saved,
 )
 from hvdtrain.log import counted, say
 
+IN_A_SCRIPT = (
+    "Causes are looked for in the tasks of `train` alone. In a script the usual ones are: a mean "
+    "loss given for a sum, dropout or batch norm without virtual_workers, numbers drawn outside of "
+    "the passes, and a model in float32"
+)
 # What the runs need to be comparable to rounding errors of float64.
 IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
 
@@ -34,10 +39,9 @@ IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
 class VerifyNOptions:
     """The checked options of the command."""
 
-    train_flags: list[str]
-    config: TrainConfig  # what the flags mean
+    training: Training
+    config: TrainConfig | None  # what the flags of `train` mean; None: a script
     counts: tuple[int, ...]  # of workers, ascending; the first is the reference
-    controller: str  # gloo or mpi
     json: str | None
 
 
@@ -112,41 +116,58 @@ def verify_n(options: VerifyNOptions) -> int:
 
     Raises UsageError if the configuration is refused for some N, TrainingError if training fails.
     """
-    exact = options.config.batch.virtual_workers is not None
-    flags = [*options.train_flags, *(() if exact else IN_FLOAT64)]
-    say(_how(options, exact))
+    config, exact = options.config, False
+    if config is not None:
+        exact = config.batch.virtual_workers is not None
+        words = [*options.training.words, *(() if exact else IN_FLOAT64)]
+        options = replace(options, training=replace(options.training, words=words))
+        say(_how(config, options, exact))
     with scratch_folder("verify-n") as scratch:
         results: list[TrialResult] = []
         for workers in options.counts:
-            run = _run_to_end(options, flags, workers, scratch)
+            run = _run_to_end(options, workers, scratch)
+            if config is None and not results:  # only now it is known what the script demands
+                exact = run.summary()["virtual_workers"] is not None
+                say(_how_of_script(options, exact))
             results.append(_compare(run, workers, results[:1], exact))
             say(results[-1].line())
             if len(results) > 1 and (results[-1].same or not all(it.same for it in results[:-1])):
                 shutil.rmtree(run.path)  # of those that differ, only the first is looked into
         apart = next((result for result in results if not result.same), None)
-        explained = _explain(options, flags, apart, scratch) if apart else None
+        explained = _explain(options, exact, apart, scratch) if apart else None
     say(_verdict(results, exact, explained))
     write_json(options.json, _as_json(results, exact, explained))
     return EXIT_MISMATCH if explained else EXIT_OK
 
 
-def _how(options: VerifyNOptions, exact: bool) -> str:
-    text = f"verify-n: one run for each N of {_listed(options.counts)}, {options.controller}"
+def _how_of_script(options: VerifyNOptions, exact: bool) -> str:
+    demand = "every N must end with the same bits"
+    if not exact:
+        demand = f"every N must agree to {AGREEMENT:g}, which takes a model in float64"
+    return f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}; {demand}"
+
+
+def _of(options: VerifyNOptions) -> str:
+    return options.training.controller
+
+
+def _how(config: TrainConfig, options: VerifyNOptions, exact: bool) -> str:
+    text = f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}"
     if exact:
         return f"{text}; every N must end with the same bits"
     text += "; in float64, as float32 rounds differently for each N"
-    precision = options.config.precision
+    precision = config.precision
     flags = (("amp", precision.amp), ("compression", precision.compression))
     left_out = [f"--{name} {value}" for name, value in flags if value != "none"]
     return f"{text}, and without {' and '.join(left_out)}" if left_out else text
 
 
-def _run_to_end(options: VerifyNOptions, flags: list[str], workers: int, scratch: Path) -> Trial:
+def _run_to_end(options: VerifyNOptions, workers: int, scratch: Path) -> Trial:
     """Return the finished run on N workers. Raises UsageError and TrainingError."""
-    steps = options.config.schedule.max_steps  # else checkpoints are those of the evaluations
-    kept = checkpoint_flags(math.ceil(steps / PARTS) if steps else 0)
-    argv = train_argv([*flags, *kept], workers, options.controller)
-    trial = Trial(argv, scratch, str(workers))
+    # Without --max-steps checkpoints are those of the evaluations.
+    steps = options.config.schedule.max_steps if options.config else None
+    kept = checkpoint_options(math.ceil(steps / PARTS) if steps else 0)
+    trial = Trial(options.training, workers, scratch, str(workers), **kept)
     trial.wait()
     if refused := trial.refusal():
         raise UsageError(f"on {counted(workers, 'worker')}: {refused}")
@@ -169,15 +190,16 @@ def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) ->
 
 
 def _explain(
-    options: VerifyNOptions, flags: list[str], apart: TrialResult, scratch: Path
+    options: VerifyNOptions, exact: bool, apart: TrialResult, scratch: Path
 ) -> Explanation:
     """Return where the run that differs parts from the reference, and why."""
-    exact = options.config.batch.virtual_workers is not None
     workers = (options.counts[0], apart.workers)
     say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
     runs = (scratch / str(workers[0]), scratch / str(workers[1]))
-    pair = Pair(flags, options.controller, workers, runs, limit=0.0 if exact else AGREEMENT)
+    pair = Pair(options.training, workers, runs, limit=0.0 if exact else AGREEMENT)
     parting = pair.first_difference(apart.gap or Gap())
+    if options.config is None:
+        return Explanation(workers, parting, Findings([], IN_A_SCRIPT))
     question = Question(options.config, parting.last_equal + 1, parting.before, workers[1], exact)
     return Explanation(workers, parting, likely_causes(question, scratch))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain.errors import TrainingError
-from hvdtrain.lab.trials import POLL_S, Trial, train_argv
+from hvdtrain.lab.trials import POLL_S, Training, Trial
 from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_checkpoint, name_of
 
 # In float64, of the largest magnitude of a tensor. Runs of hundreds of steps stay below it (see
@@ -166,8 +166,7 @@ class Parting:
 class Pair:
     """The runs on two numbers of workers, whose difference is searched for."""
 
-    train_flags: list[str]
-    controller: str
+    training: Training
     workers: tuple[int, int]  # of the reference, and of the other
     runs: tuple[Path, Path]  # finished, and different at the end
     limit: float
@@ -209,22 +208,22 @@ class Pair:
         made = []
         for workers, run in zip(self.workers, self.runs, strict=True):
             again = scratch / f"{run.name}-again-{number}"
-            start = []
+            start: dict[str, object] = {}
             if parting.before is not None:
                 begun = _beginning(run, parting.before.name, scratch)
-                start = ["--resume", str(begun)]
+                start = {"resume": str(begun)}
                 again.mkdir()
                 shutil.copy(run / "config.yaml", again)
-            flags = [*self.train_flags, *checkpoint_flags(interval, KEEP_ALL), *start]
-            trial = Trial(train_argv(flags, workers, self.controller), scratch, again.name)
+            options = checkpoint_options(interval, KEEP_ALL) | start
+            trial = Trial(self.training, workers, scratch, again.name, **options)
             _run_until(trial, parting.step)
             made.append(again)
         return made[0], made[1]
 
 
-def checkpoint_flags(interval: int, keep: int = PARTS + 2) -> list[str]:
-    """Return the flags for checkpoints every so many steps (0: only at evaluations)."""
-    return [f"--checkpoint-interval={interval}", f"--keep-checkpoints={keep}"]
+def checkpoint_options(interval: int, keep: int = PARTS + 2) -> dict[str, object]:
+    """Return the options for checkpoints every so many steps (0: only at evaluations)."""
+    return {"checkpoint_interval": interval, "keep_checkpoints": keep}
 
 
 def _beginning(run: Path, checkpoint: str, scratch: Path) -> Path:
