@@ -243,7 +243,7 @@ def _check_train(config: TrainConfig, workers: int, min_np: int | None, restarts
     weights, resume = config.batch.rank_weights, config.run.resume
     if workers > 0:
         attempt(problems, lambda: config.batch.weights(workers))
-    if weights and (min_np or workers) != workers:
+    if weights not in (None, "auto") and (min_np or workers) != workers:
         problems.append(
             f"--min-np={min_np}: --rank-weights={weights} are for {counted(workers, 'worker')}; "
             "give only one of them"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.config.fields import AUTO
 from hvdtrain.config.groups import (
     DEFAULT_EPOCHS,
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -65,6 +66,11 @@ class TrainConfig:
             for given in (*labelled, *self.data.mixes)
             if self.model.task
         ]
+        if self.batch.rank_weights == AUTO and self.data.data_placement != "shared":
+            found.append(
+                f"--rank-weights={AUTO} and --data-placement={self.data.data_placement}: a sample "
+                "goes to a rank of its host, however fast: give weights, or leave one of them out"
+            )
         if self.model.compile and self.precision.sync_bn:
             found.append(
                 "--compile and --sync-bn: layers that exchange sums within a pass cannot be "

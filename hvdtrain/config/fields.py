@@ -25,6 +25,7 @@ SOME_TRACKERS = Check(
     ("mlflow", "wandb", "mlflow,wandb", "wandb,mlflow").__contains__,
     "={}: choose from mlflow, wandb, or both, separated by a comma",
 )
+AUTO = "auto"
 Allowed = Check | tuple[str, ...]  # the latter: choices
 
 
@@ -66,7 +67,9 @@ class FlagGroup:
 
 
 def are_weights(text: str) -> bool:
-    """Return whether `text` is a comma-separated list of numbers of at least 0, not all 0."""
+    """Return whether `text` is "auto", or comma-separated numbers of at least 0, not all 0."""
+    if text == AUTO:
+        return True
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:

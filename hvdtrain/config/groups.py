@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
+    AUTO,
     GIVEN,
     NOT_NEGATIVE,
     POSITIVE,
@@ -156,8 +157,9 @@ class BatchConfig(FlagGroup):
     )
     rank_weights: str | None = free_flag(
         None,
-        "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: 1)",
-        Check(are_weights, "={}: must be comma-separated numbers of at least 0, not all 0"),
+        "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: "
+        "1); auto: by the speed of each, measured at the start",
+        Check(are_weights, "={}: must be auto, or comma-separated numbers from 0, not all 0"),
     )
 
     def problems(self) -> list[str]:
@@ -177,9 +179,9 @@ class BatchConfig(FlagGroup):
 
     def weights(self, workers: int) -> tuple[float, ...]:
         """Return a weight for each worker. Raises UsageError for another number of weights."""
-        if self.rank_weights is None:
+        if self.rank_weights in (None, AUTO):
             return (1.0,) * workers
-        weights = tuple(float(text) for text in self.rank_weights.split(","))
+        weights = tuple(float(text) for text in str(self.rank_weights).split(","))
         if len(weights) != workers:
             raise UsageError(
                 f"--rank-weights={self.rank_weights}: {len(weights)} weights for {workers} workers"

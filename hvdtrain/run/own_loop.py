@@ -282,6 +282,11 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     if not isinstance(replaced, dict):
         raise UsageError(f'{LOOP_OPTIONS}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
     problems = []
+    if "auto" in (options.get("rank_weights"), replaced.get("rank_weights")):
+        problems.append(
+            "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
+            "be measured before: give weights, such as '1,1,2'"
+        )
     for place, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced)):
         for name in names:
             if name not in OPTIONS:

@@ -42,6 +42,7 @@ class Resumed:
     global_batch_size: int
     state: dict[str, Any] | None  # None: no good checkpoint, so start from the beginning
     finished: dict[str, Any] | None  # the summary, if the run has already finished
+    rank_weights: str | None = None  # those that it was started with
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / "checkpoints")
-    return Resumable(directory, Resumed(batch_size, state, None), checkpoint)
+    resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
+    return Resumable(directory, resumed, checkpoint)
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:

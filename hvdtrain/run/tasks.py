@@ -101,14 +101,17 @@ def find_source(
         return task, data, known
 
     task, data, known = agree(exchange, "data", build)
-    weights = config.batch.weights(exchange.size)
-    virtual = config.batch.virtual_workers
     if not shared:
+        weights, virtual = config.batch.weights(exchange.size), config.batch.virtual_workers
         return _place(task, data, known, hosts, weights, virtual, exchange)
-    shares: SharesLike = Shares(exchange.size, weights)
-    if virtual is not None:
-        shares = VirtualShares(Shares(virtual), shares.sizes(virtual))
+    shares = share_out(config, exchange.size)
     return Source(task, data, (), shares, shares, [known])
+
+
+def share_out(config: TrainConfig, workers: int) -> SharesLike:
+    """Return the shares of samples that every host has."""
+    shares, virtual = Shares(workers, config.batch.weights(workers)), config.batch.virtual_workers
+    return shares if virtual is None else VirtualShares(Shares(virtual), shares.sizes(virtual))
 
 
 def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:

@@ -15,7 +15,7 @@ from torch import cuda
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.fields import profiled_steps
+from hvdtrain.config.fields import AUTO, profiled_steps
 from hvdtrain.config.options import as_flat_dict
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError
 from hvdtrain.exchange import Exchange, agree, join
@@ -27,6 +27,7 @@ from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import RESTART, Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.audits import find_order, make_audits
+from hvdtrain.run.balance import balance
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.directory import RunDirectory, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
@@ -155,6 +156,9 @@ def _run_or_none(
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
     topology, script = session.topology, session.script
+    if config.batch.rank_weights == AUTO:
+        before = resumed.rank_weights if resumed else None
+        config, source = balance(config, source, batch_size, exchange, topology, before)
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )

@@ -307,3 +307,19 @@ def unseeded() -> Dataset:
     inputs, labels = torch.randn((48, 1, 4, 4), generator=generator), torch.arange(48) % 10
     valid = TensorSplit(inputs[:9].clone(), labels[:9])
     return Dataset("unseeded", (1, 4, 4), 10, UnseededSplit(inputs, labels), valid)
+
+
+def throttled(shape, classes) -> torch.nn.Module:
+    """One rank takes about twice the time, or more."""
+    model = FailingLeNet(shape[0], classes, lambda: None)
+    forward = model.forward
+
+    def slowly(images: torch.Tensor) -> torch.Tensor:
+        if model.training and Topology.from_environment().rank == FAULTY_RANK:
+            with torch.no_grad():
+                for _ in range(4):
+                    forward(images)
+        return forward(images)
+
+    model.forward = slowly
+    return model

@@ -98,7 +98,7 @@ def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]
             f"--batch-size={config.batch.batch_size}: is per worker, so each N is another "
             "experiment; give --global-batch-size"
         )
-    if config.batch.rank_weights is not None:
+    if config.batch.rank_weights not in (None, "auto"):
         problems.append(
             f"--rank-weights={config.batch.rank_weights}: holds for one N only; leave it out"
         )
