@@ -21,6 +21,7 @@ import torch
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, join, joined
 from hvdtrain.exchange.connect import connect
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import report_uncaught
 from hvdtrain.topology import Topology
 
@@ -69,8 +70,7 @@ def clip_grad_norm_(
     `distribute`.
     """
     _workers("clip_grad_norm_").reduce_gradients(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    return torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 
 
 def _workers(name: str) -> Exchange:

@@ -22,6 +22,7 @@ from hvdtrain.audit.mismatch import (
     trusted_ranks,
 )
 from hvdtrain.errors import AuditMismatch, UsageError
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.ring import Transport
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Auditor:
             return
         self._pieces = self._due
         if optimizer is not None:
-            owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+            owned = set(map(id, parameters_of(optimizer)))
             self._pieces = [it for it in self._due if id(self._parameters[it.parameter]) in owned]
         self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
         own, digests = NO_ERROR, []

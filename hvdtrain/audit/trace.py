@@ -19,6 +19,7 @@ import torch
 from hvdtrain.audit.digests import WORDS, ShareDigests, Words, digest_of, text_of
 from hvdtrain.data.feeding import StepData
 from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import StepSums
 
@@ -102,7 +103,7 @@ class Tracer:
         """Digest the reduced gradients of an optimizer."""
         if not self._records:
             return
-        owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        owned = set(map(id, parameters_of(optimizer)))
         places = {n for n, it in enumerate(self._parameters) if id(it) in owned}
         gradients = [it.grad for it in self._parameters]
         self._reduced += self._digests(gradients, [it for it in self._own_reduced if it in places])

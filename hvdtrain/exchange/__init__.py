@@ -24,6 +24,7 @@ from hvdtrain.errors import (
     UsageError,
     name_ranks,
 )
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport, in_process_ring
 
@@ -104,10 +105,9 @@ class Exchange(Protocol):
         trainable parameters are zero: otherwise weight decay would change unused parameters on
         several ranks but not on one.
         """
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Collective: replace parameters, buffers and optimizer state by those of rank 0."""

@@ -29,7 +29,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
-from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as
+from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as, parameters_of
 
 BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
@@ -133,7 +133,7 @@ class CanonicalSums:
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         # Backward passes make the gradients of the last layers first.
-        owned = {id(it) for group in optimizer.param_groups for it in group["params"]}
+        owned = set(map(id, parameters_of(optimizer)))
         own = [it for it in model.parameters() if it.requires_grad and id(it) in owned]
         self._buckets = _make_buckets(own[::-1])
         for bucket in self._buckets:

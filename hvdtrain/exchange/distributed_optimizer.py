@@ -18,6 +18,11 @@ from hvdtrain.errors import TrainingError, UsageError
 Optimizer = torch.optim.Optimizer
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer, in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def reduce_before_step(
     optimizer: Optimizer, carrier: Any, reduce: Callable[[Optimizer], None]
 ) -> None:
@@ -60,9 +65,8 @@ def reduce_before_step(
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load another rank's `state_dict`; keep dtypes, which `load_state_dict` casts (ASGD's)."""
     optimizer.load_state_dict(state)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
+    for parameter, number in zip(parameters_of(optimizer), numbers, strict=True):
         own = optimizer.state.get(parameter, {})
         for name, value in state["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
@@ -186,8 +190,7 @@ class Trainable:
 
     def _now(self, optimizer: Optimizer) -> tuple[set[int], set[int]]:
         """Return the ids of the trainable parameters of the model and of the optimizer."""
-        in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         return (
             {id(p) for p in self._named.values() if p.requires_grad},
-            {id(p) for p in in_optimizer if p.requires_grad},
+            {id(p) for p in parameters_of(optimizer) if p.requires_grad},
         )

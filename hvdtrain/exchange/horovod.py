@@ -40,6 +40,7 @@ from hvdtrain.exchange.distributed_optimizer import (
     carrier_of,
     is_reduced,
     load_exactly,
+    parameters_of,
     reduce_before_step,
 )
 from hvdtrain.exchange.waiting import (
@@ -115,7 +116,7 @@ class HorovodExchange:
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
         carrier = hvd.DistributedOptimizer(
-            torch.optim.SGD([p for group in optimizer.param_groups for p in group["params"]]),
+            torch.optim.SGD(parameters_of(optimizer)),
             named_parameters=model.named_parameters(),
             compression=COMPRESSIONS[reduction.compression],
             backward_passes_per_step=grad_accum_steps,

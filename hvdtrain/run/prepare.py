@@ -15,6 +15,7 @@ from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
@@ -184,7 +185,7 @@ def _make_optimizer(
     if reason := UNSUITABLE.get(type(own).__name__.lower()):
         raise UsageError(f"{where} returned {type(own).__name__}, which {reason}")
     known = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(it) not in known for group in own.param_groups for it in group["params"])
+    foreign = sum(id(it) not in known for it in parameters_of(own))
     if foreign:
         raise UsageError(f"{where}: {counted(foreign, 'parameter')} of it are not the model's")
     return own

@@ -30,7 +30,7 @@ from hvdtrain.train.checkpoint import (
     load_checkpoint,
     name_of,
 )
-from hvdtrain.train.state import find_not_finite
+from hvdtrain.train.state import find_not_finite, load_optimizers
 
 LOCK_WAIT_S = 120.0
 
@@ -138,7 +138,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
     state of optimizers and schedules.
     """
 
-    def read() -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]] | None:
+    def read() -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         if exchange.rank != 0:
             return None
         newest = Checkpoints(folder / "checkpoints", keep=1).complete()
@@ -148,14 +148,13 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
         refuse_another_base(state, script.model)
         base = saved_base(state)
         weights = base.filled(weights, script.model) if base else weights
-        further = [it["state"] for it in state["further_optimizers"]]
-        return weights, [state["optimizer"], *further, *state["further_state"]]
+        needed = ("optimizer", "further_optimizers", "further_state")
+        return weights, {name: state[name] for name in needed}
 
     found = agree(exchange, "last_state", read)
-    weights, states = exchange.broadcast_object(found, "hvdtrain.last_state")
+    weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
     script.model.load_state_dict(weights)
-    for holder, state in zip((*script.optimizers, *script.further_state), states, strict=True):
-        holder.load_state_dict(state)
+    load_optimizers(state, script.optimizers, script.further_state)
 
 
 def _way_to(path: Path) -> str:

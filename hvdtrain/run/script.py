@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import counted
 from hvdtrain.tasks import Settings, Sums, Task
 from hvdtrain.train.job import Stateful
@@ -100,7 +101,7 @@ def optimizer_problems(
         kind = type(optimizer).__name__
         if reason := UNSUITABLE.get(kind.lower()):
             problems.append(f"hvdtrain.Loop: {kind} {reason}")
-        own = [it for group in optimizer.param_groups for it in group["params"]]
+        own = parameters_of(optimizer)
         if others := sum(it.requires_grad and id(it) not in named for it in own):
             problems.append(
                 f"hvdtrain.Loop: {counted(others, 'parameter')} of {kind} are not of the models "

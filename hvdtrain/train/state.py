@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
-from hvdtrain.exchange.distributed_optimizer import lay_out_state
+from hvdtrain.exchange.distributed_optimizer import lay_out_state, parameters_of
 from hvdtrain.train.base import saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.job import Job
+from hvdtrain.train.job import Job, Stateful
 from hvdtrain.train.loop import State
 from hvdtrain.train.update import not_finite
 
@@ -119,7 +119,21 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
 def _names_in_order(job: Job, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, as its state numbers them."""
     names = {id(parameter): name for name, parameter in job.model.named_parameters()}
-    return [names[id(it)] for group in optimizer.param_groups for it in group["params"]]
+    return [names[id(it)] for it in parameters_of(optimizer)]
+
+
+def load_optimizers(
+    state: Mapping[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    further_state: Sequence[Stateful],
+) -> None:
+    """Load the part of a captured state that belongs to optimizers and to a script's objects."""
+    states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
+    for optimizer, own in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(own)
+        lay_out_state(optimizer)
+    for held, own in zip(further_state, state.get("further_state", []), strict=True):
+        held.load_state_dict(own)
 
 
 def _saved(state: Mapping[str, Any], job: Job, prefix: str = "") -> Mapping[str, Any]:
@@ -134,19 +148,10 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     statistics are averaged over the old ones, only workers that existed before restore random
     generators, and this loss is returned as text.
     """
-    model_state, update, base = state["model"], state["update"], saved_base(state)
+    job.model.load_state_dict(state["model"])
+    load_optimizers(state, job.optimizers, job.further_state)
+    job.update.load_state_dict(state["update"])
     if base:
-        model_state = base.filled(model_state, job.model)
-    if base and update["average"] is not None:
-        update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
-    job.model.load_state_dict(model_state)
-    states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
-    for optimizer, own in zip(job.optimizers, states, strict=True):
-        optimizer.load_state_dict(own)
-        lay_out_state(optimizer)
-    for held, own in zip(job.further_state, state.get("further_state", []), strict=True):
-        held.load_state_dict(own)
-    job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
     if found := state.get("evaluation"):

@@ -21,6 +21,7 @@ import torch
 from hvdtrain.data.feeding import Loaded, StepData, may_skip, to_device
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, PhaseClock, StepSums
@@ -346,7 +347,7 @@ def _place_of(
 @contextmanager
 def _others_frozen(job: Job, place: int) -> Iterator[None]:
     """Let only the parameters of one optimizer have gradients, of several."""
-    own = {id(it) for group in job.optimizers[place].param_groups for it in group["params"]}
+    own = set(map(id, parameters_of(job.optimizers[place])))
     frozen = []
     if len(job.optimizers) > 1:
         frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]

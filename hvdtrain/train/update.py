@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hvdtrain.exchange.distributed_optimizer import parameters_of
+
 Optimizer = torch.optim.Optimizer
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,7 +56,7 @@ class Update:
         """
         if self._scaler.is_enabled():
             return []
-        own = {id(parameter) for parameter in _parameters(optimizer)}
+        own = set(map(id, parameters_of(optimizer)))
         named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
         return not_finite({name: it for name, it in named.items() if it is not None})
 
@@ -74,7 +76,7 @@ class Update:
         if self._clip_grad is not None or measure:
             norm = torch.nn.utils.get_total_norm(_gradients(optimizer))
         if self._clip_grad is not None and norm is not None:
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -97,12 +99,8 @@ class Update:
             self.average.load_state_dict(state["average"])
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [it.grad for it in _parameters(optimizer) if it.grad is not None]
+    return [it.grad for it in parameters_of(optimizer) if it.grad is not None]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

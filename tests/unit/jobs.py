@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.step import train_step
 from hvdtrain.train.update import Update
+from tests.unit.threads import connect, run_ranks
 
 SHAPE = (1, 4, 4)
 CLASSES = 7
@@ -244,3 +245,24 @@ def run_job(
     except Stopped:
         assert stop_at is not None
     return Ran(outcome, keeper.snapshot, recording, keeper.asked)
+
+
+def check_ranks_and_resumption(make: Callable[[Exchange], Job], size: int) -> Job:
+    """Assert that a job ends the same on `size` ranks, and after a stop; return that of one rank.
+
+    `make`: returns a new one, of more than 5 steps, for an exchange.
+    """
+    alone = make(SingleProcess())
+    run_job(alone, SingleProcess())
+    stopped = run_job(make(SingleProcess()), SingleProcess(), stop_at=5)
+    resumed = make(SingleProcess())
+    assert stopped.snapshot is not None
+    run_job(resumed, SingleProcess(), state=stopped.snapshot.state)
+    assert equal(resumed.model.state_dict(), alone.model.state_dict())
+
+    exchanges = connect(size)
+    jobs = [make(exchange) for exchange in exchanges]
+    run_ranks(exchanges, lambda it: run_job(jobs[it.rank].distributed(it), it))
+    for name, weight in alone.model.state_dict().items():
+        torch.testing.assert_close(jobs[0].model.state_dict()[name], weight, rtol=1e-12, atol=1e-14)
+    return alone

@@ -20,8 +20,13 @@ from hvdtrain.run.tasks import build_task
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
 from tests.unit.folders import make_folder
-from tests.unit.jobs import equal, made_up_data, make_job, run_job
-from tests.unit.threads import connect, run_ranks
+from tests.unit.jobs import (
+    check_ranks_and_resumption,
+    equal,
+    made_up_data,
+    make_job,
+    run_job,
+)
 
 SAMPLES, HEIGHT, WIDTH = 40, 6, 7
 WAYS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (1.0, 1.0)}
@@ -166,22 +171,11 @@ def test_a_mixed_run_is_the_same_on_n_ranks_and_after_a_stop(size: int) -> None:
         data = mixed(made_up_data(20), 9, 0.5, 1.0)
         return make_job(data, 8, exchange, total_steps=7, accum=2)
 
-    alone, plain = job(SingleProcess()), make_job(made_up_data(20), 8, SingleProcess(), accum=2)
-    run_job(alone, SingleProcess())
+    alone = check_ranks_and_resumption(job, size)
+    plain = make_job(made_up_data(20), 8, SingleProcess(), accum=2)
     run_job(replace(plain, total_steps=7), SingleProcess())
     assert not equal(alone.model.state_dict(), plain.model.state_dict())
     assert isinstance(alone.data.valid, TensorSplit)
-    stopped = run_job(job(SingleProcess()), SingleProcess(), stop_at=5)
-    resumed = job(SingleProcess())
-    assert stopped.snapshot is not None
-    run_job(resumed, SingleProcess(), state=stopped.snapshot.state)
-    assert equal(resumed.model.state_dict(), alone.model.state_dict())
-
-    exchanges = connect(size)
-    jobs = [job(exchange) for exchange in exchanges]
-    run_ranks(exchanges, lambda it: run_job(jobs[it.rank].distributed(it), it))
-    for name, weight in alone.model.state_dict().items():
-        torch.testing.assert_close(jobs[0].model.state_dict()[name], weight, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

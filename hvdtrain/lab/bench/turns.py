@@ -239,6 +239,9 @@ def run_rounds(
 ) -> dict[str, list[float]]:
     """Collective: return the seconds per step on the slowest rank, by contestant and round."""
     for step in contestants.values():
+        # All ranks begin together: sums of the contestant before, in progress still, have the same
+        # names.
+        exchange.all_gather_object(None, "hvdtrain.bench.warm_up")
         for _ in range(WARM_UP_STEPS):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
