@@ -148,10 +148,14 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     statistics are averaged over the old ones, only workers that existed before restore random
     generators, and this loss is returned as text.
     """
-    job.model.load_state_dict(state["model"])
-    load_optimizers(state, job.optimizers, job.further_state)
-    job.update.load_state_dict(state["update"])
+    model_state, update, base = state["model"], state["update"], saved_base(state)
     if base:
+        model_state = base.filled(model_state, job.model)
+    if base and update["average"] is not None:
+        update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
+    job.model.load_state_dict(model_state)
+    load_optimizers(state, job.optimizers, job.further_state)
+    job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
     if found := state.get("evaluation"):
