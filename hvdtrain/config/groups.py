@@ -324,6 +324,9 @@ class RunConfig(FlagGroup):
     )
     log_interval: int = free_flag(10, "print progress every so many steps", POSITIVE)
     eval_interval: int = free_flag(1, "evaluate every so many epochs, and at the end", POSITIVE)
+    eval_every: int = free_flag(
+        0, "evaluate after every so many steps as well (0: never within an epoch)", NOT_NEGATIVE
+    )
     checkpoint_interval: int = free_flag(
         0, "save every so many steps, besides at each evaluation (0: only then)", NOT_NEGATIVE
     )

@@ -53,21 +53,32 @@ class Console:
         )
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
-        if self._bar is not None:
-            self._bar.update(totals.step - self._bar.n)
-        valid = ""
-        if evaluation:
-            shown = {n: v for n, v in evaluation.metrics.items() if n != "accuracy_top5"}
-            valid = f"valid {_figures(evaluation.loss, shown)}; "
-        write = say if self._bar is None else self._bar.write
-        write(
+        valid = f"{_evaluated(evaluation)}; " if evaluation else ""
+        self._write(
+            totals.step,
             f"epoch {totals.epoch} ended: train {_figures(totals.loss, totals.metrics)}; {valid}"
-            f"{rate(totals.samples_per_s)} samples/s, lr {lr:.4g}, {duration(totals.seconds)}"
+            f"{rate(totals.samples_per_s)} samples/s, lr {lr:.4g}, {duration(totals.seconds)}",
         )
+
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        self._write(totals.step, f"step {totals.step}: {_evaluated(evaluation)}")
+
+    def _write(self, step: int, line: str) -> None:
+        """Print a line after a step, above the bar if there is one."""
+        if self._bar is None:
+            say(line)
+        else:
+            self._bar.update(step - self._bar.n)
+            self._bar.write(line)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _evaluated(evaluation: Evaluation) -> str:
+    shown = {n: it for n, it in evaluation.metrics.items() if n != "accuracy_top5"}
+    return f"valid {_figures(evaluation.loss, shown)}"
 
 
 def _figures(loss: float, metrics: Mapping[str, float]) -> str:

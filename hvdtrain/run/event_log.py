@@ -78,17 +78,27 @@ class EventLog:
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """Write one line for an epoch; `evaluation`: None if it was not due."""
         record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
-        if evaluation:
-            figures = {"loss": evaluation.loss, **evaluation.metrics}
-            of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
-            tables = dict(evaluation.tables)
-            self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
-            record |= {f"valid_{name}": value for name, value in figures.items()}
-            record["valid_samples"] = evaluation.samples
-            if "confusion" in tables:  # the table itself is too long for a line per epoch
-                record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
-            self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
-        self._directory.append(METRICS, record)
+        found = self._evaluation(totals, evaluation) if evaluation else {}
+        self._directory.append(METRICS, record | found)
+
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        """Write one line for an evaluation within an epoch."""
+        at = {"step": totals.step, "epoch": totals.epoch, "samples_seen": totals.samples_seen}
+        found = self._evaluation(totals, evaluation)
+        self._directory.append(METRICS, {"kind": "evaluation", **at, **found})
+
+    def _evaluation(self, totals: Totals, evaluation: Evaluation) -> dict[str, Any]:
+        """Write an evaluation's file and scalars; return its fields of a line."""
+        figures = {"loss": evaluation.loss, **evaluation.metrics}
+        of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
+        tables = dict(evaluation.tables)
+        self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
+        self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
+        record: dict[str, Any] = {f"valid_{name}": value for name, value in figures.items()}
+        record["valid_samples"] = evaluation.samples
+        if "confusion" in tables:  # the table itself is too long for a line
+            record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
+        return record
 
     def audited(self, record: AuditRecord) -> None:
         """Write one line for an audit."""

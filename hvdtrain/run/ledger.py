@@ -48,6 +48,9 @@ class Ledger:
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """Record an epoch."""
 
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        """Record an evaluation within an epoch."""
+
     def audited(self, record: AuditRecord) -> None:
         """Count an audit's result."""
 
@@ -153,6 +156,13 @@ class RunLedger(Ledger):
             self._note_best(evaluation, totals.step)
         self._events.epoch_end(totals, evaluation, lr)
         self._console.epoch_end(totals, evaluation, lr)
+
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        self._note(totals)
+        self._note_evaluation(evaluation)
+        self._note_best(evaluation, totals.step)
+        self._events.evaluated(totals, evaluation)
+        self._console.evaluated(totals, evaluation)
 
     def audited(self, record: AuditRecord) -> None:
         self._audit["checked"] += 1

@@ -77,6 +77,7 @@ def prepare(
         intervals=Intervals(
             log=config.run.log_interval,
             evaluation=config.run.eval_interval,
+            evaluation_steps=config.run.eval_every,
             checkpoint=config.run.checkpoint_interval,
             hash=config.check.hash_every,
         ),

@@ -26,8 +26,9 @@ class Intervals:
 
     log: int
     evaluation: int
-    checkpoint: int
-    hash: int
+    evaluation_steps: int = 0
+    checkpoint: int = 0
+    hash: int = 0
 
 
 class Stateful(Protocol):

@@ -39,6 +39,9 @@ class Observer(Protocol):
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
 
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        """Take an evaluation within an epoch; `totals`: of the epoch so far."""
+
 
 class Keeper(Protocol):
     """The part of a run that saves its state and receives stop requests."""
@@ -71,6 +74,7 @@ class State:
     step: int = 0
     samples_seen: int = 0
     evaluation: Evaluation | None = None  # the newest one
+    evaluated_at: int = 0  # the step after which it was made
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class TrainingLoop:
         self.outcome: Outcome | None = None  # once the run has ended
         self._exchange, self._hooks = exchange, hooks
         self._step: Step | None = None  # whose body runs
-        self._evaluated_at = -1  # the step after which the model was last evaluated
+        self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
         """Collective: yield each step, and end it once its body is done; evaluate, save and stop.
@@ -103,13 +107,13 @@ class TrainingLoop:
         job, state, meter = self.job, self.state, self.state.meter
         job.model.train()
         with self._stops_when_asked():
-            if self._is_epoch_end and meter.has_open_epoch:  # stopped during its evaluation
-                evaluated = self._end_epoch()
+            if self._is_evaluation_due:  # stopped during it
+                evaluated = self._evaluate_if_due()
                 self._save(evaluated)
             for data in steps_from(job, state, self._exchange.rank):
                 yield self._begin_step(data)
                 self._end_step()
-                evaluated = self._is_epoch_end and self._end_epoch()
+                evaluated = self._evaluate_if_due()
                 due = job.intervals.checkpoint and state.step % job.intervals.checkpoint == 0
                 if due or evaluated or meter.stop_agreed:
                     self._save(evaluated)
@@ -123,11 +127,12 @@ class TrainingLoop:
         with self._stops_when_asked():
             if self._step is not None:  # its body was left
                 self._leave(self._step)
-            if self._evaluated_at != self.state.step:
-                if meter.has_open_epoch:
-                    self._end_epoch(at_end=True)
-                else:  # resumed from the checkpoint of the last step
-                    self._evaluate()
+            is_saved = self._evaluated_at == self.state.step
+            if meter.has_open_epoch:
+                self._end_epoch(at_end=True)
+            elif not is_saved:  # resumed from the checkpoint of the last step
+                self._evaluate()
+            if not is_saved:
                 self._save(True)
         totals, speed = meter.last_epoch or meter.totals(), meter.steady_samples_per_s
         self.outcome = Outcome(totals, self.state.evaluation, speed)
@@ -163,6 +168,35 @@ class TrainingLoop:
         state, job = self.state, self.job
         return state.samples_seen % job.sampler.samples == 0 or state.step == job.total_steps
 
+    @property
+    def _is_evaluation_step(self) -> bool:
+        """Return whether an evaluation is due after this step, wherever its epoch ends."""
+        every, state = self.job.intervals.evaluation_steps, self.state
+        return bool(every and state.step and state.step % every == 0 and len(self.job.data.valid))
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        """Return whether an epoch has ended, or an evaluation is due, and it is not done."""
+        state = self.state
+        if self._is_epoch_end:
+            return state.meter.has_open_epoch
+        return self._is_evaluation_step and state.evaluated_at != state.step
+
+    def _evaluate_if_due(self) -> bool:
+        """Collective: end an epoch, or evaluate within one. Returns whether the model was
+        evaluated. Raises Interrupted.
+        """
+        state = self.state
+        if not self._is_evaluation_due:
+            return False
+        if self._is_epoch_end:
+            return self._end_epoch()
+        state.meter.collect()
+        self._evaluate()
+        assert state.evaluation is not None
+        self._hooks.observer.evaluated(state.meter.totals(), state.evaluation)
+        return True
+
     def _begin_step(self, data: StepData) -> Step:
         hooks, meter, number = self._hooks, self.state.meter, self.state.step + 1
         hooks.profiler.begin(number)
@@ -194,9 +228,9 @@ class TrainingLoop:
         totals = meter.totals()
         if math.isnan(totals.loss):  # no samples: a loss that is not finite has raised already
             raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
-        at_end = at_end or totals.step == job.total_steps
+        at_end = at_end or totals.step == job.total_steps or self._is_evaluation_step
         due = totals.epoch % job.intervals.evaluation == 0 or at_end
-        if due:
+        if due and self._evaluated_at != totals.step:
             self._evaluate()
         evaluation = self.state.evaluation if due else None
         self._hooks.observer.epoch_end(meter.close_epoch(), evaluation, job.lr)
@@ -230,7 +264,7 @@ class TrainingLoop:
                     "the parameters are unusable and are not saved. Lower --lr, or add "
                     "--warmup-epochs"
                 )
-            self.state.evaluation = evaluation
+            self.state.evaluation, self.state.evaluated_at = evaluation, self.state.step
         self._evaluated_at = self.state.step
 
     def _save(self, evaluated: bool) -> None:

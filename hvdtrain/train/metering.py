@@ -273,7 +273,7 @@ class Meter:
     @property
     def has_open_epoch(self) -> bool:
         """Return whether steps were made since the last `close_epoch`."""
-        return self._epoch.samples > 0
+        return self._epoch.samples > 0 or self._waiting is not None
 
     def close_epoch(self) -> Totals:
         """Collective: end the epoch; return its totals."""

@@ -62,6 +62,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "update": copied_to_cpu(update),
             "meter": at.meter.state_dict(),
             "evaluation": asdict(at.evaluation) if at.evaluation else None,
+            "evaluated_at": at.evaluated_at,
             "ranks": list(itertools.chain.from_iterable(gathered)),
             "data": list(job.fingerprints),
             "progress": progress,
@@ -160,6 +161,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     at.step, at.samples_seen = state["step"], state["samples_seen"]
     if found := state.get("evaluation"):
         at.evaluation = Evaluation(**found)
+    at.evaluated_at = state.get("evaluated_at", 0)
     average = job.update.average
     models = [job.model] if average is None else [job.model, average.module]
     return job.workers.restore(state["ranks"], models)

@@ -93,7 +93,7 @@ def make_job(
         schedule=lambda step: 0.0,
         total_steps=1,
         device=CPU,
-        intervals=Intervals(log=1, evaluation=1, checkpoint=0, hash=0),
+        intervals=Intervals(log=1, evaluation=1),
     )
 
 

@@ -145,7 +145,7 @@ def make_job(
         schedule=make_schedule("cosine", lr, total_steps, warmup_steps=2),
         total_steps=total_steps,
         device=CPU,
-        intervals=Intervals(log=2, evaluation=1, checkpoint=0, hash=3),
+        intervals=Intervals(log=2, evaluation=1, hash=3),
         seed=5,
     )
     return job.distributed(exchange)
@@ -188,6 +188,9 @@ class Recording:
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         self.records.append(("epoch", self._timeless(totals), evaluation, lr))
+
+    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
+        self.records.append(("evaluation", self._timeless(totals), evaluation))
 
     def up_to(self, step: int) -> list[tuple[Any, ...]]:
         return [record for record in self.records if record[1].step <= step]

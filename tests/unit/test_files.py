@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,7 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
         recorder.interval_end(totals(step, loss), lr=step / 1000)
     metrics = {"accuracy": 0.875, "accuracy_top5": 1.0}
     evaluation = Evaluation(8, 0.75, metrics, tables={"confusion": [[4, 1], [0, 3]]})
+    recorder.evaluated(totals(20, 1.5), replace(evaluation, loss=0.5))
     recorder.epoch_end(totals(30, 1.5), evaluation, lr=0.03)
     recorder.epoch_end(totals(40, 1.5), None, lr=0.04)
     recorder.audited(AuditRecord(30, True, 2, 9, 0.125, "conv1.weight"))
@@ -256,13 +258,17 @@ def test_the_recorder_writes_the_same_twice(tmp_path: Path) -> None:
     assert scalars["samples_per_s"] == {10: 1000, 20: 1000, 30: 1000}
     assert scalars["gradient_norm"] == {10: 3.5, 20: 3.5, 30: 3.5}
     assert scalars["phase/exchange_s"] == {10: 0.125, 20: 0.125, 30: 0.125}
-    assert (scalars["valid/loss"], scalars["valid/accuracy"]) == ({30: 0.75}, {30: 0.875})
+    assert scalars["valid/loss"] == {20: 0.5, 30: 0.75}
+    assert scalars["valid/accuracy"] == {20: 0.875, 30: 0.875}
     assert scalars["audit/worst_error_over_bound"] == {30: 0.125}
 
     steps, audits = (
         [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "audit.jsonl")
     )
+    within = steps.pop(3)
+    assert (within["kind"], within["step"], within["valid_loss"]) == ("evaluation", 20, 0.5)
+    assert within["valid_class_accuracy"] == [0.8, 1.0]
     assert [(r["kind"], r["step"], r["train_loss"]) for r in steps] == [
         *(("step", 10, 2.5), ("step", 20, None), ("step", 30, 1.25)),
         *(("epoch", 30, 1.5), ("epoch", 40, 1.5)),

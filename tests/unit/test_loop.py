@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,9 @@ from tests.unit.threads import ThreadExchange, connect, run_ranks
 
 SINGLE = SingleProcess()
 NEVER = 10**9
-# 7 steps of batches of 8, 8 and 4 samples, an evaluation after the steps 3, 6 and 7.
-QUESTIONS = 10
-IN_EVALUATION = {4, 8, 10}
+# 7 steps of batches of 8, 8 and 4 samples, an evaluation after the steps 3, 4, 6 and 7.
+QUESTIONS = 11
+IN_EVALUATION = {4, 6, 9, 11}
 CUTS = [
     pytest.param(n, id=f"{n}, in evaluation" if n in IN_EVALUATION else str(n))
     for n in range(1, QUESTIONS + 1)
@@ -44,7 +45,7 @@ CUTS = [
 
 
 def new_job() -> Job:
-    return make_job(
+    job = make_job(
         *(made_up_data(20), 8, SINGLE),
         build=with_dropout,
         total_steps=7,
@@ -52,6 +53,7 @@ def new_job() -> Job:
         ema_decay=0.8,
         clip_grad=0.5,
     )
+    return replace(job, intervals=replace(job.intervals, evaluation_steps=4))
 
 
 def stored(snapshot: Snapshot | None) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def test_a_run_killed_after_its_last_checkpoint_has_the_same_outcome(undisturbed
 
 def test_a_request_is_answered_within_two_steps() -> None:
     """Fails when a run goes on for longer after it was asked to stop."""
-    for cut in (1, 2, 6):
+    for cut in (1, 2, 5):
         snapshot = run_job(new_job(), SINGLE, stop_at=cut).snapshot
         asked_at = cut - (cut > 4)  # the fourth question is that of an evaluation
         assert snapshot is not None and asked_at <= snapshot.step <= asked_at + 1

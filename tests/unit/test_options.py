@@ -23,6 +23,7 @@ ZERO_IS_FINE = {
     *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
     "checkpoint_interval",
+    "eval_every",
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -116,7 +117,8 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("device", "data_dir", "batch_size", "rank_weights", "epochs", "max_steps", "resume"),
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
-        *("log_to", "pretrained", "profile", "max_image_pixels", "trace_every", "audit_compute"),
+        *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels"),
+        *("trace_every", "audit_compute"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 

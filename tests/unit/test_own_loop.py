@@ -182,25 +182,33 @@ def test_a_step_that_is_not_done_is_an_error(body: Callable[[Step, Any], None]) 
     assert summary()["status"] == "failed"
 
 
-def test_break_ends_the_run_for_good(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the step that was left is lost or counted twice, or the run is not evaluated."""
-    model, loop = make(valid=SAMPLES, evaluate=evaluate)
+@pytest.mark.parametrize(("last", "eval_every"), [(7, 0), (6, 0), (7, 7)])
+def test_break_ends_the_run_for_good(
+    last: int, eval_every: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the step that was left is lost or counted twice, or the run is not evaluated, or
+    twice; also after the first step of an epoch, and after an evaluation within one.
+    """
+    model, loop = make(valid=SAMPLES, evaluate=evaluate, eval_every=eval_every)
     with loop:
         for step in loop:
             passes(step, model)
             step.update()
-            if step.number == 7:
+            if step.number == last:
                 break
     weight = model.weight.detach().clone()
     assert loop.evaluation is not None
-    assert (summary()["status"], summary()["steps"], summary()["epochs"]) == ("finished", 7, 2)
-    assert summary()["samples_seen"] == 21 + 10
+    assert (summary()["status"], summary()["steps"], summary()["epochs"]) == ("finished", last, 2)
+    assert summary()["samples_seen"] == 21 + 5 * (last - 5)
     assert summary()["valid_loss"] == loop.evaluation.loss
     again, loop = make(valid=SAMPLES, evaluate=evaluate, resume="auto")
     with loop:
         assert list(loop) == []
     assert torch.equal(again.weight, weight)
-    assert "finished: 2 epochs, 7 steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"finished: 2 epochs, {last} steps" in printed
+    assert printed.count("valid loss") == 2 + bool(eval_every)
+    assert printed.count("epoch 2 ended") == 1
 
 
 def test_the_model_has_the_saved_weights_after_the_loop() -> None:

@@ -123,7 +123,7 @@ def make_job(
         schedule=lambda step: LR,
         total_steps=ENDLESS,
         device=device,
-        intervals=Intervals(log=10, evaluation=1, checkpoint=0, hash=0),
+        intervals=Intervals(log=10, evaluation=1),
     )
     return job.distributed(exchange)
 

@@ -175,9 +175,8 @@ def _reached(run: Run) -> Record:
 
 
 def _evaluated(run: Run) -> Record:
-    """Return the valid_* values of the summary, or else of the last evaluated epoch."""
-    evaluated = [record for record in run.epochs if "valid_loss" in record]
-    source = (evaluated[-1] if evaluated else {}) | _final(run)
+    """Return the valid_* values of the summary, or else of the last evaluation."""
+    source = (run.evaluations[-1] if run.evaluations else {}) | _final(run)
     return {
         name: value
         for name, value in source.items()

@@ -91,7 +91,7 @@ def _metrics_of(run: Run) -> list[str]:
     """Return accuracy where the run has it, else all metrics of its records."""
     names = {
         name.partition("_")[2]: None
-        for record in run.steps + run.epochs
+        for record in run.steps + run.epochs + run.evaluations
         for name in record
         if name.startswith(("train_", "valid_")) and math.isfinite(number(record, name))
     }
@@ -107,7 +107,7 @@ def draw_metric(runs: Sequence[Run], metric: str) -> Plot | None:
     lines = [
         *_lines(runs, "steps", f"train_{metric}", "train, by step", thin),
         *_lines(runs, "epochs", f"train_{metric}", "train, by epoch", round_marks),
-        *_lines(runs, "epochs", f"valid_{metric}", "valid", diamonds),
+        *_lines(runs, "evaluations", f"valid_{metric}", "valid", diamonds),
     ]
     title = metric.replace("_", " ").capitalize()
     what, label = UNITS.get(metric, (title, metric))

@@ -40,6 +40,7 @@ class Run:
     summary: Record
     steps: list[Record]  # a record per logged step
     epochs: list[Record]
+    evaluations: list[Record]  # records with valid_*, of epochs and within them
     audits: list[Record]
     evaluation: Record
     notes: list[str]  # files that were missing, damaged or truncated
@@ -111,6 +112,11 @@ def _read_run(path: Path) -> Run:
         summary=_read_mapping(path / SUMMARY, notes),
         steps=[record for record in metrics if record.get("kind") == "step"],
         epochs=[record for record in metrics if record.get("kind") == "epoch"],
+        evaluations=[
+            record
+            for record in metrics
+            if record.get("kind") in ("epoch", "evaluation") and "valid_loss" in record
+        ],
         audits=_read_records(path / AUDITS, notes),
         evaluation=_read_mapping(path / EVALUATION, notes),
         notes=notes,

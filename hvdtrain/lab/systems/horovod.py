@@ -50,7 +50,7 @@ class Horovod(RingTraffic):
             schedule=lambda step: work.spec.lr,
             total_steps=work.spec.steps,
             device=device,
-            intervals=Intervals(log=LOG_INTERVAL, evaluation=1, checkpoint=0, hash=0),
+            intervals=Intervals(log=LOG_INTERVAL, evaluation=1),
         )
         self._job = job.distributed(exchange)
         self._meter = Meter(exchange, work.sampler.samples, work.task.metrics)
