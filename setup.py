@@ -41,7 +41,7 @@ setup(
     extras_require={
         # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
         # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
-        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "setuptools>=65,<100"],
+        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "psutil>=5.9,<8", "setuptools>=65,<100"],
         # Libraries that hvdtrain does not import: a task makes splits of their data sets.
         "datasets": ["datasets>=5,<6"],
         "shards": ["litdata>=0.2.76,<0.3"],
@@ -60,7 +60,6 @@ setup(
             "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",
             "pdoc>=15,<17",
-            "psutil>=5.9,<8",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

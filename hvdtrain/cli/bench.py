@@ -12,7 +12,7 @@ from hvdtrain.files import json_problems
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.topology import Topology
 
-HELP = "measure on this machine: scaling, start, classic, step, ring, audit, checkpoint"
+HELP = "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint"
 DESCRIPTION = "Measure on this machine, next to comparable systems, in alternating rounds."
 WITHIN_A_JOB = {  # what is measured, rounds, and steps per round
     "step": ("the training step against hand-written loops", 60, 10),
@@ -33,6 +33,16 @@ against torch's DistributedDataParallel over Gloo, and against the machine's lim
 processes that exchange nothing. All train the same model on the same images, with one compute
 thread each. They take turns of a few seconds, each while the others are stopped, and ratios are
 taken within rounds of turns.
+""",
+        1800.0,
+    ),
+    "network": (
+        "time of a step over hosts with links of a chosen speed",
+        """\
+Measure the time of a step on N hosts with one worker each, over links of a chosen speed: complete
+runs of `hvdtrain train` over Gloo and over Open MPI, against torch's DistributedDataParallel over
+Gloo, and against as many processes that exchange nothing. The hosts are made of Linux namespaces
+on this machine, which needs root. They take turns as in `bench scaling`.
 """,
         1800.0,
     ),
@@ -57,6 +67,7 @@ published figures for two GPUs.
 }
 BATCH_SIZES = {"lenet": 128, "mlp": 128, "resnet18-small": 16}  # per worker
 OTHER_BATCH_SIZE = 16
+MOST_HOSTS = 8  # of namespaces
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +83,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         bench = benches.add_parser(
             name, help=what, description=description, formatter_class=kept, allow_abbrev=False
         )
-        {"scaling": _add_scaling, "start": _add_start, "classic": _add_classic}[name](bench)
-        _add_common(bench, Path("runs", f"bench-{name}"), time_limit_s)
+        ADDED[name](bench)
+        _add_common(bench, time_limit_s)
+        if name != "network":
+            _add_controller_and_output(bench, Path("runs", f"bench-{name}"))
 
 
 def _add_within_a_job(bench: argparse.ArgumentParser, rounds: int, steps: int) -> None:
@@ -91,17 +104,35 @@ def _add_within_a_job(bench: argparse.ArgumentParser, rounds: int, steps: int) -
 
 def _add_scaling(bench: argparse.ArgumentParser) -> None:
     add = bench.add_argument
-    names = ",".join(BATCH_SIZES)
-    what = f"train these models, as in train, on 1x28x28 ({names})"
-    add("--models", default=names, metavar="A,B", help=what)
-    what = "take B samples per worker, for all models or for each (lenet, mlp 128; others 16)"
-    add("--batch-size", metavar="B,B", help=what)
+    _add_models(bench)
     workers = bench.add_mutually_exclusive_group()
     workers.add_argument("-np", type=int, metavar="P", help="measure N = 1..P (default: the cores)")
     workers.add_argument("--workers", metavar="N,N", help="measure these N instead")
     add("--mode", default="both", choices=("weak", "strong", "both"), help="measure which (both)")
+    _add_turns(bench)
+
+
+def _add_network(bench: argparse.ArgumentParser) -> None:
+    add = bench.add_argument
+    _add_models(bench)
+    add("--workers", default="2", metavar="N,N", help="measure on N hosts, one worker each (2)")
+    what = "give each link G Gbit/s in each direction (1)"
+    add("--gbit", dest="gbit_per_s", default="1", metavar="G,G", help=what)
+    _add_turns(bench)
+
+
+def _add_models(bench: argparse.ArgumentParser) -> None:
+    names = ",".join(BATCH_SIZES)
+    what = f"train these models, as in train, on 1x28x28 ({names})"
+    bench.add_argument("--models", default=names, metavar="A,B", help=what)
+    what = "take B samples per worker, for all models or for each (lenet, mlp 128; others 16)"
+    bench.add_argument("--batch-size", metavar="B,B", help=what)
+
+
+def _add_turns(bench: argparse.ArgumentParser) -> None:
+    add = bench.add_argument
     add("--rounds", type=int, default=12, metavar="R", help="run R rounds of turns (12)")
-    what = "run each turn for T seconds (2), or for 20 steps if longer"
+    what = "run each turn for T seconds (2), or for three logged steps if longer"
     add("--turn-s", type=float, default=2, metavar="T", help=what)
 
 
@@ -120,25 +151,37 @@ def _add_classic(bench: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, metavar="R", help="run R rounds (3)")
 
 
-def _add_common(bench: argparse.ArgumentParser, output: Path, time_limit_s: float) -> None:
+ADDED = {
+    "scaling": _add_scaling,
+    "network": _add_network,
+    "start": _add_start,
+    "classic": _add_classic,
+}
+
+
+def _add_common(bench: argparse.ArgumentParser, time_limit_s: float) -> None:
     add = bench.add_argument
-    what = "select Horovod's controller; auto: as launch does"
-    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help=what)
     what = f"end each run or case after T seconds ({time_limit_s:g})"
     add("--time-limit-s", type=float, default=time_limit_s, metavar="T", help=what)
     add("--json", metavar="FILE", help="write all times and ratios to FILE")
+
+
+def _add_controller_and_output(bench: argparse.ArgumentParser, output: Path) -> None:
+    add = bench.add_argument
+    what = "select Horovod's controller; auto: as launch does"
+    add("--controller", default="auto", choices=("auto", "gloo", "mpi"), help=what)
     add("--output", type=Path, default=output, metavar="DIR", help=f"write plots to DIR ({output})")
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Measure, print medians and ratios, and return the exit code. Raises UsageError."""
     checked = check_flags(arguments, problems, topology)
-    from hvdtrain.lab.bench import classic, scaling, start, within_job
+    from hvdtrain.lab.bench import classic, network, scaling, start, within_job
 
     if checked["bench"] in WITHIN_A_JOB:
         return within_job.run(checked, topology)
-    runs = {"scaling": scaling.run, "start": start.run, "classic": classic.run}
-    return runs[checked["bench"]](checked)
+    modules = {"scaling": scaling, "network": network, "start": start, "classic": classic}
+    return modules[checked["bench"]].run(checked)
 
 
 def check_flags(
@@ -158,8 +201,13 @@ def check_flags(
             problems.append(
                 f"bench {bench} starts its workers itself: run it once, without a launcher"
             )
+        if bench in ("scaling", "network"):
+            checked |= _read_cases(arguments, problems)
         if bench == "scaling":
-            checked |= _read_scaling(arguments, problems)
+            both = arguments["mode"] == "both"
+            checked["modes"] = ("weak", "strong") if both else (arguments["mode"],)
+        if bench == "network":
+            checked |= _read_network(arguments, checked["workers"], problems)
         _check_jobs(checked, problems)
     problems += json_problems(arguments["json"])
     if problems:
@@ -190,6 +238,8 @@ def _check_jobs(checked: dict[str, Any], problems: list[str]) -> None:
         if not 0 < checked.get(name, 1) < float("inf"):
             flag = f"--{name.replace('_', '-')}={checked[name]:g}"
             problems.append(f"{flag}: must be a number of seconds above 0")
+    if "output" not in checked:
+        return
     if checked["output"].exists() and not checked["output"].is_dir():
         problems.append(f"--output={checked['output']}: is not a folder; choose another")
     try:
@@ -198,15 +248,30 @@ def _check_jobs(checked: dict[str, Any], problems: list[str]) -> None:
         problems += error.problems
 
 
-def _read_scaling(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return `models` (samples per worker by name), `workers` and `modes`."""
+def _read_cases(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return `models` (samples per worker by name) and `workers`."""
     models = [name.strip() for name in arguments["models"].split(",")]
     if not all(models) or len(set(models)) < len(models):
         problems.append(f"--models={arguments['models']}: expected names, each once: lenet,mlp")
-    modes = ("weak", "strong") if arguments["mode"] == "both" else (arguments["mode"],)
     sizes = _read_batch_sizes(arguments["batch_size"], models, problems)
     workers = _read_workers(arguments, problems)
-    return {"models": dict(zip(models, sizes, strict=True)), "workers": workers, "modes": modes}
+    return {"models": dict(zip(models, sizes, strict=True)), "workers": workers}
+
+
+def _read_network(
+    arguments: dict[str, Any], workers: tuple[int, ...], problems: list[str]
+) -> dict[str, Any]:
+    """Return `gbit_per_s`; check that there are as many hosts as workers."""
+    if workers and not (2 <= min(workers) and max(workers) <= MOST_HOSTS):
+        problems.append(f"--workers={arguments['workers']}: expected numbers from 2 to {MOST_HOSTS}")
+    text = arguments["gbit_per_s"]
+    try:
+        speeds = tuple(map(float, text.split(",")))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0.001 <= speed <= 1000 for speed in speeds):
+        problems.append(f"--gbit={text}: expected numbers from 0.001 to 1000: 0.1,1,10")
+    return {"gbit_per_s": speeds}
 
 
 def _read_batch_sizes(text: str | None, models: list[str], problems: list[str]) -> list[int]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.launcher.command import horovodrun_environment
 from hvdtrain.launcher.processes import marked
@@ -38,6 +38,19 @@ Result = dict[str, Any]
 
 class ChildFailure(Exception):
     """The failure of a child to finish, with the reason as its text."""
+
+
+class Child(Protocol):
+    """A process that was started, with those that it has started."""
+
+    def exit_code(self) -> int | None:
+        """Return the exit code; None while the process is running."""
+
+    def processes(self) -> list[int]:
+        """Return the ids of this process and of all that it has started."""
+
+    def end(self) -> None:
+        """End this process and all that it has started; return once they are gone."""
 
 
 class Forked:
@@ -91,22 +104,16 @@ class Commanded:
                 ) from error
 
     def exit_code(self) -> int | None:
-        """Return the exit code; None while the process is running."""
         return self._process.poll()
 
     def processes(self) -> list[int]:
-        """Return the ids of this process and of all that it has started."""
         return list(marked(MARK, self._mark))
 
     def end(self) -> None:
-        """End this process and all that it has started; return once they are gone."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         end_marked(MARK, self._mark)
-
-
-Child = Forked | Commanded
 
 
 @contextlib.contextmanager

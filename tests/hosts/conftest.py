@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.hosts.namespaces import Cluster, why_not
+from hvdtrain.lab.hosts.network import why_not
+from tests.hosts.namespaces import Cluster
 
 _why_not = functools.cache(why_not)
 

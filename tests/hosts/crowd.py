@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.hosts.namespaces import INTERFACE, Cluster
+from hvdtrain.lab.hosts.network import INTERFACE
+from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import BIN, hvdtrain
 
 STARTS = ("launch", "horovodrun")

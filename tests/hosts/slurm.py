@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hvdtrain.lab.hosts.node import HostProcess, HostsError
 from tests.hosts.namespaces import Cluster
-from tests.hosts.node import HostProcess, HostsError
 from tests.parallel.launching import BIN, Finished
 
 CORES = 2  # of each host, as Slurm counts them

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.lab.hosts.network import why_not as why_no_hosts
 from tests.hosts.gated import GATE
 from tests.hosts.namespaces import Cluster
-from tests.hosts.namespaces import why_not as why_no_hosts
 from tests.hosts.slurm import CORES, OVER, Slurm, why_not
 from tests.parallel.launching import CHECKOUT, hvdtrain
 

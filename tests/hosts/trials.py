@@ -18,8 +18,8 @@ from threading import Thread
 
 import psutil
 
+from hvdtrain.lab.hosts.node import HostProcess
 from tests.hosts.namespaces import Cluster
-from tests.hosts.node import HostProcess
 from tests.parallel.launching import hvdtrain, kill_all
 
 SLOTS = (1, 2, 1)

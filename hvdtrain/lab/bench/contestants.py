@@ -6,13 +6,16 @@ metrics, no sums over ranks, no checks. They log the time of a step as often as 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -46,6 +49,7 @@ class ScalingCase:
     model: str
     workers: int
     global_batch_size: int
+    log_interval: int = RunConfig.log_interval  # a turn lasts for some of these
 
     @property
     def steps(self) -> int:
@@ -64,8 +68,11 @@ class Starter:
     time_limit_s: float
     context: ForkServerContext
 
-    def __call__(self, case: ScalingCase, name: str, folder: Path) -> Turns:
-        """Start a contestant. Raises ChildFailure."""
+    def __call__(self, case: ScalingCase, folder: Path) -> dict[str, Callable[[], Turns]]:
+        """Return what starts each contestant of a case, and raises ChildFailure."""
+        return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
+
+    def _start(self, case: ScalingCase, name: str, folder: Path) -> Turns:
         deadline_s = time.monotonic() + self.time_limit_s
         if name == OURS:
             return Turns(self._ours(case, folder), deadline_s)
@@ -73,11 +80,8 @@ class Starter:
 
     def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
         """Return the job of `hvdtrain train`, with all that it does by default."""
-        flags = ["--model", case.model, "--data", DATA, "--device", "cpu"]
-        flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
-        flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
         argv, environment = turns.on_workers(
-            turns.train_argv(folder, flags), case.workers, self.controller
+            turns.train_argv(folder, train_flags(case)), case.workers, self.controller
         )
         # A worker that waits for its turn has not failed.
         waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
@@ -93,7 +97,7 @@ class Starter:
         )
 
     def _peer(self, case: ScalingCase, strategy: type[BareLoop], folder: Path) -> TurnJob:
-        spec = self.spec(case, strategy, folder)
+        spec = spec_of(case, strategy, folder, self.time_limit_s)
         logs = [step_log(folder, number) for number in range(case.workers)]
         return TurnJob(
             folder=folder,
@@ -106,30 +110,47 @@ class Starter:
             samples=case.global_batch_size / case.workers,
         )
 
-    def spec(self, case: ScalingCase, strategy: type[BareLoop], folder: Path) -> Spec:
-        """Return the specification for the processes of a peer."""
-        work = WorkSpec(
-            model=case.model,
-            data=DATA,
-            data_dir="",
-            global_batch_size=case.global_batch_size,
-            steps=case.steps,
-            dtype="float32",
-            seed=0,
-            lr=LR,
-            momentum=MOMENTUM,
-        )
-        return Spec(
-            system=f"{strategy.__module__}:{strategy.__name__}",
-            workers=case.workers,
-            servers=0,
-            work=work,
-            towers_reduction="",
-            towers_dim=0,
-            folder=str(folder),
-            token=secrets.token_hex(32),
-            time_limit_s=self.time_limit_s,
-        )
+
+def train_flags(case: ScalingCase) -> list[str]:
+    """Return the flags of `hvdtrain train` for a case."""
+    flags = ["--model", case.model, "--data", DATA, "--device", "cpu"]
+    flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
+    flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
+    return [*flags, "--log-interval", str(case.log_interval)]
+
+
+def spec_of(case: ScalingCase, strategy: type[BareLoop], folder: Path, time_limit_s: float) -> Spec:
+    """Return the specification for the processes of a peer."""
+    work = WorkSpec(
+        model=case.model,
+        data=DATA,
+        data_dir="",
+        global_batch_size=case.global_batch_size,
+        steps=case.steps,
+        dtype="float32",
+        seed=0,
+        lr=LR,
+        momentum=MOMENTUM,
+    )
+    return Spec(
+        system=f"{strategy.__module__}:{strategy.__name__}",
+        workers=case.workers,
+        servers=0,
+        work=work,
+        towers_reduction="",
+        towers_dim=0,
+        folder=str(folder),
+        token=secrets.token_hex(32),
+        time_limit_s=time_limit_s,
+        log_interval=case.log_interval,
+    )
+
+
+def process_argv(spec: Spec) -> list[str]:
+    """Write a peer's specification to its folder; return the command of each of its processes."""
+    path = Path(spec.folder) / "spec.json"
+    path.write_text(json.dumps(asdict(spec)), "utf-8")
+    return [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
 
 
 def stop_train(children: Sequence[Child]) -> None:
@@ -174,7 +195,7 @@ class BareLoop(Strategy):
         functional.cross_entropy(self.model(inputs), labels).backward()
         self._optimizer.step()
         self._steps += 1
-        if self._steps % RunConfig.log_interval == 0:
+        if self._steps % self.place.spec.log_interval == 0:
             self._log.write(f"{self._steps} {time.time()}\n")
             self._log.flush()
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,14 +24,16 @@ from hvdtrain.files import write_json
 from hvdtrain.lab import charts
 from hvdtrain.lab.bench import contestants, turns
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.turns import Ratio, Turns
+from hvdtrain.lab.bench.turns import Ratio
 from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.children import ChildFailure, fork_server
+from hvdtrain.lab.children import fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 
 WEAK = "weak"
 LEAST_SHARE = 2  # samples per worker, the fewest for batch norm statistics
+LOG_INTERVALS = {"lenet": 10, "mlp": 10}  # steps, of a twentieth of a second
+OTHER_LOG_INTERVAL = 2
 LEAST_STEPS = 1000  # in the epoch that contains all turns
 HEADINGS = (
     *("model", "N", "samples a step"),
@@ -67,7 +67,8 @@ class ScalingPlan:
         global batch, which is that of the most workers, so that both modes coincide there.
         """
         shares = workers if mode == WEAK else max(self.workers)
-        return ScalingCase(model, workers, self.models[model] * shares)
+        log_interval = LOG_INTERVALS.get(model, OTHER_LOG_INTERVAL)
+        return ScalingCase(model, workers, self.models[model] * shares, log_interval)
 
     def cases(self) -> list[ScalingCase]:
         """Return all cases without duplicates, in the order of running."""
@@ -76,94 +77,41 @@ class ScalingPlan:
 
 
 Rates = dict[ScalingCase, dict[str, list[float]]]  # samples/s by contestant and round; NaN: failed
-Start = Callable[[ScalingCase, str, Path], Turns]
 
 
 def run(arguments: dict[str, Any]) -> int:
     """Measure all cases, in turns; return the exit code, 1 where some have failed."""
     plan = turns.plan_of(ScalingPlan, arguments)
     with turns.scratch_folder("scaling") as folder:
-        examine(plan)
+        examine(plan.models, plan.cases())
         starter = contestants.Starter(plan.controller, plan.time_limit_s, fork_server())
-        rates, problems = measure(plan, starter, folder, say)
+        results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
+    rates, problems = results.rates, results.problems
     points = points_of(plan, rates)
     say(table(plan, points))
     write_json(arguments["json"], as_json(plan, rates, points, problems))
     for path in charts.write_plots(draw_plots(plan, rates, points), arguments["output"]):
         say(f"written to {path}")
+    results.raise_if_stopped()
     return EXIT_FAILED if problems else EXIT_OK
 
 
-def examine(plan: ScalingPlan) -> None:
+def examine(models: Iterable[str], cases: Sequence[ScalingCase]) -> None:
     """Raise UsageError for models that cannot be built, and batches too large or too small."""
     problems: list[str] = []
     shape, classes, _ = read_spec(contestants.DATA)
-    for model in plan.models:
+    for model in models:
         try:
             build_model(model, shape, classes, torch.float32)
         except UsageError as error:
             problems += [problem.replace("--model=", "--models=") for problem in error.problems]
-    for case in plan.cases():
+    for case in cases:
         if case.steps < LEAST_STEPS:
             problems.append(f"{case}: too many. Lower --batch-size")
         if case.global_batch_size < case.workers * LEAST_SHARE:
             problems.append(f"{case}: less than {LEAST_SHARE} a worker. Raise --batch-size")
     if problems:
         raise UsageError(*problems)
-
-
-def measure(
-    plan: ScalingPlan, start: Start, folder: Path, report: Callable[[str], None]
-) -> tuple[Rates, list[str]]:
-    """Measure one case after the other; problems are reported at once, and also returned."""
-    rates: Rates = {}
-    problems: list[str] = []
-
-    def note(problem: str) -> None:
-        problems.append(problem)
-        report(problem)
-
-    for number, case in enumerate(plan.cases()):
-        own = folder / str(number)
-        own.mkdir(mode=0o700)
-        rates[case] = measure_case(plan, case, start, own, note)
-        speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates[case].items())
-        report(f"{case}: {', '.join(speeds)} samples/s")
-    return rates, problems
-
-
-def measure_case(
-    plan: ScalingPlan, case: ScalingCase, start: Start, folder: Path, note: Callable[[str], None]
-) -> dict[str, list[float]]:
-    """Measure all rounds of a case; a contestant that fails is left out from then on."""
-    running: dict[str, Turns] = {}
-    rates = {name: [math.nan] * plan.rounds for name in CONTESTANTS}
-
-    @contextmanager
-    def failure_noted(name: str) -> Iterator[None]:
-        try:
-            yield
-        except ChildFailure as failure:
-            note(f"{name}, {case}: {failure}")
-            if name in running:
-                running.pop(name).close()
-
-    try:
-        for name in CONTESTANTS:
-            with failure_noted(name):
-                running[name] = start(case, name, folder / name)
-        for number in range(plan.rounds):
-            for name in turns.in_turn(CONTESTANTS, number):
-                if name in running:
-                    with failure_noted(name):
-                        running[name].take(plan.turn_s)
-        for name in [*running]:
-            with failure_noted(name):
-                rates[name] = running[name].rates()
-    finally:
-        for contestant in running.values():
-            contestant.close()
-    return rates
 
 
 @dataclass(frozen=True)
@@ -181,7 +129,7 @@ class ScalingPoint:
 def points_of(plan: ScalingPlan, rates: Rates) -> list[ScalingPoint]:
     """Return the points by mode, model and workers; a case may belong to both modes."""
     keys = itertools.product(plan.modes, plan.models, plan.workers)
-    return [_point(plan, rates, *key) for key in keys]
+    return [_point(plan, rates, *key) for key in keys if plan.case(*key) in rates]
 
 
 def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> ScalingPoint:
@@ -234,7 +182,7 @@ def _cells(point: ScalingPoint) -> list[str]:
     shares = [point.efficiency[name] for name in CONTESTANTS]
     overs = (point.over_ddp, point.over_limit)
     return [
-        *map(str, astuple(point.case)),
+        *map(str, (point.case.model, point.case.workers, point.case.global_batch_size)),
         *("-" if rate is None else f"{rate:,.0f}" for rate in rates),
         *(f"{over.median:.3f} ({over.middle_half})" if over else "-" for over in overs),
         *("-" if share is None else f"{share:.2f}" for share in shares),

@@ -17,14 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import Stopped, TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended, guarded
 from hvdtrain.launcher.command import (
@@ -34,6 +35,7 @@ from hvdtrain.launcher.command import (
     settings_for,
 )
 from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.log import duration
 from hvdtrain.run.directory import METRICS
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them
@@ -67,12 +69,15 @@ class TurnJob:
 class Turns:
     """A job from start to end, stopped except during its turns."""
 
-    def __init__(self, job: TurnJob, deadline_s: float) -> None:
+    def __init__(
+        self, job: TurnJob, deadline_s: float, place: AbstractContextManager[object] | None = None
+    ) -> None:
         """Start the job, wait for its first logged step, and stop it. Raises ChildFailure.
 
-        `deadline_s`: of the monotonic clock.
+        `deadline_s`: of the monotonic clock. `place`: where it runs, closed after its end.
         """
         self._job, self._deadline_s = job, deadline_s
+        self._place = place or nullcontext()
         self._children: list[Child] = []
         self._processes: list[int] = []
         self._windows: list[tuple[float, float]] = []
@@ -120,6 +125,8 @@ class Turns:
         """End all processes of the job; further calls have no effect."""
         while self._children:
             self._children.pop().end()
+        place, self._place = self._place, nullcontext()
+        place.__exit__(None, None, None)
 
     def _lines(self) -> list[int]:
         return [
@@ -139,6 +146,118 @@ class Turns:
         for pid in self._processes:
             with suppress(ProcessLookupError):  # the next check of the children reports it
                 os.kill(pid, number)
+
+
+def in_turns(
+    starts: Mapping[str, Callable[[], Turns]],
+    rounds: int,
+    turn_s: float,
+    note: Callable[[str, ChildFailure], None],
+) -> dict[str, list[float]]:
+    """Start jobs that are alive at the same time and take turns; return the samples/s by job and
+    round. A failure is noted with the job's name; it is left out from then on; its rounds are NaN.
+    """
+    running: dict[str, Turns] = {}
+    rates = {name: [math.nan] * rounds for name in starts}
+
+    @contextmanager
+    def failure_noted(name: str) -> Iterator[None]:
+        try:
+            yield
+        except ChildFailure as failure:
+            note(name, failure)
+            if name in running:
+                running.pop(name).close()
+
+    try:
+        for name, start in starts.items():
+            with failure_noted(name):
+                running[name] = start()
+        for number in range(rounds):
+            for name in in_turn([*starts], number):
+                if name in running:
+                    with failure_noted(name):
+                        running[name].take(turn_s)
+        for name in [*running]:
+            with failure_noted(name):
+                rates[name] = running[name].rates()
+    finally:
+        for job in running.values():
+            job.close()
+    return rates
+
+
+class Case(Protocol):
+    """What contestants are compared on; its text is shown."""
+
+    def __hash__(self) -> int: ...
+
+
+class Turning(Protocol):
+    """The settings of turns."""
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def turn_s(self) -> float: ...
+
+
+CaseKind = TypeVar("CaseKind", bound=Case)
+Starts = Callable[[CaseKind, Path], Mapping[str, Callable[[], Turns]]]
+
+
+@dataclass
+class Results(Generic[CaseKind]):
+    """What was measured, until a signal ended it."""
+
+    rates: dict[CaseKind, dict[str, list[float]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    stopped: Stopped | None = None
+
+    def raise_if_stopped(self) -> None:
+        """Raise Stopped if a signal has ended the measurement."""
+        if self.stopped:
+            raise self.stopped
+
+
+def measure_cases(
+    cases: Sequence[CaseKind],
+    starts: Starts[CaseKind],
+    turning: Turning,
+    folder: Path,
+    report: Callable[[str], None],
+) -> Results[CaseKind]:
+    """Measure one case after the other, with progress and problems reported at once.
+
+    `starts`: returns, for a case and a new folder, what starts each contestant. A signal (Stopped)
+    keeps the cases that are complete. Rates are samples/s by contestant and round; NaN: failed.
+    """
+    results: Results[CaseKind] = Results()
+
+    def note(case: CaseKind, name: str, failure: ChildFailure) -> None:
+        results.problems.append(f"{name}, {case}: {failure}")
+        report(results.problems[-1])
+
+    began_s = time.monotonic()
+    try:
+        for number, case in enumerate(cases):
+            own = folder / str(number)
+            own.mkdir(mode=0o700)
+            rates = in_turns(starts(case, own), turning.rounds, turning.turn_s, partial(note, case))
+            results.rates[case] = rates
+            speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates.items())
+            done = number + 1
+            left_s = (time.monotonic() - began_s) / done * (len(cases) - done)
+            left = f", about {duration(left_s)} left" if done < len(cases) else ""
+            place = f"{done} of {len(cases)}{left}"
+            report(f"{case}: {', '.join(speeds)} samples/s ({place})")
+    except Stopped as stopped:
+        results.stopped = stopped
+        missing = len(cases) - len(results.rates)
+        results.problems.append(f"{stopped}: {missing} of {len(cases)} cases are not measured")
+        report(results.problems[-1])
+    return results
 
 
 def steps_per_s(steps: Sequence[Logged]) -> float:

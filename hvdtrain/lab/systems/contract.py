@@ -41,6 +41,7 @@ class Spec(SystemOptions):
     system: str
     folder: str  # for the rendezvous file and the results
     token: str  # secret by which the ring's processes authenticate each other
+    log_interval: int = 10  # steps, of systems that log them
 
 
 @dataclass(frozen=True)

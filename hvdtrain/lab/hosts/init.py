@@ -1,9 +1,9 @@
-"""The first process of a test host: it sets up hostname and mounts, and lives until the test ends.
+"""The first process of a host made of namespaces: it sets up its name and mounts, and stays.
 
 Standard library only. `python init.py JSON`, started by `unshare` in its namespaces. The JSON
 holds `name`, `visible` (folders that stay visible in the private /tmp) and `binds` (target:
 source). It prints one line, "ready" or an error. It ends when its standard input ends, and thus
-with the test process, however that ends. All other processes of the host then end too.
+with the process that started it, however that ends. All other processes of the host then end too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 MS_BIND, MS_REC = 0x1000, 0x4000
 OWN = ("/dev/shm", "/run")  # private and empty on each host, besides /tmp; /sys shows its network
@@ -39,7 +40,7 @@ def cover(target: str, kind: str, visible: list[str], options: str = "") -> None
         os.close(handle)
 
 
-def make_own(plan: dict) -> None:
+def make_own(plan: dict[str, Any]) -> None:
     """Set up the hostname and the mounts."""
     socket.sethostname(plan["name"])
     for target in OWN:

@@ -1,8 +1,8 @@
-"""Run a command on a test host: `python enter.py PID COMMAND...`, PID being the host's init.
+"""Run a command on a host made of namespaces: `python enter.py PID COMMAND...`.
 
-Standard library only. The command is a session leader in the host's namespaces. This process stays
-outside. It waits, forwards signals, and ends with the status of the command. If it is killed, the
-command is killed too.
+PID is that of the host's init. Standard library only. The command is a session leader in the host's
+namespaces. This process stays outside. It waits, forwards signals, and ends with the status of the
+command. If it is killed, the command is killed too.
 """
 
 from __future__ import annotations

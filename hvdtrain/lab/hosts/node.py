@@ -14,8 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.parallel.launching import kill_all
-
 HERE = Path(__file__).parent
 TOOL_TIMEOUT_S = 20.0
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
@@ -24,7 +22,7 @@ PYTHON = (sys.executable, "-I", "-S")  # standard library only, so that it start
 
 
 class HostsError(RuntimeError):
-    """A failure of the test hosts themselves, not of the code under test."""
+    """A failure of the hosts themselves, not of what runs on them."""
 
 
 class Node:
@@ -64,7 +62,8 @@ class Node:
     def _wait_until_ready(self) -> None:
         assert self._keeper.stdout
         readable, _, _ = select.select([self._keeper.stdout], [], [], TOOL_TIMEOUT_S)
-        text = self._keeper.stdout.readline().decode() if readable else "no answer"
+        line: bytes = self._keeper.stdout.readline() if readable else b"no answer"
+        text = line.decode()
         if text != "ready\n":
             raise HostsError(f"host {self.name} does not start: {text.strip()}")
 
@@ -120,7 +119,7 @@ class HostProcess(subprocess.Popen[str]):
         deadline = time.monotonic() + TOOL_TIMEOUT_S
         while not self._inner:
             if self.poll() is not None or time.monotonic() > deadline:
-                raise HostsError(f"{self.args} has ended")
+                raise HostsError(f"{self.args!r} has ended")
             with contextlib.suppress(IndexError, psutil.NoSuchProcess):
                 self._inner = psutil.Process(self.pid).children()[0]
                 break
@@ -160,6 +159,13 @@ def run_tool(command: Sequence[str], lines: Sequence[str] = ()) -> str:
     if answer.returncode != 0:
         raise HostsError(f"{' '.join(command)}: {(answer.stderr + answer.stdout).strip()}")
     return answer.stdout
+
+
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes; those that have ended are left out."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def name_of(process: psutil.Process) -> str:

@@ -1,4 +1,4 @@
-"""Keys and configuration of SSH between test hosts; those of the machine are not used."""
+"""Keys and configuration of SSH between such hosts; those of the machine are not used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.hosts.node import run_tool
-from tests.parallel.launching import CHECKOUT
+from hvdtrain.lab.hosts.node import run_tool
 
-# PYTHONPATH: a login on a host finds this checkout, as if it were installed there.
+# PYTHONPATH: a login on a host finds this package, as if it were installed there.
 SSHD_CONFIG = """\
 Port {port}
 ListenAddress 0.0.0.0
@@ -24,7 +23,7 @@ UsePAM no
 UseDNS no
 PrintMotd no
 MaxStartups 100
-SetEnv PYTHONPATH={checkout}
+SetEnv PYTHONPATH={python_path}
 """
 
 
@@ -36,7 +35,7 @@ def make_key(path: Path) -> str:
 
 
 def write_ssh_files(
-    folders: Mapping[str, Path], names: Mapping[str, Sequence[str]], port: int
+    folders: Mapping[str, Path], names: Mapping[str, Sequence[str]], port: int, python_path: Path
 ) -> None:
     """Write `ssh/` (the host's ~/.ssh), `host_key` and `sshd_config` into the folder of each host.
 
@@ -49,7 +48,7 @@ def write_ssh_files(
         key = make_key(folder / "host_key")
         places = [name if port == 22 else f"[{name}]:{port}" for name in names[host]]
         known.append(f"{','.join(places)} {key}\n")
-        text = SSHD_CONFIG.format(port=port, folder=folder, checkout=CHECKOUT)
+        text = SSHD_CONFIG.format(port=port, folder=folder, python_path=python_path)
         (folder / "sshd_config").write_text(text)
     for folder in folders.values():
         own = folder / "ssh"

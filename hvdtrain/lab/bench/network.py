@@ -1,0 +1,291 @@
+"""`hvdtrain bench network`: the time of a step over several hosts with links of a chosen speed.
+
+The hosts are made of namespaces on this machine (`hvdtrain.lab.hosts`), one worker on each. Every
+contestant has hosts of its own, which compute and send in turns, while those of the others are
+stopped. What the network alone would take is computed: a ring sends 2 (N - 1) / N of the bytes of
+the gradients over each link, in each direction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain.data.builtin import read_spec
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.files import write_json
+from hvdtrain.lab.bench import contestants, turns
+from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCase
+from hvdtrain.lab.bench.scaling import (
+    LOG_INTERVALS,
+    OTHER_LOG_INTERVAL,
+    examine,
+    median,
+    ratio_within_rounds,
+)
+from hvdtrain.lab.bench.turns import Ratio, Results, TurnJob, Turns
+from hvdtrain.lab.children import ONE_THREAD, Child
+from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
+from hvdtrain.lab.hosts.node import HostProcess
+from hvdtrain.launcher.command import (
+    HorovodrunOptions,
+    horovodrun_argv,
+    horovodrun_environment,
+    mpi_prefix,
+    settings_for,
+)
+from hvdtrain.log import counted, say
+from hvdtrain.models import build_model
+
+GLOO, MPI = f"{OURS} gloo", f"{OURS} mpi"
+CONTESTANTS = (GLOO, MPI, DDP, LIMIT)
+LOGGED_S = 0.5  # a slow exchange is logged more often than this
+START_TIMEOUT_S = 60
+HEADINGS = (
+    *("model", "N", "Gbit/s", "MB sent"),
+    *(f"{name}, ms" for name in CONTESTANTS),
+    "network alone, ms",
+    *(f"{name} / {DDP} (middle half)" for name in (GLOO, MPI)),
+)
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """A case on hosts with one worker each; all contestants have the same."""
+
+    work: ScalingCase
+    gbit_per_s: float  # of each host's link, in each direction
+
+    def __str__(self) -> str:
+        return f"{self.work}, {self.gbit_per_s:g} Gbit/s"
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """Configuration of `hvdtrain bench network`."""
+
+    models: Mapping[str, int]  # samples per worker, by model
+    workers: tuple[int, ...]
+    gbit_per_s: tuple[float, ...]
+    rounds: int
+    turn_s: float
+    time_limit_s: float  # of each case
+
+    def cases(self) -> list[NetworkCase]:
+        """Return all cases, in the order of running."""
+        found = []
+        for model, workers, speed in itertools.product(self.models, self.workers, self.gbit_per_s):
+            alone_s = seconds_alone(gradient_bytes(model), workers, speed)
+            most = LOG_INTERVALS.get(model, OTHER_LOG_INTERVAL)
+            interval = max(1, min(most, math.floor(LOGGED_S / alone_s))) if alone_s else most
+            work = ScalingCase(model, workers, self.models[model] * workers, interval)
+            found.append(NetworkCase(work, speed))
+        return found
+
+
+def gradient_bytes(model: str) -> int:
+    """Return the size of a model's gradients in float32. Raises UsageError for an unknown model."""
+    shape, classes, _ = read_spec(contestants.DATA)
+    return 4 * sum(it.numel() for it in build_model(model, shape, classes, torch.float32).parameters())
+
+
+def seconds_alone(sent_bytes: int, workers: int, gbit_per_s: float) -> float:
+    """Return how long a ring takes to reduce so many bytes, if nothing but the links limits it."""
+    return 2 * (workers - 1) / workers * sent_bytes * 8 / (gbit_per_s * 1e9)
+
+
+def run(arguments: dict[str, Any]) -> int:
+    """Measure all cases, in turns; return the exit code, 1 where some have failed."""
+    plan = turns.plan_of(NetworkPlan, arguments)
+    if reason := why_not():
+        raise UsageError(f"bench network: {reason}")
+    examine(plan.models, [])
+    examine(plan.models, [case.work for case in plan.cases()])
+    with turns.scratch_folder("network") as folder:
+        starter = Starter(plan.time_limit_s)
+        results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
+    say(table(plan, results))
+    write_json(arguments["json"], as_json(plan, results))
+    results.raise_if_stopped()
+    return EXIT_FAILED if results.problems else EXIT_OK
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A starter of contestants."""
+
+    time_limit_s: float
+
+    def __call__(self, case: NetworkCase, folder: Path) -> dict[str, Callable[[], Turns]]:
+        """Return what starts each contestant of a case, and raises ChildFailure."""
+        return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
+
+    def _start(self, case: NetworkCase, name: str, folder: Path) -> Turns:
+        deadline_s = time.monotonic() + self.time_limit_s
+        folder.mkdir(mode=0o700)
+        with ExitStack() as stack:
+            place = HostNetwork([1] * case.work.workers, folder / "hosts", visible=[folder])
+            hosts = stack.enter_context(place)
+            hosts.shape(case.gbit_per_s * 1e9)
+            if name in (GLOO, MPI):
+                job = self._ours(case.work, name.removeprefix(f"{OURS} "), hosts, folder)
+            else:
+                kind = contestants.PlainDdp if name == DDP else contestants.Independent
+                job = self._peer(case.work, kind, hosts, folder)
+            return Turns(job, deadline_s, stack.pop_all())
+
+    def _ours(
+        self, case: ScalingCase, controller: str, hosts: HostNetwork, folder: Path
+    ) -> TurnJob:
+        """Return the job of `hvdtrain train` on all hosts, with all that it does by default."""
+        names = tuple((host.name, host.slots) for host in hosts.hosts)
+        prefix = mpi_prefix() if controller == "mpi" else None
+        options = HorovodrunOptions(
+            case.workers, controller, names, INTERFACE, START_TIMEOUT_S, mpi_prefix=prefix
+        )
+        argv = horovodrun_argv(options, turns.train_argv(folder, contestants.train_flags(case)))
+        settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
+        variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
+        # A worker that waits for its turn has not failed.
+        variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = f"{math.ceil(self.time_limit_s)}"
+        return TurnJob(
+            folder=folder,
+            start=lambda children: children.append(
+                OnHosts(hosts, range(case.workers), argv, variables, folder / "process-0.log")
+            ),
+            progress=[turns.log_of(folder)],
+            finish=contestants.stop_train,
+            logged=lambda: [turns.logged_steps(folder)],
+            samples=case.global_batch_size,
+        )
+
+    def _peer(
+        self, case: ScalingCase, strategy: type[BareLoop], hosts: HostNetwork, folder: Path
+    ) -> TurnJob:
+        """Return the job of a loop on all hosts, one process on each."""
+        spec = contestants.spec_of(case, strategy, folder, self.time_limit_s)
+        argv = contestants.process_argv(spec)
+        logs = [contestants.step_log(folder, number) for number in range(case.workers)]
+
+        def start(children: list[Child]) -> None:
+            for rank in range(case.workers):
+                place = {"HOROVOD_SIZE": str(case.workers), "HOROVOD_RANK": str(rank)}
+                place |= {"HOROVOD_LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": INTERFACE, **ONE_THREAD}
+                log = folder / f"process-{rank}.log"
+                children.append(OnHosts(hosts, [rank], argv, place, log))
+
+        return TurnJob(
+            folder=folder,
+            start=start,
+            progress=logs,
+            finish=lambda children: None,
+            logged=lambda: [*map(turns.read_steps, logs)],
+            samples=case.global_batch_size / case.workers,
+        )
+
+
+class OnHosts:
+    """A command on the first of some hosts, with all processes that run on them."""
+
+    def __init__(
+        self,
+        network: HostNetwork,
+        hosts: Sequence[int],
+        argv: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        """Start it. Its output goes to `log`."""
+        self._network, self._hosts = network, hosts
+        with log.open("wb") as output:
+            self._process: HostProcess = network.start(
+                argv, hosts[0], variables, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def processes(self) -> list[int]:
+        return [it.pid for host in self._hosts for it in self._network.processes(host)]
+
+    def end(self) -> None:
+        self._network.kill_since()
+        self._process.discard()
+
+
+@dataclass(frozen=True)
+class NetworkPoint:
+    """The results of a case."""
+
+    case: NetworkCase
+    sent_bytes: float  # of each host in a step
+    step_ms: dict[str, float | None]  # medians by contestant; None: all failed
+    alone_ms: float  # the network alone
+    over_ddp: dict[str, Ratio | None]  # speed of ours over theirs, within rounds
+
+
+def points_of(results: Results[NetworkCase]) -> list[NetworkPoint]:
+    """Return the results of each case that was measured."""
+    points = []
+    for case, rates in results.rates.items():
+        work, sent = case.work, gradient_bytes(case.work.model)
+        speeds = {name: median(found) for name, found in rates.items()}
+        points.append(
+            NetworkPoint(
+                case=case,
+                sent_bytes=2 * (work.workers - 1) / work.workers * sent,
+                step_ms={
+                    name: 1000 * work.global_batch_size / speed if speed else None
+                    for name, speed in speeds.items()
+                },
+                alone_ms=1000 * seconds_alone(sent, work.workers, case.gbit_per_s),
+                over_ddp={
+                    name: ratio_within_rounds(rates[name], rates[DDP]) for name in (GLOO, MPI)
+                },
+            )
+        )
+    return points
+
+
+def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
+    """Return the table of all cases."""
+    rows = []
+    for point in points_of(results):
+        case, times = point.case, [point.step_ms[name] for name in CONTESTANTS]
+        rows.append(
+            [
+                *(case.work.model, str(case.work.workers), f"{case.gbit_per_s:g}"),
+                f"{point.sent_bytes / 1e6:.1f}",
+                *("-" if ms is None else f"{ms:.0f}" for ms in times),
+                f"{point.alone_ms:.0f}",
+                *(
+                    f"{over.median:.3f} ({over.middle_half})" if over else "-"
+                    for over in point.over_ddp.values()
+                ),
+            ]
+        )
+    rounds = counted(plan.rounds, "round")
+    lines = [
+        f"network: ms a step in the median of {rounds} of turns, one worker with one compute "
+        f"thread on each of N hosts; MB sent: by each host in a step; {LIMIT}: the same processes "
+        f"without exchange; ratios: speed over {DDP}'s"
+    ]
+    return "\n".join([*lines, *turns.columns([HEADINGS, *rows])])
+
+
+def as_json(plan: NetworkPlan, results: Results[NetworkCase]) -> dict[str, Any]:
+    """Return all results for `write_json`, with NaN for a failed round."""
+    runs = [asdict(case) | {"samples_per_s": found} for case, found in results.rates.items()]
+    points = [asdict(point) for point in points_of(results)]
+    return {**asdict(plan), "runs": runs, "points": points, "problems": results.problems}

@@ -1,0 +1,7 @@
+"""Hosts on this machine, made of Linux namespaces: for measurements and tests over a network.
+
+network         several hosts on a switch, with links of a chosen speed
+node            one host: its namespaces, and processes inside
+init, enter     the programs that hold a host, and that move a command into it
+ssh_files       keys and configuration, so that the hosts reach one another by SSH
+"""
