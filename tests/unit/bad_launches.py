@@ -256,7 +256,7 @@ CASES = [
     train(
         "weights-words",
         "--rank-weights=a,b",
-        "--rank-weights=a,b: must be comma-separated",
+        "--rank-weights=a,b: must be auto, or comma-separated",
     ),
     launch(
         "weights-min-np",

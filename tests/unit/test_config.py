@@ -20,7 +20,9 @@ from tests.unit.test_options import TEXT, parse, problems
 )
 def test_rank_weights_that_make_no_sense_are_refused(text: str) -> None:
     """Fails when a list that cannot be weights gets further than the flags."""
-    assert f"--rank-weights={text}: must be comma-separated" in problems(f"--rank-weights={text}")
+    assert f"--rank-weights={text}: must be auto, or comma-separated" in problems(
+        f"--rank-weights={text}"
+    )
 
 
 def test_there_is_a_weight_for_each_worker() -> None:

@@ -182,20 +182,26 @@ def test_a_step_that_is_not_done_is_an_error(body: Callable[[Step, Any], None]) 
     assert summary()["status"] == "failed"
 
 
-@pytest.mark.parametrize(("last", "eval_every"), [(7, 0), (6, 0), (7, 7)])
+@pytest.mark.parametrize(
+    ("last", "eval_every", "evaluations"), [(7, 0, 2), (6, 0, 2), (7, 6, 3), (7, 7, 2), (-7, 7, 3)]
+)
 def test_break_ends_the_run_for_good(
-    last: int, eval_every: int, capsys: pytest.CaptureFixture[str]
+    last: int, eval_every: int, evaluations: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if the step that was left is lost or counted twice, or the run is not evaluated, or
-    twice; also after the first step of an epoch, and after an evaluation within one.
+    twice; also after the first step of an epoch, and after an evaluation within one. Below 0: the
+    step after it is left before its batches.
     """
     model, loop = make(valid=SAMPLES, evaluate=evaluate, eval_every=eval_every)
     with loop:
         for step in loop:
+            if step.number == 1 - last:
+                break
             passes(step, model)
             step.update()
             if step.number == last:
                 break
+    last = abs(last)
     weight = model.weight.detach().clone()
     assert loop.evaluation is not None
     assert (summary()["status"], summary()["steps"], summary()["epochs"]) == ("finished", last, 2)
@@ -207,7 +213,7 @@ def test_break_ends_the_run_for_good(
     assert torch.equal(again.weight, weight)
     printed = capsys.readouterr().out
     assert f"finished: 2 epochs, {last} steps" in printed
-    assert printed.count("valid loss") == 2 + bool(eval_every)
+    assert printed.count("valid loss") == evaluations
     assert printed.count("epoch 2 ended") == 1
 
 
