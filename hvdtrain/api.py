@@ -18,8 +18,9 @@ import os
 
 import torch
 
+from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, join, joined
+from hvdtrain.exchange import Exchange, Reduction, join, joined
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import report_uncaught
@@ -47,17 +48,21 @@ def _connect() -> Exchange:
 
 
 def distribute(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_accum_steps: int = 1
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    grad_accum_steps: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> torch.optim.Optimizer:
     """Collective: broadcast rank 0's parameters, buffers and optimizer state to every rank.
 
     Returns the same optimizer, whose `step` now averages gradients over ranks first. Its state,
     parameter groups and hooks, and schedulers built on it, remain valid. `grad_accum_steps`: number
-    of backward passes before each step. Sparse gradients become dense. Raises UsageError before
-    `init` or for an unsupported optimizer, and TrainingError, naming the ranks, if parameters
-    differ afterwards.
+    of backward passes before each step. `bucket_bytes`: gradients below this size are reduced
+    together. Sparse gradients become dense. Raises UsageError before `init` or for an unsupported
+    optimizer, and TrainingError, naming the ranks, if parameters differ afterwards.
     """
-    return _workers("distribute").distribute(optimizer, model, grad_accum_steps)
+    reduction = Reduction(bucket_bytes=bucket_bytes)
+    return _workers("distribute").distribute(optimizer, model, grad_accum_steps, reduction)
 
 
 def clip_grad_norm_(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from hvdtrain.audit.capture import Block, LocalGradients, Parts, Piece, flattened, make_blocks
+from hvdtrain.audit.capture import (
+    Block,
+    Groups,
+    LocalGradients,
+    Parts,
+    Piece,
+    flattened,
+    make_blocks,
+)
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.mismatch import (
     NO_ERROR,
@@ -22,6 +31,7 @@ from hvdtrain.audit.mismatch import (
     trusted_ranks,
 )
 from hvdtrain.errors import AuditMismatch, UsageError
+from hvdtrain.exchange.buckets import Message
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.ring import Transport
 
@@ -58,12 +68,14 @@ class Auditor:
         parts: int = 1,
         seed: int = 0,
         evidence: Path | None = None,
+        messages: Sequence[Message] | None = None,
     ) -> None:
         """Prepare the audit; raises UsageError for a parameter of a type without a known bound.
 
         `on_record` is called on every rank with each result, before a mismatch is raised. `check`:
         by default the rounding bound. `parts`: one audit covers one of so many parts of the
         gradients, drawn by `seed`. `evidence`: the folder for the gradients of a mismatch, if any.
+        `messages`: the parameters that are reduced together, for an exact check; by default none.
         """
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
@@ -78,10 +90,16 @@ class Auditor:
         self._on_record = on_record
         self._check = check or BoundCheck(transport)
         lengths = [parameter.numel() for parameter in self._parameters]
-        self._parts = Parts(lengths, parts, seed, self._check.uncut)
+        whole: Groups | None = None
+        if self._check.whole:
+            places = {name: place for place, (name, _) in enumerate(self._named)}
+            whole = [[place] for place in places.values()]
+            if messages is not None:
+                whole = [[places[name] for name in message] for message in messages]
+        self._parts = Parts(lengths, parts, seed, whole)
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
-        self._due: list[Piece] = []  # of this step
+        self._due: list[list[Piece]] = []  # of this step, in groups
         self._pieces: list[Piece] = []  # those of the optimizer
         self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
@@ -92,7 +110,7 @@ class Auditor:
             return
         self._changed = None
         self._due = self._parts.of_audit(step // self._every - 1)
-        self._local.begin(self._due)
+        self._local.begin(list(chain.from_iterable(self._due)))
 
     def begin_pass(self, share: int, batch: Any = None) -> None:
         """Copy the gradients of each share on its own; has no effect unless the step is audited."""
@@ -107,11 +125,12 @@ class Auditor:
         """
         if step % self._every:
             return
-        self._pieces = self._due
+        groups = self._due
         if optimizer is not None:
             owned = set(map(id, parameters_of(optimizer)))
-            self._pieces = [it for it in self._due if id(self._parameters[it.parameter]) in owned]
-        self._blocks = make_blocks(self._pieces, self._parameters, self._check.uncut)
+            groups = [it for it in groups if id(self._parameters[it[0].parameter]) in owned]
+        self._pieces = list(chain.from_iterable(groups))
+        self._blocks = make_blocks(groups, self._parameters, self._check.whole)
         own, digests = NO_ERROR, []
         for block in self._blocks:
             local, reduced = self._values(block)

@@ -14,6 +14,8 @@ import torch
 BLOCK_ELEMENTS = 1 << 16
 PIECES_PER_PART = 4  # at least, if there are enough elements
 
+Groups = Sequence[Sequence[int]]  # of parameters, by number
+
 
 class Piece(NamedTuple):
     """Adjacent elements of one parameter, counted in its flattened form."""
@@ -33,29 +35,36 @@ class Parts:
     It is the same on every rank: it depends only on the lengths, the seed and the audit's number.
     """
 
-    def __init__(self, lengths: Sequence[int], parts: int, seed: int, uncut: bool) -> None:
+    def __init__(
+        self, lengths: Sequence[int], parts: int, seed: int, whole: Groups | None = None
+    ) -> None:
         """Cut the parameters into pieces that cover every element once.
 
-        `lengths`: number of elements of each parameter. `uncut`: never cut a parameter.
+        `lengths`: number of elements of each parameter. `whole`: groups of parameters that are
+        neither cut nor parted; None: every parameter may be cut.
         """
         self._parts = parts
         self._seed = seed
+        if whole is not None:
+            groups = [[Piece(it, 0, lengths[it]) for it in own if lengths[it]] for own in whole]
+            self._groups = [group for group in groups if group]
+            return
         wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else BLOCK_ELEMENTS
-        longest = max(1, max(lengths, default=1) if uncut else min(wanted, BLOCK_ELEMENTS))
-        self._pieces = [
-            Piece(parameter, start, min(start + longest, length))
+        longest = max(1, min(wanted, BLOCK_ELEMENTS))
+        self._groups = [
+            [Piece(parameter, start, min(start + longest, length))]
             for parameter, length in enumerate(lengths)
             for start in range(0, length, longest)
         ]
 
-    def of_audit(self, number: int) -> list[Piece]:
-        """Return the pieces of one audit (counted from 0), in the order of the parameters."""
+    def of_audit(self, number: int) -> list[list[Piece]]:
+        """Return the pieces of one audit (counted from 0), in groups that are whole."""
         if self._parts == 1:
-            return self._pieces
+            return self._groups
         cycle, part = divmod(number, self._parts)
         generator = np.random.Generator(np.random.PCG64([self._seed, cycle]))
-        dealt = generator.permutation(len(self._pieces))[part :: self._parts]
-        return [self._pieces[place] for place in np.sort(dealt)]
+        dealt = generator.permutation(len(self._groups))[part :: self._parts]
+        return [self._groups[place] for place in np.sort(dealt)]
 
 
 class LocalGradients:
@@ -69,7 +78,7 @@ class LocalGradients:
         self._hooks: list[Any] = []
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Copy these pieces, in the order of the parameters, from now on until `end`.
+        """Copy these pieces, those of a parameter side by side, from now on until `end`.
 
         With accumulation over several backward passes the last copy holds the accumulated gradient.
         Horovod's hook is on the node that accumulates the gradient, and so runs after this one.
@@ -175,20 +184,20 @@ class Block:
 
 
 def make_blocks(
-    pieces: Iterable[Piece], parameters: Sequence[torch.nn.Parameter], uncut: bool
+    groups: Iterable[Sequence[Piece]], parameters: Sequence[torch.nn.Parameter], whole: bool
 ) -> list[Block]:
-    """Group adjacent pieces of one dtype into blocks; with `uncut`, each piece is a block."""
-    groups: list[tuple[torch.dtype, list[Piece]]] = []
+    """Join adjacent groups of pieces of one dtype to blocks; with `whole`, each group is one."""
+    blocks: list[tuple[torch.dtype, list[Piece]]] = []
     room = 0
-    for piece in pieces:
-        dtype = parameters[piece.parameter].dtype
-        if groups and groups[-1][0] == dtype and piece.length <= room:
-            groups[-1][1].append(piece)
+    for group in groups:
+        dtype, length = parameters[group[0].parameter].dtype, sum(it.length for it in group)
+        if blocks and blocks[-1][0] == dtype and length <= room:
+            blocks[-1][1].extend(group)
         else:
-            groups.append((dtype, [piece]))
-            room = 0 if uncut else BLOCK_ELEMENTS
-        room -= piece.length
-    return [Block(number, dtype, tuple(own)) for number, (dtype, own) in enumerate(groups)]
+            blocks.append((dtype, list(group)))
+            room = 0 if whole else BLOCK_ELEMENTS
+        room -= length
+    return [Block(number, dtype, tuple(own)) for number, (dtype, own) in enumerate(blocks)]
 
 
 def flattened(gradient: torch.Tensor) -> torch.Tensor:

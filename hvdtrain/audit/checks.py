@@ -34,7 +34,7 @@ class BoundCheck:
     hold the same reduced gradients.
     """
 
-    uncut = False  # parameters may be compared in pieces
+    whole = False  # parameters may be compared in pieces
 
     def __init__(self, transport: Transport, reduction: Reduction = AVERAGE) -> None:
         self._transport = transport
@@ -107,7 +107,7 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
 class ExactCheck:
     """The check for equal bits: sums are formed again in the exchange's own order of addition."""
 
-    uncut = True  # the order of addition depends on where a tensor begins and ends
+    whole = True  # the order of addition depends on where a message begins and ends
 
     def __init__(
         self, transport: Transport, order: KnownOrder, reduction: Reduction = AVERAGE
@@ -122,7 +122,7 @@ class ExactCheck:
     ) -> WorstError:
         """Collective: return the largest error among this rank's elements that differ in any bit.
 
-        `local`, `reduced`: all elements of one parameter, in its dtype.
+        `local`, `reduced`: all elements of one message, in its dtype.
         """
         own = _only(local, reduced)
         terms = own.to(torch.float16) if self._compressed else own
@@ -133,7 +133,7 @@ class ExactCheck:
 class CanonicalCheck:
     """The check of canonical sums: the reference has the same bits in any order of addition."""
 
-    uncut = True  # blocks with a common exponent begin at the first element of a parameter
+    whole = True  # blocks with a common exponent begin at the first element of a parameter
 
     def __init__(self, transport: Transport, shares: int) -> None:
         """`shares`: number of shares over all ranks."""

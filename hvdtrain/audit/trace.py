@@ -38,6 +38,7 @@ class Setting:
     since: int = 0  # the step from which a run with these ranks was started or resumed
     order: str | None = None  # name of the order in which ranks are added, if it is known
     weights: Sequence[float] = ()  # of the ranks
+    bucket_bytes: int = 0  # gradients below this size were reduced together
 
 
 @dataclass(frozen=True)

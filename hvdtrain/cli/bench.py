@@ -262,8 +262,10 @@ def _read_network(
     arguments: dict[str, Any], workers: tuple[int, ...], problems: list[str]
 ) -> dict[str, Any]:
     """Return `gbit_per_s`; check that there are as many hosts as workers."""
-    if workers and not (2 <= min(workers) and max(workers) <= MOST_HOSTS):
-        problems.append(f"--workers={arguments['workers']}: expected numbers from 2 to {MOST_HOSTS}")
+    if any(not 2 <= it <= MOST_HOSTS for it in workers or ()):
+        problems.append(
+            f"--workers={arguments['workers']}: expected numbers from 2 to {MOST_HOSTS}"
+        )
     text = arguments["gbit_per_s"]
     try:
         speeds = tuple(map(float, text.split(",")))

@@ -23,6 +23,7 @@ from hvdtrain.errors import UsageError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
+DEFAULT_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,11 @@ class PrecisionConfig(FlagGroup):
         "none", "autocast to this type, with loss scaling for fp16", ("none", "bf16", "fp16")
     )
     compression: str = flag("none", "exchange gradients in this type", ("none", "fp16"))
+    bucket_bytes: int = free_flag(
+        DEFAULT_BUCKET_BYTES,
+        "exchange gradients below this size together, up to this size (0: each alone)",
+        NOT_NEGATIVE,
+    )
     sync_bn: bool = flag(False, "normalise batches over the samples of all workers")
     deterministic: bool = flag(
         False, "use only algorithms and an exchange that repeat bit for bit, else fail"

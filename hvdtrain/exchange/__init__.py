@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import (
     EXIT_FAILED,
     AgreedFailure,
@@ -38,6 +39,7 @@ class Reduction:
 
     op: str = "average"  # or sum
     compression: str = "none"  # or fp16: the type in which they are sent
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES  # smaller gradients are reduced together
 
     def weight(self, ranks: int) -> int:
         """Return the factor for each rank's gradient so that the reduction is the sum."""

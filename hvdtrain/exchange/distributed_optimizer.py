@@ -8,12 +8,15 @@ with its state, hooks and schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
+
+if TYPE_CHECKING:
+    from hvdtrain.exchange.buckets import Bucket
 
 Optimizer = torch.optim.Optimizer
 
@@ -24,15 +27,19 @@ def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def reduce_before_step(
-    optimizer: Optimizer, carrier: Any, reduce: Callable[[Optimizer], None]
+    optimizer: Optimizer,
+    carrier: Any,
+    buckets: Sequence[Bucket],
+    reduce: Callable[[Optimizer], None],
 ) -> None:
     """Make `optimizer.step()` call `reduce` first, unless that was done since the backward pass.
 
-    `carrier`: Horovod's DistributedOptimizer over the same parameters, whose `step` is never
-    called. It is stored as `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are
-    set as on Horovod's optimizers.
+    `carrier`: Horovod's DistributedOptimizer over the same parameters, but with the flat tensors of
+    `buckets` in place of their parameters. Its `step` is never called. It is stored as
+    `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are set as on Horovod's
+    optimizers.
     """
-    flight = Flight(carrier)
+    carrier.flight = flight = Flight(carrier, buckets)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(it is not None for it in (*args[1:], options.get("closure"))):
@@ -112,18 +119,25 @@ def is_reduced(carrier: Any) -> bool:
         carrier._synchronized
         and not carrier._handles
         # If there is none, `model.zero_grad()` has dropped the reduced ones.
-        and any(parameter.grad is not None for parameter in carrier._requires_update)
+        and any(parameter.grad is not None for parameter in carrier.flight.parameters)
     )
 
 
 class Flight:
     """The gradients that Horovod is reducing, which no other code may change meanwhile."""
 
-    def __init__(self, carrier: Any) -> None:
+    def __init__(self, carrier: Any, buckets: Sequence[Bucket] = ()) -> None:
         self._carrier = carrier
+        self._buckets = {bucket.flat: bucket for bucket in buckets}
+        self._names: dict[torch.Tensor, str] = dict(carrier._parameter_names)
+        for bucket in buckets:
+            self._names |= {parameter: name for name, parameter in bucket.message.items()}
+        self.parameters = [it for own in carrier._requires_update for it in self._members(own)]
         self._begun: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._submit = carrier._allreduce_grad_async
         carrier._allreduce_grad_async = self._submit_and_note
+        followed = [(it, bucket) for bucket in buckets for it in bucket.message.values()]
+        self._nodes = [self._follow(*each) for each in followed]
 
     def synchronize(self) -> None:
         """Collective: wait until every gradient is reduced.
@@ -132,7 +146,7 @@ class Flight:
         it by a torch operation. (Writes through `.data` cannot be detected.)
         """
         changed = [
-            self._carrier._parameter_names[parameter]
+            self._names[parameter]
             for parameter, (gradient, version) in self._begun.items()
             if parameter.grad is not gradient or gradient._version != version
         ]
@@ -147,18 +161,43 @@ class Flight:
             )
         self._carrier.synchronize()
         self._begun.clear()  # of the reductions that synchronize() itself has begun and ended
-        for parameter in self._carrier._requires_update:
+        for bucket in self._buckets.values():
+            bucket.empty()
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.data = laid_out_as(parameter.grad.data, parameter)
 
-    def _submit_and_note(self, parameter: torch.Tensor) -> Any:
-        gradient = parameter.grad
+    def _submit_and_note(self, message: torch.Tensor) -> Any:
+        if message in self._buckets:
+            self._buckets[message].fill()
+        gradient = message.grad
         if gradient is not None and not gradient.is_contiguous():  # which Horovod refuses
             gradient.data = gradient.data.contiguous()
-        handle = self._submit(parameter)
-        assert parameter.grad is not None
-        self._begun[parameter] = parameter.grad, parameter.grad._version
+        handle = self._submit(message)
+        for parameter in self._members(message):
+            assert parameter.grad is not None
+            self._begun[parameter] = parameter.grad, parameter.grad._version
         return handle
+
+    def _members(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters whose gradients a tensor of the carrier is reduced for."""
+        bucket = self._buckets.get(message)
+        return list(bucket.message.values()) if bucket else [message]
+
+    def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket) -> Any:
+        """Submit the bucket once the last of its gradients is made; return the node of the hook.
+
+        Horovod's hooks are on the same kind of nodes, so that all other hooks run before them.
+        """
+
+        def gradient_is_made(*_: Any) -> None:
+            is_last = bucket.made(parameter)
+            handle = self._submit_and_note(bucket.flat) if is_last else (None, None)
+            self._carrier._handles[bucket.flat] = handle
+
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node.register_hook(gradient_is_made)
+        return node
 
 
 class Trainable:

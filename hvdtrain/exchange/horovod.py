@@ -34,6 +34,7 @@ from hvdtrain.exchange import (
     copied_to_cpu,
     make_gradients_dense,
 )
+from hvdtrain.exchange.buckets import Bucket, messages_of
 from hvdtrain.exchange.connect import interface_address, own_address
 from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
@@ -115,14 +116,20 @@ class HorovodExchange:
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
+        messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
+        buckets = [Bucket(it, grad_accum_steps) for it in messages if len(it) > 1]
+        bucketed = {it for bucket in buckets for it in bucket.message.values()}
+        named = {f"bucket.{next(iter(it.message))}": it.flat for it in buckets}
+        named |= {name: it for name, it in model.named_parameters() if it not in bucketed}
+        alone = [it for it in parameters_of(optimizer) if it not in bucketed]
         carrier = hvd.DistributedOptimizer(
-            torch.optim.SGD(parameters_of(optimizer)),
-            named_parameters=model.named_parameters(),
+            torch.optim.SGD([*alone, *(it.flat for it in buckets)]),
+            named_parameters=named.items(),
             compression=COMPRESSIONS[reduction.compression],
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
-        reduce_before_step(optimizer, carrier, self.reduce_gradients)
+        reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients)
         self.broadcast_state(model, optimizer)
         carrier.watched = Trainable(model, optimizer)
         return optimizer

@@ -65,8 +65,13 @@ def _make_tracer(
     repeats = is_virtual or order is not None
     setting = Setting(job.total_steps, torch.get_num_threads())
     if not is_virtual:
-        name, weights = order.name if order else None, config.batch.weights(exchange.size)
-        setting = replace(setting, since=since, order=name, weights=weights)
+        setting = replace(
+            setting,
+            since=since,
+            order=order.name if order else None,
+            weights=config.batch.weights(exchange.size),
+            bucket_bytes=job.reduction.bucket_bytes,
+        )
     saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
 
     def is_due(step: int) -> bool:
@@ -121,6 +126,7 @@ def _make_auditor(
         settings.audit_parts,
         config.run.seed,
         evidence=config.folder / "audit",
+        messages=job.messages(job.reduction.bucket_bytes) if order else None,
     )
 
 

@@ -14,7 +14,7 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.exchange import Exchange, Reduction
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
@@ -81,7 +81,11 @@ def prepare(
             checkpoint=config.run.checkpoint_interval,
             hash=config.check.hash_every,
         ),
-        reduction=SUM if compression == "none" else Reduction("average", compression),
+        reduction=Reduction(
+            "sum" if compression == "none" else "average",
+            compression,
+            config.precision.bucket_bytes,
+        ),
         fingerprints=source.fingerprints,
         seed=config.run.seed,
         further_state=script.further_state if script else (),

@@ -256,7 +256,8 @@ class Replayer:
         """Let the job compute the shares of all ranks of the run."""
         count, job = self._stretch.ranks, self.job
         shares = VirtualShares(Shares(count, self._stretch.setting.weights), [count])
-        ranks = SimulatedRanks(job.model, count, self._stretch.order, job.device, seed)
+        messages, order = job.messages(self._stretch.setting.bucket_bytes), self._stretch.order
+        ranks = SimulatedRanks(job.model, count, order, job.device, seed, messages)
         self._simulated = ranks
         self.job = replace(job, feed=replace(job.feed, shares=shares), workers=ranks)
 

@@ -221,7 +221,7 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     own = {name: value for name, value in values.items() if name != "previous"}
     record = TraceRecord(**own | {"setting": Setting(**own["setting"])})
     setting = record.setting
-    whole = (record.step, setting.total_steps, setting.threads, setting.since)
+    whole = (record.step, setting.total_steps, setting.threads, setting.since, setting.bucket_bytes)
     if not all(type(it) is int and it >= 0 for it in whole) or setting.threads < 1:
         raise ValueError(f"step and setting: {whole}")
     if not after < record.step <= setting.total_steps:

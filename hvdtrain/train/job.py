@@ -13,6 +13,7 @@ from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Splits
 from hvdtrain.exchange import SUM, Exchange, Reduction, make_gradients_dense
+from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.tasks import Task
 from hvdtrain.train.base import Base
 from hvdtrain.train.schedules import Schedule
@@ -76,6 +77,11 @@ class Job:
         samples = shares.sizes(batch)[exchange.rank]
         worker = RankWorker(model, self.optimizers, exchange, self.device, samples)
         return replace(self, workers=worker, base=self._base())
+
+    def messages(self, bucket_bytes: int) -> list[Message]:
+        """Return the parameters whose gradients are reduced together, of all optimizers."""
+        each = [messages_of(self.model, optimizer, bucket_bytes) for optimizer in self.optimizers]
+        return [message for messages in each for message in messages]
 
     def _base(self) -> Base | None:
         """Return the base of the model, once it has rank 0's values."""

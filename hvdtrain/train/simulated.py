@@ -7,13 +7,14 @@ if that is known; otherwise in float64, with a bound of what the order can chang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
+from hvdtrain.exchange.buckets import Message
 from hvdtrain.exchange.distributed_optimizer import laid_out_as
 from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
 from hvdtrain.ring.operations import Array
@@ -39,9 +40,13 @@ class SimulatedRanks:
         order: KnownOrder | None,
         device: torch.device,
         seed: int,
+        messages: Sequence[Message],
     ) -> None:
-        """Begin as the ranks did. `order`: of their sums; None: it is unknown."""
+        """Begin as the ranks did. `order`: of their sums; None: it is unknown. `messages`: the
+        parameters whose gradients they reduced together.
+        """
         self._model, self._order, self._device = model, order, device
+        self._messages = [list(message.values()) for message in messages]
         self._parameters = [it for it in model.parameters() if it.requires_grad]
         self._states: list[WorkerState] = []
         for rank in range(size):
@@ -76,18 +81,19 @@ class SimulatedRanks:
         """Add the gradients of all ranks; a missing one counts as zeros, as in Horovod."""
         self._take()
         each = [
-            [
-                (torch.zeros_like(own) if it is None else it).cpu().numpy()
+            {
+                own: (torch.zeros_like(own) if it is None else it).cpu().numpy()
                 for own, it in zip(self._parameters, gradients, strict=True)
-            ]
+            }
             for gradients in self._gradients
         ]
         if self._order:
-            sums = _sums_in_order(each, self._order)
+            sums = self._sums_in_order(each, self._order)
         else:
-            self.bounds = [_bound(terms) for terms in zip(*each, strict=True)]
-            sums = [_precise_sum(terms) for terms in zip(*each, strict=True)]
-        for parameter, total in zip(self._parameters, sums, strict=True):
+            terms = {it: [own[it] for own in each] for it in self._parameters}
+            self.bounds = [_bound(it) for it in terms.values()]
+            sums = {parameter: _precise_sum(it) for parameter, it in terms.items()}
+        for parameter, total in sums.items():
             parameter.grad = laid_out_as(torch.from_numpy(total).to(self._device), parameter)
 
     def states(self) -> list[WorkerState]:
@@ -109,6 +115,26 @@ class SimulatedRanks:
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         return nullcontext(model)  # nothing is evaluated or saved here
 
+    def _sums_in_order(
+        self, each: Sequence[Mapping[torch.Tensor, Array]], order: KnownOrder
+    ) -> dict[torch.Tensor, Array]:
+        """Return the sum over ranks of each gradient; `each`: the gradients by rank."""
+
+        def add(transport: Transport) -> list[Array]:
+            own = each[transport.rank]
+            joined = [np.concatenate([own[it].ravel() for it in part]) for part in self._messages]
+            return [reproduce(message, transport, order, "sum") for message in joined]
+
+        transports = in_process_ring(len(each))
+        with ThreadPoolExecutor(len(each)) as pool:
+            totals, *_ = pool.map(add, transports)  # the same on every rank
+        sums = {}
+        for parameters, total in zip(self._messages, totals, strict=True):
+            ends = np.cumsum([it.numel() for it in parameters])[:-1]
+            for it, part in zip(parameters, np.split(total, ends), strict=True):
+                sums[it] = part.reshape(it.shape)
+        return sums
+
     def _take(self) -> None:
         """Keep the gradients of the current rank, and leave none to the next one."""
         if self._current is not None:
@@ -128,19 +154,6 @@ class SimulatedRanks:
         if self._active is not None:
             own = {"buffers": buffers_of(self._model), "rng": rng_state(self._device)}
             self._states[self._active] = own
-
-
-def _sums_in_order(each: Sequence[Sequence[Array]], order: KnownOrder) -> list[Array]:
-    """Return the sums over ranks of each gradient; `each`: the gradients by rank."""
-
-    def add(transport: Transport) -> list[Array]:
-        own = each[transport.rank]
-        return [reproduce(gradient, transport, order, "sum") for gradient in own]
-
-    transports = in_process_ring(len(each))
-    with ThreadPoolExecutor(len(each)) as pool:
-        sums, *_ = pool.map(add, transports)  # the same on every rank
-    return sums
 
 
 def _precise_sum(terms: Sequence[Array]) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,13 @@ def audited_steps(
     empty_rank: int | None = None,
     exact: bool = False,
     reduction: Reduction = AVERAGE,
+    buckets: Sequence[Sequence[str]] = (),
     **options: Any,
 ) -> list[tuple[list[AuditRecord], str]]:
-    """Each rank's records and the text of its mismatch, after steps of backward and averaging."""
+    """Each rank's records and the text of its mismatch, after steps of backward and averaging.
+
+    `buckets`: names of parameters that are reduced together; all others alone.
+    """
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
     barrier = threading.Barrier(size, timeout=30)
 
@@ -77,7 +81,9 @@ def audited_steps(
             }
             barrier.wait()
             reduced = {
-                name: reduce([own[name] for own in gradients], reduction) for name in gradients[0]
+                name: value
+                for names in in_buckets(gradients[0], buckets)
+                for name, value in reduce_together(names, gradients, reduction).items()
             }
             barrier.wait()
             if step == steps:
@@ -91,6 +97,21 @@ def audited_steps(
         return records, ""
 
     return run_in_process(size, work)
+
+
+def in_buckets(names: Iterable[str], buckets: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    bucketed = [name for bucket in buckets for name in bucket]
+    return [*buckets, *([name] for name in names if name not in bucketed)]
+
+
+def reduce_together(
+    names: Sequence[str], gradients: list[dict[str, torch.Tensor]], reduction: Reduction
+) -> dict[str, torch.Tensor]:
+    """Reduce these gradients of all ranks as one tensor."""
+    joined = [torch.cat([own[name].reshape(-1) for name in names]) for own in gradients]
+    shapes = [gradients[0][name].shape for name in names]
+    parts = reduce(joined, reduction).split([shape.numel() for shape in shapes])
+    return {name: it.reshape(s) for name, it, s in zip(names, parts, shapes, strict=True)}
 
 
 def reduce(terms: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
@@ -293,6 +314,21 @@ def test_exact_audits_let_the_known_order_pass(size: int, reduction: Reduction, 
     for records, text in outcomes:
         assert text == ""
         assert [record.worst_error_over_bound for record in records] == [0.0] * 4
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_exact_audits_know_what_is_reduced_together(told: bool, parts: int) -> None:
+    """Fails if the order of addition within a bucket is not that of one tensor, or if the test
+    cannot tell: without knowledge of the bucket bits must differ.
+    """
+    buckets = [["weight", "scale"], ["bias", "unused"]]
+    messages = [dict.fromkeys(names) for names in buckets] if told else None
+    outcomes = audited_steps(
+        3, nothing, steps=4, exact=True, buckets=buckets, messages=messages, parts=parts
+    )
+    for _, text in outcomes:
+        assert told == (text == ""), text
 
 
 @pytest.mark.parametrize("exact", [False, True])

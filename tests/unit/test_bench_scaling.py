@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.cli import make_parser
 from hvdtrain.cli.bench import check_flags
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import Stopped, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.lab.bench.contestants import (
     CONTESTANTS,
@@ -24,20 +27,26 @@ from hvdtrain.lab.bench.contestants import (
     Independent,
     PlainDdp,
     ScalingCase,
-    Starter,
     is_train,
+    spec_of,
 )
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
     as_json,
     draw_plots,
     examine,
-    measure,
     points_of,
     ratio_within_rounds,
     table,
 )
-from hvdtrain.lab.bench.turns import in_turn, logged_steps, on_workers, train_argv
+from hvdtrain.lab.bench.turns import (
+    Results,
+    in_turn,
+    logged_steps,
+    measure_cases,
+    on_workers,
+    train_argv,
+)
 from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.children import ChildFailure
 from hvdtrain.lab.systems import find_strategy
@@ -54,6 +63,16 @@ def plan(**changes: object) -> ScalingPlan:
     values = {"models": {"lenet": 8, "mlp": 4}, "workers": (1, 2), "modes": ("weak", "strong")}
     values |= {"rounds": 2, "turn_s": 0.1, "controller": "gloo", "time_limit_s": 60.0}
     return ScalingPlan(**values | changes)  # type: ignore[arg-type]
+
+
+def test_flags_of_the_network() -> None:
+    """Fails if a speed or a number of hosts that cannot be made is taken, or is lost."""
+    found = read("network", "--models=mlp", "--workers=2,4", "--gbit=0.1,10")
+    assert (found["workers"], found["gbit_per_s"]) == ((2, 4), (0.1, 10.0))
+    for flag in ("--workers=1,2", "--workers=2,9", "--gbit=0", "--gbit=fast", "--gbit=1,,2"):
+        with pytest.raises(UsageError) as caught:
+            read("network", flag)
+        assert flag in str(caught.value)
 
 
 def test_each_model_has_its_usual_batch() -> None:
@@ -128,7 +147,7 @@ def test_what_cannot_be_run_is_reported_before_the_start(
     norm are met only by a worker.
     """
     with pytest.raises(UsageError) as caught:
-        examine(plan(**changes))
+        examine(plan(**changes).models, plan(**changes).cases())
     problems = caught.value.problems
     assert len(problems) == len(expected)
     assert all(word in problem for word, problem in zip(expected, problems, strict=True))
@@ -181,9 +200,7 @@ def start(case: ScalingCase, name: str, folder: Path) -> MadeUp:
 
 def test_ratios_and_efficiency(tmp_path: Path) -> None:
     """Fails if a ratio is upside down, or efficiency is not that of N against one worker."""
-    rates, problems = measure(plan(), start, tmp_path, lambda line: None)
-    assert problems == []
-    points = points_of(plan(), rates)
+    points = points_of(plan(), measured(plan(), tmp_path / "plan"))
     assert len(points) == 8
     two = next(p for p in points if (p.mode, p.case.model, p.case.workers) == ("weak", "mlp", 2))
     assert two.samples_per_s == {OURS: 135.0, DDP: 90.0, LIMIT: 150.0}
@@ -196,9 +213,41 @@ def test_ratios_and_efficiency(tmp_path: Path) -> None:
     assert first.efficiency == dict.fromkeys(CONTESTANTS)
 
 
+def measure(
+    one: ScalingPlan, begin: Callable[..., MadeUp], folder: Path, report: Callable[[str], None]
+) -> Results[ScalingCase]:
+    def starts(case: ScalingCase, own: Path) -> dict:
+        return {name: partial(begin, case, name, own / name) for name in CONTESTANTS}
+
+    return measure_cases(one.cases(), starts, one, folder, report)
+
+
 def measured(one: ScalingPlan, folder: Path) -> dict:
     folder.mkdir()
-    return measure(one, start, folder, lambda line: None)[0]
+    results = measure(one, start, folder, lambda line: None)
+    assert (results.problems, results.stopped) == ([], None)
+    return results.rates
+
+
+def test_a_signal_keeps_what_is_measured(tmp_path: Path) -> None:
+    """Fails if Ctrl-C loses complete cases, or passes for the end; or progress is not shown."""
+    started, reported = [], []
+
+    def begin(case: ScalingCase, name: str, folder: Path) -> MadeUp:
+        started.append(case)
+        if len(set(started)) == 3:
+            raise Stopped(signal.SIGINT)
+        return MadeUp(case, name)
+
+    one = plan()
+    results = measure(one, begin, tmp_path, reported.append)
+    assert [*results.rates] == one.cases()[:2]
+    assert f"(2 of {len(one.cases())}, about " in reported[1]
+    assert reported[2:] == results.problems
+    assert f"stopped by SIGINT: {len(one.cases()) - 2} of" in results.problems[0]
+    assert len(points_of(one, results.rates)) < len(points_of(one, measured(one, tmp_path / "all")))
+    with pytest.raises(Stopped):
+        results.raise_if_stopped()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +269,8 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
 
     one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",), rounds=3)
     reported: list[str] = []
-    rates, problems = measure(one, begin, tmp_path, reported.append)
+    results = measure(one, begin, tmp_path, reported.append)
+    rates, problems = results.rates, results.problems
     assert problems == [f"DDP, lenet, N = 2, 16 samples a step: {reason}"]
     assert problems[0] in reported
     assert all(contestant.closed for contestant in started)
@@ -294,9 +344,8 @@ def test_times_are_those_of_the_logged_steps(tmp_path: Path) -> None:
 
 def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
     """Fails if a peer's process would look for a class that is not there."""
-    starter = Starter("gloo", 60.0, None)  # type: ignore[arg-type]
     for strategy in (PlainDdp, Independent):
-        spec = starter.spec(plan().cases()[0], strategy, tmp_path)
+        spec = spec_of(plan().cases()[0], strategy, tmp_path, 60.0)
         assert find_strategy(spec.system) is strategy
 
 

@@ -101,7 +101,8 @@ def test_layouts_do_not_change_what_is_learned(virtual: int | None) -> None:
 def test_simulated_ranks_lay_out_their_sums() -> None:
     """Fails if `replay` gives a fused step a gradient that is laid out otherwise."""
     model = last_network()
-    ranks = SimulatedRanks(model, 2, OPEN_MPI_RING, CPU, 0)
+    messages = [dict(list(model.named_parameters())[:1]), dict(list(model.named_parameters())[1:])]
+    ranks = SimulatedRanks(model, 2, OPEN_MPI_RING, CPU, 0, messages)
     ranks.begin_step(0)
     expected = torch.zeros_like(model[2].weight)
     for rank in range(2):

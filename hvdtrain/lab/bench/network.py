@@ -97,7 +97,9 @@ class NetworkPlan:
 def gradient_bytes(model: str) -> int:
     """Return the size of a model's gradients in float32. Raises UsageError for an unknown model."""
     shape, classes, _ = read_spec(contestants.DATA)
-    return 4 * sum(it.numel() for it in build_model(model, shape, classes, torch.float32).parameters())
+    return 4 * sum(
+        it.numel() for it in build_model(model, shape, classes, torch.float32).parameters()
+    )
 
 
 def seconds_alone(sent_bytes: int, workers: int, gbit_per_s: float) -> float:

@@ -1,0 +1,107 @@
+"""Buckets: small gradients that are reduced as one message, in groups that never change.
+
+A message has a cost of its own: a turn of Horovod's cycle on every rank, and round trips on a
+network. Small gradients are therefore copied into one flat tensor, which is reduced once the last
+of them is made; larger ones are reduced alone, and copied nowhere. Which gradients share a bucket
+depends on the model alone, never on timing as in Horovod's tensor fusion. So the order of addition
+is that of one tensor (`hvdtrain.ring.orders`), known and repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hvdtrain.errors import TrainingError
+from hvdtrain.exchange.distributed_optimizer import parameters_of
+
+Message = Mapping[str, torch.nn.Parameter]  # by name, in the order of the model
+
+
+def messages_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, bucket_bytes: int
+) -> list[Message]:
+    """Return the trainable parameters of an optimizer in groups that are reduced together.
+
+    A parameter of `bucket_bytes` or more is alone; others share up to `bucket_bytes`, if they have
+    one type and device. Groups are in the order in which backward passes complete them.
+    """
+    owned = set(map(id, parameters_of(optimizer)))
+    named = [(n, it) for n, it in model.named_parameters() if it.requires_grad and id(it) in owned]
+    places = {name: place for place, (name, _) in enumerate(named)}
+    messages: list[list[tuple[str, torch.nn.Parameter]]] = []
+    bucket: list[tuple[str, torch.nn.Parameter]] = []  # the newest one
+    room = 0
+    for name, it in reversed(named):
+        if it.nbytes >= bucket_bytes:
+            messages.append([(name, it)])
+            continue
+        fits = bucket and (bucket[0][1].dtype, bucket[0][1].device) == (it.dtype, it.device)
+        if not fits or it.nbytes > room:
+            bucket, room = [], bucket_bytes
+            messages.append(bucket)
+        bucket.append((name, it))
+        room -= it.nbytes
+    messages.sort(key=lambda message: places[message[-1][0]], reverse=True)
+    return [dict(reversed(message)) for message in messages]
+
+
+class Bucket:
+    """Parameters whose gradients are reduced as one flat tensor: `flat.grad`.
+
+    `flat` is a parameter of Horovod's DistributedOptimizer in their place. It has no use as a
+    value.
+    """
+
+    def __init__(self, message: Message, passes: int) -> None:
+        """`passes`: backward passes of a step, whose gradients are accumulated first."""
+        self.message = message
+        self._parameters = list(message.values())
+        self._lengths = [it.numel() for it in self._parameters]
+        first = self._parameters[0]
+        values = torch.zeros(sum(self._lengths), dtype=first.dtype, device=first.device)
+        self.flat = torch.nn.Parameter(values)
+        self.flat.grad = torch.zeros_like(values)
+        self._passes = passes
+        self._missing: dict[torch.Tensor, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step, without any gradient."""
+        self._missing = dict.fromkeys(self._parameters, self._passes)
+
+    def made(self, parameter: torch.Tensor) -> bool:
+        """Note that a pass has made the gradient of a parameter; return whether it is the last one.
+
+        Raises TrainingError after more passes than the bucket was made for.
+        """
+        if parameter not in self._missing:
+            raise TrainingError(
+                f"{self._passes + 1} gradients of a parameter of shape {list(parameter.shape)} "
+                f"were made before optimizer.step(), with grad_accum_steps={self._passes}: give "
+                "hvdtrain.distribute() the number of backward passes of a step as grad_accum_steps"
+            )
+        self._missing[parameter] -= 1
+        if self._missing[parameter] == 0:
+            del self._missing[parameter]
+        return not self._missing
+
+    def fill(self) -> None:
+        """Copy the gradients into the message; missing ones become zeros."""
+        for part, parameter in zip(self._parts(), self._parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            part.copy_(parameter.grad)
+
+    def empty(self) -> None:
+        """Copy the reduced message into the gradients; then begin the next step."""
+        for part, parameter in zip(self._parts(), self._parameters, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(part)
+        self.begin()
+
+    def _parts(self) -> Sequence[torch.Tensor]:
+        assert self.flat.grad is not None
+        parts = self.flat.grad.split(self._lengths)
+        return [part.view(it.shape) for part, it in zip(parts, self._parameters, strict=True)]

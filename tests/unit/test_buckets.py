@@ -1,0 +1,152 @@
+"""Which gradients travel together, and what becomes of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.errors import TrainingError
+from hvdtrain.exchange.buckets import Bucket, messages_of
+from hvdtrain.exchange.distributed_optimizer import Flight, is_reduced
+
+
+class Plain(nn.Module):
+    """Parameters of these lengths, in this order."""
+
+    def __init__(self, *lengths: int, dtypes: dict[int, torch.dtype] | None = None) -> None:
+        super().__init__()
+        for place, length in enumerate(lengths):
+            values = torch.arange(1.0, length + 1, dtype=(dtypes or {}).get(place))
+            self.register_parameter(f"p{place}", nn.Parameter(values))
+
+
+def grouped(model: nn.Module, bucket_bytes: int) -> list[list[str]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return [list(message) for message in messages_of(model, optimizer, bucket_bytes)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bucket_bytes", "expected"),
+    [
+        ((1, 1, 1), 0, [["p2"], ["p1"], ["p0"]]),
+        ((1, 1, 1), 4, [["p2"], ["p1"], ["p0"]]),  # as large as a bucket: alone
+        ((1, 1, 1), 8, [["p1", "p2"], ["p0"]]),
+        ((1, 1, 1), 1000, [["p0", "p1", "p2"]]),
+        ((1, 9, 1), 12, [["p1"], ["p0", "p2"]]),  # complete only with the first
+        ((9, 1, 1), 12, [["p1", "p2"], ["p0"]]),
+        ((2, 2, 1), 12, [["p1", "p2"], ["p0"]]),
+        ((0, 1), 8, [["p0", "p1"]]),
+    ],
+)
+def test_small_gradients_share_a_message(
+    lengths: tuple[int, ...], bucket_bytes: int, expected: list[list[str]]
+) -> None:
+    """Fails if a message is larger than asked for, or waits for a gradient that is not its own."""
+    assert grouped(Plain(*lengths), bucket_bytes) == expected
+
+
+def test_a_message_has_one_type_and_one_optimizer() -> None:
+    """Fails if types are mixed, or a parameter that is frozen or of another optimizer is taken."""
+    model = Plain(1, 1, 1, 1, dtypes={1: torch.float64})
+    assert grouped(model, 1000) == [["p2", "p3"], ["p1"], ["p0"]]
+    model.p2.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.p0, model.p2], lr=1.0)
+    assert [list(it) for it in messages_of(model, optimizer, 1000)] == [["p0"]]
+
+
+class Doubled:
+    """A carrier whose reduction doubles each message, into other memory as with fp16."""
+
+    def __init__(self, model: nn.Module, passes: int, bucket_bytes: int = 1000) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        messages = messages_of(model, optimizer, bucket_bytes)
+        self.sent: list[list[float]] = []
+        self.buckets = [Bucket(message, passes) for message in messages]
+        flats = [it.flat for it in self.buckets]
+        self.carrier = SimpleNamespace(
+            _allreduce_grad_async=self.submit,
+            synchronize=self.synchronize,
+            _requires_update=set(flats),
+            _parameter_names={it: f"bucket.{n}" for n, it in enumerate(flats)},
+            _handles={},
+            _synchronized=False,
+        )
+        self.flight = self.carrier.flight = Flight(self.carrier, self.buckets)
+
+    def submit(self, flat: nn.Parameter) -> tuple[int, None]:
+        self.sent.append(flat.grad.tolist())
+        return 1, None
+
+    def synchronize(self) -> None:
+        for bucket in self.buckets:
+            if self.carrier._handles.get(bucket.flat, (None,))[0] is None:
+                self.carrier._allreduce_grad_async(bucket.flat)
+            bucket.flat.grad.set_(bucket.flat.grad.detach() * 2)
+        self.carrier._handles.clear()
+        self.carrier._synchronized = True
+
+
+def test_a_message_begins_with_its_last_gradient_and_is_put_back() -> None:
+    """Fails if it begins earlier, in a wrong order, with an earlier pass, or sums get lost."""
+    model = Plain(2, 1)
+    made = Doubled(model, passes=2)
+    for step in (1, 2):
+        model.zero_grad()
+        made.sent.clear()
+        ((model.p0 * step).sum() + model.p1.sum()).backward()
+        assert made.sent == [] and list(made.carrier._handles.values()) == [(None, None)]
+        ((model.p0 * step).sum() + 4 * model.p1.sum()).backward()
+        assert made.sent == [[2 * step, 2 * step, 5]]
+        made.flight.synchronize()
+        assert model.p0.grad.tolist() == [4 * step, 4 * step] and model.p1.grad.item() == 10
+        assert is_reduced(made.carrier)
+
+
+def test_a_missing_gradient_is_zero() -> None:
+    """Fails if a rank that does not use a layer sends an old gradient of it, or ends without."""
+    model = Plain(2, 1)
+    made = Doubled(model, passes=1)
+    for used in (model.p0, model.p1):
+        model.zero_grad()
+        made.sent.clear()
+        used.sum().backward()
+        assert made.sent == []
+        made.flight.synchronize()
+        expected = [[1, 1, 0]] if used is model.p0 else [[0, 0, 1]]
+        assert made.sent == expected
+        assert [*model.p0.grad.tolist(), *model.p1.grad.tolist()] == [2 * x for x in expected[0]]
+    model.zero_grad()
+    assert not is_reduced(made.carrier)
+
+
+def test_a_change_of_a_gradient_on_its_way_is_named() -> None:
+    """Fails if a gradient that is changed after its bucket has left is lost in silence."""
+    model = Plain(2, 1)
+    made = Doubled(model, passes=1)
+    (model.p0.sum() + model.p1.sum()).backward()
+    model.p1.grad.mul_(3)
+    with pytest.raises(TrainingError, match=r"code changed parameter p1's \.grad"):
+        made.flight.synchronize()
+
+
+def test_more_passes_than_announced_are_refused() -> None:
+    """Fails if a second pass adds to gradients that are on their way."""
+    model = Plain(2, 1)
+    Doubled(model, passes=1)
+    model.p0.sum().backward()
+    with pytest.raises(TrainingError, match=r"grad_accum_steps=1: give hvdtrain\.distribute"):
+        model.p0.sum().backward()
+
+
+def test_the_layout_of_a_gradient_is_kept() -> None:
+    """Fails if elements change their places in a layer that is laid out by channels last."""
+    model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    made = Doubled(model, passes=1)
+    model(torch.rand(1, 2, 4, 4)).square().sum().backward()
+    expected = {name: it.grad.clone() * 2 for name, it in model.named_parameters()}
+    made.flight.synchronize()
+    for name, it in model.named_parameters():
+        assert torch.equal(it.grad, expected[name]) and it.grad.stride() == it.stride()
