@@ -235,7 +235,7 @@ def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
     try:
         logs = [tmp_path / "logs" / f"rank.{rank}.log" for rank in (0, 1)]
         deadline = time.monotonic() + STARTED_S
-        while len(marked(mark)) > 1 or not all(log.exists() for log in logs):
+        while not all(log.exists() for log in logs) or len(marked(mark)) > 1:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         for rank, log in enumerate(logs):
@@ -244,7 +244,7 @@ def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
         output = process.communicate(timeout=ENDED_S)[0].decode()
     finally:
         kill_all(marked(mark))
-        process.wait()
+        process.communicate()
     assert process.returncode == 0, output[-2000:]
     notes = re.findall(r"^\.\.\. ([\d,]+) lines? not shown; all are in ", output, re.MULTILINE)
     left_out = sum(int(note.replace(",", "")) for note in notes)
