@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,13 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 
     if checked["bench"] in WITHIN_A_JOB:
         return within_job.run(checked, topology)
-    modules = {"scaling": scaling, "network": network, "start": start, "classic": classic}
-    return modules[checked["bench"]].run(checked)
+    modules: dict[str, Callable[[dict[str, Any]], int]] = {
+        "scaling": scaling.run,
+        "network": network.run,
+        "start": start.run,
+        "classic": classic.run,
+    }
+    return modules[checked["bench"]](checked)
 
 
 def check_flags(
@@ -243,7 +249,7 @@ def _check_jobs(checked: dict[str, Any], problems: list[str]) -> None:
     if checked["output"].exists() and not checked["output"].is_dir():
         problems.append(f"--output={checked['output']}: is not a folder; choose another")
     try:
-        checked["controller"] = find_controller(checked["controller"])
+        checked["controller"] = find_controller(checked["controller"]).name
     except UsageError as error:
         problems += error.problems
 

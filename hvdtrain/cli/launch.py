@@ -80,7 +80,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--controller",
         choices=("auto", "gloo", "mpi"),
         default="auto",
-        help="negotiate and reduce over this controller (default: mpi if available, else gloo)",
+        help="negotiate and reduce over this controller (default: mpi on one host, if available, "
+        "else gloo)",
     )
     add(
         "--start-timeout-s",
@@ -135,12 +136,12 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     elif hosts == ():
         hosts = (Host("localhost", max(1, np), source="-np"),)
     workers = np or sum(host.slots for host in hosts or ())
-    if hosts:
-        attempt(problems, lambda: take_slots(hosts, workers))
+    taken = attempt(problems, lambda: take_slots(hosts, workers)) if hosts else None
     if hosts and 0 < workers < (min_np or 0):
         problems.append(f"--min-np={min_np}: is above the {counted(workers, 'worker')} of -np")
     ssh = attempt(problems, lambda: ssh_options(arguments))
-    controller = attempt(problems, lambda: find_controller(arguments["controller"]))
+    many = len({host.address for host in taken or ()})
+    controller = attempt(problems, lambda: find_controller(arguments["controller"], many))
     config = attempt(problems, lambda: _read_train(command[1:])) if ours else None
     if config is not None:
         command, config, note = _numbered(command, config)
@@ -154,12 +155,13 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         workers=workers,
         min_workers=min_np or workers,
         hosts=hosts,
-        controller=controller,
+        controller=controller.name,
+        reason=controller.reason,
         interface=arguments["network_interface"],
         ssh=ssh,
         limits=limits,
         restarts=arguments["restarts"],
-        settings=settings_for(controller, os.environ, limits.watchdog_timeout_s, command[0]),
+        settings=settings_for(controller.name, os.environ, limits.watchdog_timeout_s, command[0]),
         verbose=arguments["verbose"],
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
@@ -294,7 +296,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     logs = Logs(launch.log_dir, view.line)
     try:
         workers = counted(launch.plan.workers, "worker")
-        view.notice(f"{workers}, {launch.plan.controller}; logs: {logs.folder}")
+        view.notice(f"{workers}, {_controller(launch.plan)}; logs: {logs.folder}")
         for name, value in launch.plan.settings.items() if launch.plan.verbose else ():
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         if launch.note:
@@ -317,12 +319,17 @@ def _dry_run(launch: Launch) -> int:
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
     options = horovodrun_options(plan, SshSetup(plan.hosts, plan.ssh))
     say(shlex.join(horovodrun_argv(options, agent_argv("JOB"))))
+    complain(_controller(plan))
     for name, value in plan.settings.items():
         complain(f"{name}={value}: {SETTING_REASONS[name]}")
     if launch.note:
         complain(launch.note)
     complain(f"each worker runs: {shlex.join(plan.command)}")
     return EXIT_OK
+
+
+def _controller(plan: JobPlan) -> str:
+    return plan.controller + (f" ({plan.reason})" if plan.reason else "")
 
 
 def _leave_summary(

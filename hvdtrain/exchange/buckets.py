@@ -22,29 +22,39 @@ Message = Mapping[str, torch.nn.Parameter]  # by name, in the order of the model
 def messages_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, bucket_bytes: int
 ) -> list[Message]:
-    """Return the trainable parameters of an optimizer in groups that are reduced together.
-
-    A parameter of `bucket_bytes` or more is alone; others share up to `bucket_bytes`, if they have
-    one type and device. Groups are in the order in which backward passes complete them.
+    """Return the trainable parameters of an optimizer in groups that are reduced together, by
+    `grouped`. Only parameters of one type and device share a group.
     """
     owned = set(map(id, parameters_of(optimizer)))
     named = [(n, it) for n, it in model.named_parameters() if it.requires_grad and id(it) in owned]
-    places = {name: place for place, (name, _) in enumerate(named)}
-    messages: list[list[tuple[str, torch.nn.Parameter]]] = []
-    bucket: list[tuple[str, torch.nn.Parameter]] = []  # the newest one
+    named.reverse()  # backward passes begin with the last layer
+    sizes = [it.nbytes for _, it in named]
+    kinds = [(it.dtype, it.device) for _, it in named]
+    groups = grouped(sizes, bucket_bytes, kinds)
+    return [dict(named[place] for place in reversed(group)) for group in groups]
+
+
+def grouped(
+    sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[object] | None = None
+) -> list[list[int]]:
+    """Return the places of gradients in groups, in the order in which the groups are complete.
+
+    `sizes`: in bytes, in the order in which backward passes make the gradients. One of
+    `bucket_bytes` or more is alone; others share up to `bucket_bytes`, if their kinds are equal.
+    """
+    groups: list[list[int]] = []
+    bucket: list[int] = []  # the newest group of several
     room = 0
-    for name, it in reversed(named):
-        if it.nbytes >= bucket_bytes:
-            messages.append([(name, it)])
+    for place, size in enumerate(sizes):
+        if size >= bucket_bytes:
+            groups.append([place])
             continue
-        fits = bucket and (bucket[0][1].dtype, bucket[0][1].device) == (it.dtype, it.device)
-        if not fits or it.nbytes > room:
+        if not bucket or size > room or (kinds and kinds[bucket[0]] != kinds[place]):
             bucket, room = [], bucket_bytes
-            messages.append(bucket)
-        bucket.append((name, it))
-        room -= it.nbytes
-    messages.sort(key=lambda message: places[message[-1][0]], reverse=True)
-    return [dict(reversed(message)) for message in messages]
+            groups.append(bucket)
+        bucket.append(place)
+        room -= size
+    return sorted(groups, key=lambda group: group[-1])
 
 
 class Bucket:
@@ -55,7 +65,7 @@ class Bucket:
     """
 
     def __init__(self, message: Message, passes: int) -> None:
-        """`passes`: backward passes of a step, whose gradients are accumulated first."""
+        """Keep the message; `passes`: backward passes of a step, accumulated first."""
         self.message = message
         self._parameters = list(message.values())
         self._lengths = [it.numel() for it in self._parameters]

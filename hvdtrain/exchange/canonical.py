@@ -29,7 +29,8 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
-from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as, parameters_of
+from hvdtrain.exchange.buckets import messages_of
+from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as
 
 BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
@@ -132,10 +133,8 @@ class CanonicalSums:
         self._may_overlap: bool | None = None  # unknown before the first step has ended
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
-        # Backward passes make the gradients of the last layers first.
-        owned = set(map(id, parameters_of(optimizer)))
-        own = [it for it in model.parameters() if it.requires_grad and id(it) in owned]
-        self._buckets = _make_buckets(own[::-1])
+        messages = messages_of(model, optimizer, BUCKET_BYTES)
+        self._buckets = [_make_bucket(n, list(it.values())) for n, it in enumerate(messages)]
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -259,21 +258,6 @@ def check_types(model: torch.nn.Module) -> None:
             f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
             f"{others[0]}: supported types are float32 and float64"
         )
-
-
-def _make_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[_Bucket]:
-    """Group parameters of one type and device, in order, to buckets of BUCKET_BYTES or more."""
-    groups: list[list[torch.nn.Parameter]] = []
-    size = 0  # of the last one
-    for it in parameters:
-        same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (it.dtype, it.device)
-        if same and size < BUCKET_BYTES:
-            groups[-1].append(it)
-        else:
-            groups.append([it])
-            size = 0
-        size += it.nbytes
-    return [_make_bucket(number, group) for number, group in enumerate(groups)]
 
 
 def _make_bucket(number: int, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:

@@ -128,7 +128,7 @@ class Flight:
 
     def __init__(self, carrier: Any, buckets: Sequence[Bucket] = ()) -> None:
         self._carrier = carrier
-        self._buckets = {bucket.flat: bucket for bucket in buckets}
+        self._buckets: dict[torch.Tensor, Bucket] = {it.flat: it for it in buckets}
         self._names: dict[torch.Tensor, str] = dict(carrier._parameter_names)
         for bucket in buckets:
             self._names |= {parameter: name for name, parameter in bucket.message.items()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.protocol import Orders
@@ -94,18 +95,29 @@ def find_mpirun() -> str | None:
     return shutil.which("mpirun", path=search_path(os.environ))
 
 
-def find_controller(wanted: str) -> str:
-    """Return `gloo` or `mpi`; raise UsageError for `mpi` without an mpirun that horovodrun can use.
+class Controller(NamedTuple):
+    """A controller, `gloo` or `mpi`, and why `auto` selects it; empty if the user has."""
 
-    `auto` prefers Open MPI: configured to yield, it is faster where workers fill the cores.
+    name: str
+    reason: str = ""
+
+
+def find_controller(wanted: str, hosts: int = 1) -> Controller:
+    """Return the controller of a job on so many hosts. Raises UsageError for `mpi` without an
+    mpirun that horovodrun can use.
+
+    `auto` selects what was measured to be faster (docs/performance.md): Open MPI within a host,
+    also where workers outnumber cores; Gloo over TCP.
     """
     if wanted == "gloo":
-        return wanted
+        return Controller("gloo")
+    if wanted == "auto" and hosts > 1:
+        return Controller("gloo", "faster over TCP than Open MPI")
     mpirun = find_mpirun()
     if mpirun and is_open_mpi(mpirun):
-        return "mpi"
+        return Controller("mpi", "faster on one host than Gloo" if wanted == "auto" else "")
     if wanted == "auto":
-        return "gloo"
+        return Controller("gloo", "Open MPI is not installed")
     found = f"{mpirun} is not Open MPI's" if mpirun else "there is no mpirun on PATH"
     raise UsageError(f"--controller=mpi: {found}; use --controller gloo")
 

@@ -60,6 +60,7 @@ class JobPlan:
     settings: Mapping[str, str]
     verbose: bool
     typed: str  # the command line of `hvdtrain launch`, which workers record
+    reason: str = ""  # why this controller; empty: the user has chosen it
 
 
 class LaunchJob:

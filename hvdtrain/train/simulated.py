@@ -116,8 +116,8 @@ class SimulatedRanks:
         return nullcontext(model)  # nothing is evaluated or saved here
 
     def _sums_in_order(
-        self, each: Sequence[Mapping[torch.Tensor, Array]], order: KnownOrder
-    ) -> dict[torch.Tensor, Array]:
+        self, each: Sequence[Mapping[torch.nn.Parameter, Array]], order: KnownOrder
+    ) -> dict[torch.nn.Parameter, Array]:
         """Return the sum over ranks of each gradient; `each`: the gradients by rank."""
 
         def add(transport: Transport) -> list[Array]:

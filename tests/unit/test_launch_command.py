@@ -15,6 +15,7 @@ from hvdtrain.launcher.command import (
     SETTING_REASONS,
     HorovodrunOptions,
     agent_argv,
+    find_controller,
     find_mpirun,
     horovodrun_argv,
     horovodrun_environment,
@@ -194,6 +195,26 @@ def test_a_short_watchdog_is_still_one() -> None:
     found = settings_for("gloo", {}, 0.2, "python")
     assert found["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "1"
     assert found["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "has_mpi", "expected"),
+    [
+        ("auto", 1, True, ("mpi", "faster on one host than Gloo")),
+        ("auto", 1, False, ("gloo", "Open MPI is not installed")),
+        ("auto", 2, True, ("gloo", "faster over TCP than Open MPI")),
+        ("mpi", 2, True, ("mpi", "")),
+        ("gloo", 1, True, ("gloo", "")),
+    ],
+)
+def test_the_controller_is_the_faster_one(
+    wanted: str, hosts: int, has_mpi: bool, expected: tuple[str, str], monkeypatch
+) -> None:
+    """Fails if the slower one is taken, the user's choice is not, or a reason is not its own."""
+    path = "/usr/bin/mpirun" if has_mpi else None
+    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: path)
+    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
+    assert find_controller(wanted, hosts) == expected
 
 
 def dry_run(monkeypatch, capsys, *flags: str) -> tuple[list[str], str]:

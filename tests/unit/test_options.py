@@ -24,6 +24,7 @@ ZERO_IS_FINE = {
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
     "checkpoint_interval",
     "eval_every",
+    "bucket_bytes",
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -118,7 +119,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
         *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels"),
-        *("trace_every", "audit_compute"),
+        *("trace_every", "audit_compute", "bucket_bytes"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 

@@ -56,6 +56,14 @@ CASES = {
         *(15.0 + 15.0, 30.0, 2),
     ),
     "too much for one buffer": (((5, 0.0), (2, 0.0)), Queue(0.0, 6), 0.0, 27.0, 27.0, 2),
+    "a bucket waits for its last": (
+        *(((5, 0.0), (2, 3.0)), Queue(0.0, bucket_bytes=100), 0.0),
+        *(20.0, 17.0, 1),
+    ),
+    "a large one goes ahead": (
+        *(((5, 0.0), (9, 1.0), (2, 20.0)), Queue(0.0, bucket_bytes=8), 0.0),
+        *(20.0 + 17.0, 19.0 + 17.0, 2),
+    ),
     "asleep until the next cycle": (((1, 0.5),), Queue(4.0, 0), 0.0, 15.0, 11.0, 1),
     "ready just as it wakes up": (((1, 4.0),), Queue(4.0, 0), 0.0, 15.0, 11.0, 1),
     "cycles are counted from the last wake-up": (
@@ -95,9 +103,10 @@ ROWS = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 100)), min_size=1, 
     rows=ROWS,
     cycle=st.sampled_from([0.0, 0.3, 5.0]),
     fusion=st.integers(0, 3000),
+    bucket=st.integers(0, 3000),
     negotiation=st.floats(0, 3),
 )
-def test_any_gradients(rows, cycle: float, fusion: int, negotiation: float) -> None:
+def test_any_gradients(rows, cycle: float, fusion: int, bucket: int, negotiation: float) -> None:
     """Fails when an exchange is lost, ends before it can have been made, or idles without need."""
     ordered = gradients(*sorted(rows, key=lambda row: row[1]))
     seen: list[float] = []
@@ -106,7 +115,7 @@ def test_any_gradients(rows, cycle: float, fusion: int, negotiation: float) -> N
         seen.append(size)
         return 1.0 + size / 100
 
-    found = exchange(ordered, cost, Queue(cycle, fusion), negotiation)
+    found = exchange(ordered, cost, Queue(cycle, fusion, bucket), negotiation)
     assert sum(seen) == sum(g.size_bytes for g in ordered) and found.exchanges == len(seen)
     last = ordered[-1].ready_s
     assert found.end_s >= max(last, found.busy_s) - 1e-9

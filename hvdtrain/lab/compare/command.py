@@ -65,7 +65,7 @@ def make_plan(arguments: dict[str, Any], systems: tuple[str, ...]) -> Comparison
         systems=systems,
         workers=arguments["np"],
         work=WorkSpec(**{option.name: arguments[option.name] for option in fields(WorkSpec)}),
-        controller=find_controller(arguments["controller"]),
+        controller=find_controller(arguments["controller"]).name,
         **{name: arguments[name] for name in same},
     )
 

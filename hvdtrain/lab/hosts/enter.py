@@ -30,7 +30,7 @@ def enter(pid: int) -> None:
         if _libc.setns(handle, 0) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(handle)
-    os.chdir(folder)
+    os.chdir(folder if folder.is_dir() else "/")  # /tmp of the host is its own
 
 
 def become(command: list[str]) -> None:

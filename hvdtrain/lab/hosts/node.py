@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from hvdtrain.errors import HvdtrainError
+
 HERE = Path(__file__).parent
 TOOL_TIMEOUT_S = 20.0
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
@@ -21,7 +23,7 @@ UNSHARE = ("unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc")
 PYTHON = (sys.executable, "-I", "-S")  # standard library only, so that it starts quickly
 
 
-class HostsError(RuntimeError):
+class HostsError(HvdtrainError):
     """A failure of the hosts themselves, not of what runs on them."""
 
 

@@ -13,7 +13,7 @@ SSHD_CONFIG = """\
 Port {port}
 ListenAddress 0.0.0.0
 ListenAddress ::
-HostKey {folder}/host_key
+HostKey "{folder}/host_key"
 PidFile none
 AuthorizedKeysFile .ssh/authorized_keys
 PermitRootLogin prohibit-password
@@ -23,7 +23,7 @@ UsePAM no
 UseDNS no
 PrintMotd no
 MaxStartups 100
-SetEnv PYTHONPATH={python_path}
+SetEnv "PYTHONPATH={python_path}"
 """
 
 

@@ -10,6 +10,7 @@ import torch
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
+from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
 from hvdtrain.lab.charts import (
@@ -29,6 +30,7 @@ from hvdtrain.lab.plan.predicting import (
     Cluster,
     Link,
     Prediction,
+    Queue,
     Scenario,
     Useful,
     largest_useful,
@@ -64,7 +66,7 @@ def run(arguments: dict[str, Any]) -> int:
     profile = find_profile(arguments)
     write_json(arguments["save_profile"], asdict(profile), "--save-profile")
     if network is None and arguments["latency_us"] is None:
-        network = measure_network(find_controller(arguments["controller"]))
+        network = measure_network(find_controller(arguments["controller"]).name)
     setting = make_setting(arguments, profile, network)
     most, least = arguments["max_workers"], arguments["min_efficiency"]
     predictions = [predict(setting, name, n) for n in worker_counts(most) for name in METHODS]
@@ -119,6 +121,7 @@ def make_setting(arguments: dict[str, Any], profile: Profile, network: Network |
     return Scenario(
         profile=profile,
         cluster=Cluster(between, inside, arguments["workers_per_host"]),
+        queue=Queue(bucket_bytes=DEFAULT_BUCKET_BYTES),
         negotiation_message_s=network.negotiation_message_s if network else None,
         cores_per_host=arguments["cores_per_host"],
     )
@@ -142,7 +145,8 @@ def describe(setting: Scenario, network: Network | None) -> list[str]:
         lines.append(f"  hosts    {each}{shared}; inside {_describe_link(cluster.inside)}")
     cycle = f"a cycle of {1000 * setting.queue.cycle_s:g} ms"
     lines.append("  servers  one parameter server per host")
-    lines.append(f"  queue    {cycle}, no fusion, ranks agree on a tree")
+    size = f"{setting.queue.bucket_bytes / (1 << 20):g} MiB"
+    lines.append(f"  queue    {cycle}, buckets of {size}, ranks agree on a tree")
     return lines
 
 

@@ -12,9 +12,10 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hvdtrain.exchange.buckets import grouped
 from hvdtrain.lab.plan.profiles import Gradient, Profile
 
 
@@ -132,7 +133,8 @@ class Queue:
     """Parameters of the queue that collects gradients for an exchange."""
 
     cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
-    fusion_bytes: int = 0  # 0: each tensor separately, as hvdtrain trains
+    fusion_bytes: int = 0  # messages that are ready at the same time are fused up to this size
+    bucket_bytes: int = 0  # smaller gradients share a message, in fixed groups
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def exchange(
 
     `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
     """
+    gradients = in_buckets(gradients, queue.bucket_bytes)
     now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
     while done < len(gradients):
         ready_s = gradients[done].ready_s
@@ -262,6 +265,15 @@ def exchange(
         now = max(end, now + queue.cycle_s)
         done, exchanges = done + len(ready), exchanges + len(buffers)
     return Exchanged(end, busy, exchanges)
+
+
+def in_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> list[Gradient]:
+    """Return the messages in which gradients travel, each ready with the last gradient of it."""
+    groups = grouped([it.size_bytes for it in gradients], bucket_bytes)
+    return [
+        replace(gradients[group[-1]], size_bytes=sum(gradients[it].size_bytes for it in group))
+        for group in groups
+    ]
 
 
 def fuse(sizes: Sequence[float], limit_bytes: int) -> Iterator[float]:
