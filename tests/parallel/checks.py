@@ -134,15 +134,18 @@ def the_rings_secret_is_the_launchers(exchange: Exchange) -> None:
 
 
 def averaged_gradient_is_that_of_the_global_batch(exchange: Exchange) -> None:
-    """Against one process's gradient of the mean loss, for even, uneven and empty shares."""
+    """Against one process's gradient of the mean loss, for even, uneven and empty shares, where
+    gradients travel together, some alone (above 10 kB), and all alone.
+    """
     size = exchange.size
+    reductions = (SUM, AVERAGE, *(replace(SUM, bucket_bytes=limit) for limit in (0, 10_000)))
     uneven = Shares(size, [0.0, *range(1, size)])  # rank 0 gets nothing
     cases = [
         ("lenet", samples, 1, None) for samples in (1, size - 1, size, size + 1, 32 * size + 5)
     ]
     cases += [("mlp", size - 1, 1, None), ("lenet", 9 * size + 1, 1, uneven)]
     cases += [("lenet", samples, 3, None) for samples in (1, 2 * size, 9 * size + 1)]
-    for (name, samples, accum_steps, shares), reduction in product(cases, (SUM, AVERAGE)):
+    for (name, samples, accum_steps, shares), reduction in product(cases, reductions):
         dataset = made_up_images(samples)
         indices = np.arange(samples)
         alone = make_job(dataset, name).distributed(SingleProcess())
@@ -179,7 +182,8 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
             job = distributed(replace(job, schedule=lambda step: 0.1, reduction=SUM), where)
             audit = Audits()
             if where is exchange:
-                audit = Auditor(model, ring, 1, records.append, check)
+                messages = job.messages(SUM.bucket_bytes)
+                audit = Auditor(model, ring, 1, records.append, check, messages=messages)
             for step in (1, 2, 3):
                 sums = one_step(job, where, audit, step, np.arange(samples))
                 sums.total()
@@ -347,7 +351,7 @@ def gradients_on_their_way_must_not_be_touched(exchange: Exchange) -> None:
         model.bias.grad = model.bias.grad * 0.5
 
     for touch, name in (
-        (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6), "parameter bias's"),
+        (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6), "parameter weight's"),
         (lambda: model.weight.grad.mul_(0.5), "parameter weight's"),
         (lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1), "changed in all: 2"),
         (replace_one, "parameter bias's"),

@@ -101,7 +101,10 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
         [ALONE, GLOO_2],
     ),
     "compiled": ([*COMPILED, "--trace-every=3"], [ALONE, GLOO_2]),
-    "exact": (["--max-steps=20", "--global-batch-size=50", *EXACT], [GLOO_3]),
+    "exact": (
+        ["--max-steps=20", "--global-batch-size=50", "--bucket-bytes=9999", *EXACT],
+        [GLOO_3],
+    ),
     "unknown order": (["--max-steps=2", *EXACT], [MPI_4]),
     # The last batch of an epoch holds 3 samples: a share of 1 would meet batch norm.
     "small shares": ([f"--model={PLUGINS}:small_resnet", "--global-batch-size=130"], [MPI_2]),
