@@ -59,7 +59,8 @@ def distribute(
     parameter groups and hooks, and schedulers built on it, remain valid. `grad_accum_steps`: number
     of backward passes before each step. `bucket_bytes`: gradients below this size are reduced
     together. Sparse gradients become dense. Raises UsageError before `init` or for an unsupported
-    optimizer, and TrainingError, naming the ranks, if parameters differ afterwards.
+    optimizer; AgreedFailure, naming the ranks, if one has built another model or optimizer than
+    rank 0, or in another order; and TrainingError if parameters differ afterwards.
     """
     reduction = Reduction(bucket_bytes=bucket_bytes)
     return _workers("distribute").distribute(optimizer, model, grad_accum_steps, reduction)

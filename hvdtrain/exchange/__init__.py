@@ -25,7 +25,12 @@ from hvdtrain.errors import (
     UsageError,
     name_ranks,
 )
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.distributed_optimizer import (
+    check_layout,
+    layout_of,
+    load_exactly,
+    parameters_of,
+)
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport, in_process_ring
 
@@ -241,6 +246,26 @@ def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result
     if failures:
         raise AgreedFailure(failures, exchange.size)
     return result
+
+
+def adopt_optimizer_state(
+    exchange: Exchange, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Collective: replace the optimizer's state by that of rank 0, whose layout all must have.
+
+    Raises AgreedFailure, naming the ranks, if one has built another model or optimizer, or the same
+    ones in another order (`layout_of`): parameters are reduced, and state is loaded, by place.
+    """
+    layout = layout_of(model, optimizer)
+    # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
+    own = (layout, copied_to_cpu(optimizer.state_dict())) if exchange.rank == 0 else None
+    expected, state = exchange.broadcast_object(own, "hvdtrain.optimizer")
+
+    def adopt() -> None:
+        check_layout(layout, expected)
+        load_exactly(optimizer, state)
+
+    agree(exchange, "distribute", adopt)
 
 
 def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:

@@ -8,7 +8,8 @@ with its state, hooks and schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,51 @@ def reduce_before_step(
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
     own = {"carrier": carrier, "synchronize": flight.synchronize, "zero_grad": guarded_zero_grad}
     vars(optimizer).update(own, skip_synchronize=carrier.skip_synchronize)
+
+
+Layout = Mapping[str, Sequence[str]]  # descriptions of tensors, by what they are
+
+
+def layout_of(model: torch.nn.Module, optimizer: Optimizer) -> Layout:
+    """Return what all ranks must have in common: trainable parameters in the order of their
+    buckets, the optimizer's parameters in that of its state, and the state of the model by name.
+    """
+    names = {id(it): name for name, it in model.named_parameters()}
+    owned = parameters_of(optimizer)
+    reduced = {id(it) for it in owned if it.requires_grad}
+    state = sorted(model.state_dict().items())
+    return {
+        "trainable parameter": [
+            _described(name, it) for name, it in model.named_parameters() if id(it) in reduced
+        ],
+        "optimizer's parameter": [
+            _described(names.get(id(it), "one not in the model"), it)
+            + ("" if it.requires_grad else ", frozen")
+            for it in owned
+        ],
+        "tensor of the state, by name,": [
+            _described(name, it) for name, it in state if isinstance(it, torch.Tensor)
+        ],
+    }
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {list(tensor.shape)} {tensor.dtype}"
+
+
+def check_layout(own: Layout, expected: Layout) -> None:
+    """Raise UsageError unless this rank's layout is that of rank 0: names the first difference."""
+    for kind, tensors in own.items():
+        pairs = enumerate(itertools.zip_longest(tensors, expected[kind], fillvalue="none"), 1)
+        for number, (here, on_rank_0) in pairs:
+            if here != on_rank_0:
+                raise UsageError(
+                    "the model or the optimizer is not built as on rank 0, so gradients and "
+                    f"optimizer state would go to other parameters. {kind.capitalize()} {number}: "
+                    f"{here} (rank 0: {on_rank_0}). Build and freeze the same modules in the same "
+                    "order on every rank, also for the optimizer: iterate over a list or "
+                    "sorted(...), not over a set, whose order differs between processes"
+                )
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -29,9 +29,8 @@ from hvdtrain.exchange import (
     AVERAGE,
     Pending,
     Reduction,
-    agree,
+    adopt_optimizer_state,
     check_equal_on_all_ranks,
-    copied_to_cpu,
     make_gradients_dense,
 )
 from hvdtrain.exchange.buckets import Bucket, messages_of
@@ -40,7 +39,6 @@ from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
     carrier_of,
     is_reduced,
-    load_exactly,
     parameters_of,
     reduce_before_step,
 )
@@ -116,6 +114,7 @@ class HorovodExchange:
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
+        self.broadcast_state(model, optimizer)  # first: it compares what buckets are made of
         messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
         buckets = [Bucket(it, grad_accum_steps) for it in messages if len(it) > 1]
         bucketed = {it for bucket in buckets for it in bucket.message.values()}
@@ -130,7 +129,6 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients)
-        self.broadcast_state(model, optimizer)
         carrier.watched = Trainable(model, optimizer)
         return optimizer
 
@@ -141,12 +139,9 @@ class HorovodExchange:
         Optimizer state is sent first, as a state_dict, and parameters last: Horovod's
         broadcast_optimizer_state may take a dummy step that changes parameters on other ranks.
         Raises TrainingError, naming the ranks, if parameters differ afterwards, and AgreedFailure
-        if rank 0's state does not fit.
+        if a rank's model or optimizer is built otherwise than rank 0's (`adopt_optimizer_state`).
         """
-        # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
-        own = copied_to_cpu(optimizer.state_dict()) if self.rank == 0 else None
-        state = self.broadcast_object(own, "hvdtrain.optimizer")
-        agree(self, "distribute", lambda: load_exactly(optimizer, state))
+        adopt_optimizer_state(self, model, optimizer)
         with coarse_timer():
             tensors = model.state_dict()
             # Horovod does not broadcast bool: its bytes are sent.

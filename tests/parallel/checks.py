@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -460,6 +461,28 @@ def unfrozen_parameters_are_noticed(exchange: Exchange) -> None:
         optimizer.synchronize()  # what Horovod was given must be finished on all ranks
 
 
+def ranks_must_build_the_same_model(exchange: Exchange) -> None:
+    """The last rank does not: each rank learns it, before anything else is exchanged."""
+    last = exchange.size - 1
+
+    def layers(names: str) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, False) for name in names})
+
+    for names, ordered, found in (
+        ("acb", "acb", "Trainable parameter 2: c.weight [2, 2] torch.float32 (rank 0: b.weight"),
+        ("abc", "acb", "Optimizer's parameter 2: c.weight [2, 2] torch.float32 (rank 0: b.weight"),
+        ("ab", "ab", "Trainable parameter 3: none (rank 0: c.weight"),
+    ):
+        for share in (exchange.distribute, exchange.broadcast_state):  # with virtual workers
+            own = (names, ordered) if exchange.rank == last else ("abc", "abc")
+            model = layers(own[0])
+            optimizer = torch.optim.SGD([model[name].weight for name in own[1]], lr=0.1)
+            both = partial(share, model=model, optimizer=optimizer)
+            error = expect(AgreedFailure, found, both)
+            assert str(error).startswith(f"rank {last}: "), error
+            assert error.exit_code == 2
+
+
 def failures_are_agreed_on(exchange: Exchange) -> None:
     """One rank's bad input ends all ranks, with its text and its exit code."""
     last = exchange.size - 1
@@ -639,6 +662,7 @@ CHECKS = (
     an_unused_layer_stays_the_same_for_every_n,
     drifted_ranks_are_named,
     unfrozen_parameters_are_noticed,
+    ranks_must_build_the_same_model,
     failures_are_agreed_on,
     evaluation_counts_each_sample_once,
     audit_finds_faults_of_the_exchange,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import AgreedFailure, TrainingError
+from hvdtrain.exchange import adopt_optimizer_state
 from hvdtrain.exchange.buckets import Bucket, messages_of
 from hvdtrain.exchange.distributed_optimizer import Flight, is_reduced
+from tests.unit.threads import ThreadExchange, connect, run_ranks
 
 
 class Plain(nn.Module):
@@ -150,3 +153,77 @@ def test_the_layout_of_a_gradient_is_kept() -> None:
     made.flight.synchronize()
     for name, it in model.named_parameters():
         assert torch.equal(it.grad, expected[name]) and it.grad.stride() == it.stride()
+
+
+Built = tuple[nn.Module, list[nn.Parameter]]  # a model, and the parameters of its optimizer
+
+
+def built(names: str = "abc", ordered: str = "", **layers: nn.Module) -> Built:
+    """Layers of these names, in this order, and their weights; `ordered`: for the optimizer."""
+    model = nn.ModuleDict({name: layers.get(name) or nn.Linear(2, 2, False) for name in names})
+    return model, [model[name].weight for name in ordered or names]
+
+
+def frozen(name: str) -> Built:
+    model, parameters = built()
+    model[name].requires_grad_(False)
+    return model, parameters
+
+
+def tied() -> Built:
+    model, parameters = built()
+    model["c"].weight = model["b"].weight
+    return model, parameters[:2]
+
+
+def with_mask() -> Built:
+    model, parameters = built()
+    model["b"].register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    return model, parameters
+
+
+def with_one_more() -> Built:
+    model, parameters = built()
+    return model, [*parameters, nn.Parameter(torch.ones(5))]
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (built, ""),
+        (
+            lambda: built("acb"),
+            "Trainable parameter 2: c.weight [2, 2] torch.float32 (rank 0: b.weight [2, 2] ",
+        ),
+        (lambda: built("ab"), "Trainable parameter 3: none (rank 0: c.weight [2, 2] "),
+        (lambda: built("abcd"), "Trainable parameter 4: d.weight [2, 2] torch.float32 (rank 0: no"),
+        (lambda: built(b=nn.Linear(2, 3, False)), "parameter 2: b.weight [3, 2] torch.float32 ("),
+        (lambda: built(c=nn.Linear(2, 2, False).double()), "c.weight [2, 2] torch.float64 (rank 0"),
+        (lambda: frozen("b"), "Trainable parameter 2: c.weight [2, 2] torch.float32 (rank 0: b."),
+        (tied, "Trainable parameter 3: none (rank 0: c.weight"),
+        (lambda: built(ordered="bac"), "Optimizer's parameter 1: b.weight [2, 2] torch.float32 (r"),
+        (
+            with_one_more,
+            "Optimizer's parameter 4: one not in the model [5] torch.float32 (rank 0: ",
+        ),
+        (with_mask, "Tensor of the state, by name, 2: b.mask [2] torch.bool (rank 0: b.weight "),
+    ],
+)
+def test_a_rank_that_builds_another_model_is_named(build: Callable[[], Built], found: str) -> None:
+    """Fails if parameters of one rank could meet others of rank 0, or the message does not name
+    rank, place and both tensors; or if equal models are refused.
+    """
+
+    def adopt(exchange: ThreadExchange) -> str:
+        model, parameters = build() if exchange.rank == 2 else built()
+        try:
+            adopt_optimizer_state(exchange, model, torch.optim.SGD(parameters, lr=0.1))
+        except AgreedFailure as error:
+            assert error.exit_code == 2
+            return str(error)
+        return ""
+
+    first, *others = run_ranks(connect(3), adopt)
+    assert [first] * 2 == others
+    assert first.startswith("rank 2: the model or the optimizer is not" if found else "")
+    assert found in first and bool(found) == bool(first)
