@@ -97,6 +97,10 @@ class Bucket:
             del self._missing[parameter]
         return not self._missing
 
+    def misses(self, parameter: torch.Tensor) -> bool:
+        """Return whether passes of this step have yet to make the gradient of a parameter."""
+        return parameter in self._missing
+
     def fill(self) -> None:
         """Copy the gradients into the message; missing ones become zeros."""
         for part, parameter in zip(self._parts(), self._parameters, strict=True):

@@ -188,19 +188,21 @@ class Flight:
     def synchronize(self) -> None:
         """Collective: wait until every gradient is reduced.
 
-        Raises TrainingError if code has replaced a gradient since its reduction began, or changed
-        it by a torch operation. (Writes through `.data` cannot be detected.)
+        Raises TrainingError if code has replaced a gradient since its reduction began, or since it
+        waits in a bucket, or has changed it by a torch operation. (Writes through `.data` cannot be
+        detected.)
         """
         changed = [
-            self._names[parameter]
-            for parameter, (gradient, version) in self._begun.items()
-            if parameter.grad is not gradient or gradient._version != version
+            name
+            for parameter, name in self._names.items()  # the same order on every rank
+            if (begun := self._begun.get(parameter))
+            and (parameter.grad is not begun[0] or begun[0]._version != begun[1])
         ]
         self._begun.clear()
         if changed:
             raise TrainingError(
                 f"code changed parameter {changed[0]}'s .grad between the backward pass and "
-                f"optimizer.step(), while it was being reduced (changed in all: {len(changed)}). "
+                f"optimizer.step(), before it was reduced (changed in all: {len(changed)}). "
                 "Between the last backward() and step() call hvdtrain.clip_grad_norm_(optimizer, "
                 "max_norm) in place of torch's; before any other change to gradients there call "
                 "workers.reduce_gradients(optimizer), with workers = hvdtrain.init()"
@@ -221,9 +223,14 @@ class Flight:
             gradient.data = gradient.data.contiguous()
         handle = self._submit(message)
         for parameter in self._members(message):
-            assert parameter.grad is not None
-            self._begun[parameter] = parameter.grad, parameter.grad._version
+            if parameter not in self._begun:  # as those are that have waited in a bucket
+                self._note(parameter)
         return handle
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Note the gradient of a parameter, which no other code may change from now on."""
+        if parameter.grad is not None:  # a hook may have dropped it
+            self._begun[parameter] = parameter.grad, parameter.grad._version
 
     def _members(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters whose gradients a tensor of the carrier is reduced for."""
@@ -233,11 +240,15 @@ class Flight:
     def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket) -> Any:
         """Submit the bucket once the last of its gradients is made; return the node of the hook.
 
+        Each gradient is noted when its own last pass has made it: until the bucket is submitted,
+        perhaps only by `synchronize`, a change would be reduced, too.
         Horovod's hooks are on the same kind of nodes, so that all other hooks run before them.
         """
 
         def gradient_is_made(*_: Any) -> None:
             is_last = bucket.made(parameter)
+            if not bucket.misses(parameter):
+                self._note(parameter)
             handle = self._submit_and_note(bucket.flat) if is_last else (None, None)
             self._carrier._handles[bucket.flat] = handle
 

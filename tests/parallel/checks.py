@@ -344,8 +344,17 @@ def clipping_is_that_of_one_process(exchange: Exchange) -> None:
 
 
 def gradients_on_their_way_must_not_be_touched(exchange: Exchange) -> None:
-    """Code that clips, scales, replaces or drops them too early, and what `step` cannot do."""
-    model = torch.nn.Linear(5, 3)
+    """Code that clips, scales, replaces or drops them too early, and what `step` cannot do; also
+    where they still wait for a layer of their bucket that is unused.
+    """
+    for has_unused_layer in (False, True):
+        model = torch.nn.Linear(5, 3)
+        if has_unused_layer:
+            model.add_module("unused", torch.nn.Linear(2, 2))
+        _refuses_early_changes(exchange, model)
+
+
+def _refuses_early_changes(exchange: Exchange, model: torch.nn.Linear) -> None:
     optimizer = exchange.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
     def replace_one() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import AgreedFailure, TrainingError
 from hvdtrain.exchange import adopt_optimizer_state
@@ -91,6 +92,13 @@ class Doubled:
         self.carrier._handles.clear()
         self.carrier._synchronized = True
 
+    def reduce(self) -> None:
+        """Begin what has not begun, then wait, as `reduce_gradients` does."""
+        for bucket in self.buckets:
+            if self.carrier._handles.get(bucket.flat, (None,))[0] is None:
+                self.carrier._handles[bucket.flat] = self.carrier._allreduce_grad_async(bucket.flat)
+        self.flight.synchronize()
+
 
 def test_a_message_begins_with_its_last_gradient_and_is_put_back() -> None:
     """Fails if it begins earlier, in a wrong order, with an earlier pass, or sums get lost."""
@@ -133,6 +141,86 @@ def test_a_change_of_a_gradient_on_its_way_is_named() -> None:
     model.p1.grad.mul_(3)
     with pytest.raises(TrainingError, match=r"code changed parameter p1's \.grad"):
         made.flight.synchronize()
+
+
+def scale(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(3)
+
+
+def replace(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 3
+
+
+def drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None  # as model.zero_grad() does
+
+
+@pytest.mark.parametrize("change", [scale, replace, drop])
+def test_a_change_of_a_gradient_that_waits_is_named(change: Callable[..., None]) -> None:
+    """Fails if a gradient that is changed while its bucket waits for an unused layer is reduced as
+    changed, in silence; or if the reduction cannot be ended then.
+    """
+    model = Plain(2, 1)
+    made = Doubled(model, passes=1)
+    model.p0.sum().backward()
+    change(model.p0)
+    with pytest.raises(TrainingError, match=r"code changed parameter p0's .*in all: 1\)"):
+        made.reduce()
+    made.reduce()
+    assert is_reduced(made.carrier) and len(made.sent) == 1
+
+
+def test_gradients_may_change_before_the_last_pass_and_once_reduced() -> None:
+    """Fails if accumulated gradients cannot be changed between passes, or reduced ones before the
+    step, where a layer is unused; or if a change after the last pass goes unnoticed there.
+    """
+    model = Plain(2, 1)
+    made = Doubled(model, passes=2)
+    for _ in range(2):
+        model.zero_grad()
+        made.sent.clear()
+        model.p0.sum().backward()
+        scale(model.p0)
+        model.p0.sum().backward()
+        made.reduce()
+        assert made.sent == [[4, 4, 0]]
+        scale(model.p0)
+        replace(model.p1)
+    model.zero_grad()
+    for _ in range(2):
+        model.p0.sum().backward()
+    scale(model.p0)
+    with pytest.raises(TrainingError, match="code changed parameter p0's"):
+        made.reduce()
+
+
+def test_a_reentrant_checkpoint_is_no_change() -> None:
+    """Fails if gradients made by a backward pass within another count as changed, or a change of
+    one does not.
+    """
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "last", "unused")})
+    made = Doubled(model, passes=1)
+    for is_changed in (False, True):
+        model.zero_grad()
+        inside = checkpoint(model["first"], torch.ones(1, 2).requires_grad_(), use_reentrant=True)
+        model["last"](inside).sum().backward()
+        if is_changed:
+            scale(model["first"].bias)
+            with pytest.raises(TrainingError, match=r"first\.bias's .*in all: 1\)"):
+                made.reduce()
+        else:
+            made.reduce()
+
+
+def test_each_optimizer_watches_its_own_gradients() -> None:
+    """Fails if a change of gradients that wait is put down to another optimizer of the job."""
+    models = Plain(2, 1), Plain(3, 1)
+    one, other = (Doubled(it, passes=1) for it in models)
+    sum(it.p0.sum() for it in models).backward()
+    scale(models[1].p0)
+    one.reduce()
+    with pytest.raises(TrainingError, match="code changed parameter p0's"):
+        other.reduce()
 
 
 def test_more_passes_than_announced_are_refused() -> None:
