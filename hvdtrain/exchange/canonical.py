@@ -160,7 +160,7 @@ class CanonicalSums:
     def finish(self) -> None:
         """Collective: make every `.grad` the sum over all shares; zero if no share has a gradient.
 
-        Raises TrainingError if the set of trainable parameters has changed.
+        Raises TrainingError if trainable parameters have been added, removed or converted.
         """
         self._overlaps = False
         if self._may_overlap is None:

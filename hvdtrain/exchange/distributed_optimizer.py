@@ -262,14 +262,45 @@ class Trainable:
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._named = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._before = self._now(optimizer)
+        reduced = self._before[0] & self._before[1]
+        # Where they are: a conversion can put new parameters there (such as one to "meta").
+        self._places = {
+            id(it): (module._parameters, key, _kind(it))
+            for module in model.modules()
+            for key, it in module._parameters.items()
+            if it is not None and id(it) in reduced
+        }
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise TrainingError if others are trainable now: Horovod would silently omit new ones."""
-        before, now = self._before, self._now(optimizer)
-        if before == now:
-            return
-        names = {id(parameter): name for name, parameter in self._named.items()}
+        """Raise TrainingError if others are trainable now: Horovod would silently omit new ones.
+
+        Also if any has been converted: its gradients would silently be converted back.
+        """
+        now = self._now(optimizer)
+        if now != self._before:
+            raise TrainingError(
+                "the trainable parameters have changed since the optimizer was distributed: "
+                f"{self._changes(now)}. Horovod reduces only the parameters of that time: "
+                "freeze and unfreeze before distribute(), or distribute a new optimizer"
+            )
+        converted = [
+            f"{self._names[own]} from {' on '.join(map(str, kind))} to {it.dtype} on {it.device}"
+            for own, (parameters, key, kind) in self._places.items()
+            if (it := parameters.get(key)) is not None and _kind(it) != kind
+        ]
+        if converted:
+            raise TrainingError(
+                "parameters have been converted since the optimizer was distributed: "
+                f"{converted[0]} (converted in all: {len(converted)}). Gradients are reduced in "
+                "the type and on the device of that time: call model.to(...), model.double() and "
+                "the like before distribute()"
+            )
+
+    def _changes(self, now: tuple[set[int], set[int]]) -> str:
+        """Return a description of what is added to, or removed from, the trainable parameters."""
+        before, names = self._before, self._names
         changes = [
             f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
             for group, verb in (
@@ -278,11 +309,7 @@ class Trainable:
             )
             if group
         ]
-        raise TrainingError(
-            "the trainable parameters have changed since the optimizer was distributed: "
-            f"{' and '.join(changes)}. Horovod reduces only the parameters of that time: "
-            "freeze and unfreeze before distribute(), or distribute a new optimizer"
-        )
+        return " and ".join(changes)
 
     def _now(self, optimizer: Optimizer) -> tuple[set[int], set[int]]:
         """Return the ids of the trainable parameters of the model and of the optimizer."""
@@ -290,3 +317,7 @@ class Trainable:
             {id(p) for p in self._named.values() if p.requires_grad},
             {id(p) for p in parameters_of(optimizer) if p.requires_grad},
         )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device

@@ -158,8 +158,8 @@ class HorovodExchange:
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until Horovod has reduced every gradient.
 
-        Raises TrainingError if code has changed a gradient meanwhile, or the set of trainable
-        parameters since `distribute`.
+        Raises TrainingError if code has changed a gradient meanwhile, or has added, removed or
+        converted trainable parameters since `distribute`.
         """
         carrier = carrier_of(optimizer)
         if is_reduced(carrier):

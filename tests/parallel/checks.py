@@ -492,6 +492,19 @@ def ranks_must_build_the_same_model(exchange: Exchange) -> None:
             assert error.exit_code == 2
 
 
+def converted_models_are_refused(exchange: Exchange) -> None:
+    """Their gradients would be rounded to the type of the bucket, silently."""
+    alone = replace(SUM, bucket_bytes=0)
+    for dtype, reduction in product((torch.float64, torch.bfloat16), (SUM, alone)):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = exchange.distribute(optimizer, model, reduction=reduction)
+        model.to(dtype)
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        expected = f"weight from torch.float32 on cpu to {dtype} on cpu (converted in all: 2)"
+        expect(TrainingError, expected, optimizer.step)
+
+
 def failures_are_agreed_on(exchange: Exchange) -> None:
     """One rank's bad input ends all ranks, with its text and its exit code."""
     last = exchange.size - 1
@@ -672,6 +685,7 @@ CHECKS = (
     drifted_ranks_are_named,
     unfrozen_parameters_are_noticed,
     ranks_must_build_the_same_model,
+    converted_models_are_refused,
     failures_are_agreed_on,
     evaluation_counts_each_sample_once,
     audit_finds_faults_of_the_exchange,

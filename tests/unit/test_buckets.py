@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.errors import AgreedFailure, TrainingError
 from hvdtrain.exchange import adopt_optimizer_state
 from hvdtrain.exchange.buckets import Bucket, messages_of
-from hvdtrain.exchange.distributed_optimizer import Flight, is_reduced
+from hvdtrain.exchange.distributed_optimizer import Flight, Trainable, is_reduced
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
 
@@ -221,6 +221,42 @@ def test_each_optimizer_watches_its_own_gradients() -> None:
     one.reduce()
     with pytest.raises(TrainingError, match="code changed parameter p0's"):
         other.reduce()
+
+
+@pytest.mark.parametrize(
+    ("convert", "expected"),
+    [
+        (lambda it: it.double(), "p0 from torch.float32 on cpu to torch.float64 on cpu"),
+        (lambda it: it.to(torch.bfloat16), "p0 from torch.float32 on cpu to torch.bfloat16 on cpu"),
+        (lambda it: it.to("meta"), "p0 from torch.float32 on cpu to torch.float32 on meta"),
+    ],
+)
+def test_a_converted_model_is_refused(
+    convert: Callable[[nn.Module], nn.Module], expected: str
+) -> None:
+    """Fails if gradients of a model that is converted too late would be rounded, in silence; or if
+    frozen and tied parameters are counted.
+    """
+    model = Plain(2, 1, 1)
+    model.p2.requires_grad_(False)
+    model.add_module("tied", nn.Module())
+    model.tied.register_parameter("p1", model.p1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watched = Trainable(model, optimizer)
+    watched.check(optimizer)
+    convert(model)
+    with pytest.raises(TrainingError, match=rf"{expected} \(converted in all: 2\)"):
+        watched.check(optimizer)
+
+
+def test_a_frozen_base_may_be_converted() -> None:
+    """Fails if parameters whose gradients are not reduced must keep their type."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watched = Trainable(model, optimizer)
+    model[0].to(torch.bfloat16)
+    watched.check(optimizer)
 
 
 def test_more_passes_than_announced_are_refused() -> None:
