@@ -71,6 +71,15 @@ def horovodrun_argv(options: HorovodrunOptions, worker: Sequence[str]) -> list[s
     return [*argv, *worker]
 
 
+def in_own_session(worker: Sequence[str]) -> list[str]:
+    """Return a command that runs `worker` in a session of its own, as agents do.
+
+    Linux divides cores among sessions first (autogroups, sched(7)): the workers of one mpirun would
+    share what a single busy program of another session receives.
+    """
+    return ["setsid", "--wait", *worker]
+
+
 def horovodrun_environment(
     environment: Mapping[str, str], settings: Mapping[str, str], ssh_folder: Path | None
 ) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The known orders of addition of Horovod 0.28.1: its sums and averages, bit for bit.
 
 Rounding depends on the order of addition and on nothing else. With fusion off, each tensor is
-reduced alone. Two paths of Horovod are then rings of a fixed order. The ring of this package
+reduced alone. Three paths of Horovod are then rings of a fixed order. The ring of this package
 reproduces them, given their segments, their direction and the rank where each segment's sum begins.
 
 **Gloo** (third_party/gloo/gloo/allreduce.cc, `ring`). Messages go from rank r to r - 1. With
@@ -9,11 +9,15 @@ E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, roun
 of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E. Block j is S / N adjacent pieces
 (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
 
-**Open MPI** with its ring pinned (ompi/mca/coll/base/coll_base_allreduce.c, algorithm 4 `ring` or 5
-`segmented_ring`, which cuts blocks further but keeps their order). This is the ring of this
-package: `split_evenly`, block k summed from rank k rightwards. Tensors of fewer elements than ranks
-are summed by recursive doubling instead. Without pinning, Open MPI selects an algorithm by size and
-number of ranks. No order is known then, except for two ranks, as a + b = b + a.
+**MPI, as `launch/setup` builds Horovod** (launch/install/sleeping_mpi.h). This is the ring of this
+package: `split_evenly`, block k summed from rank k rightwards. Messages of up to 4096 bytes a rank,
+or fewer elements than ranks, are summed by recursive doubling instead.
+
+**Open MPI**, in other builds of Horovod, with its ring pinned
+(ompi/mca/coll/base/coll_base_allreduce.c, algorithm 4 `ring` or 5 `segmented_ring`, which cuts
+blocks further but keeps their order). This is the same ring, but only tensors of fewer elements
+than ranks are summed by recursive doubling. Without pinning, Open MPI selects an algorithm by size
+and number of ranks. No order is known then, except for two ranks, as a + b = b + a.
 
 **Scaling** (horovod/common/ops/collective_operations.h). An average is the sum times 1/N, formed
 after the reduction. 1/N is computed in float64, and rounded to float32 for float32 and float16 (for
@@ -30,7 +34,7 @@ reproduces this defect; without it the results would not match bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,7 +61,8 @@ class KnownOrder:
     `segments`: maps (length, bytes per element, ranks) to one slice per rank; the sum of
     segments[p] begins at position p. `backwards`: messages go from rank r to r - 1, and rank r has
     position -r. `half_sum`: the addition of float16 values. `few`: the summation of the values of
-    all ranks, in rank order, if there are fewer elements than ranks; None: the ring.
+    all ranks, in rank order, if there are fewer elements than ranks, or up to `few_bytes` of them a
+    rank; None: the ring.
     """
 
     name: str
@@ -65,6 +70,12 @@ class KnownOrder:
     backwards: bool = False
     half_sum: Reduce = np.add
     few: Callable[[Sequence[Array]], Array] | None = None
+    few_bytes: int = 0
+
+    def summation_of(self, values: Array, size: int) -> Callable[[Sequence[Array]], Array] | None:
+        """Return the summation of the values of all ranks if they are few; None: the ring."""
+        are_few = values.size < size or values.nbytes <= self.few_bytes * size
+        return self.few if are_few else None
 
 
 def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
@@ -109,17 +120,23 @@ OPEN_MPI_RING = KnownOrder(
     lambda length, itemsize, size: split_evenly(length, size),
     few=recursive_doubling,
 )
-KNOWN_ORDERS = {order.name: order for order in (GLOO_RING, OPEN_MPI_RING)}
+MPI_RING = replace(OPEN_MPI_RING, name="the ring over MPI", few_bytes=4096)
+KNOWN_ORDERS = {order.name: order for order in (GLOO_RING, OPEN_MPI_RING, MPI_RING)}
 
 
 def known_order(
-    controller: str, size: int, environment: Mapping[str, str], mpi_library: str = ""
+    controller: str,
+    size: int,
+    environment: Mapping[str, str],
+    mpi_library: str = "",
+    built_in: str = "",
 ) -> KnownOrder:
     """Return the order in which Horovod sums over `size` ranks.
 
-    `controller`: gloo or mpi. `environment`: as it was when Horovod was initialised.
-    `mpi_library`: the version string of MPI (`library_version` of the MPI transport); only the
-    order of Open MPI is known. Raises UnknownOrder, with the setting required, for other orders.
+    `controller`: gloo or mpi. `environment`: as it was when Horovod was initialised. `built_in`:
+    the name of the order in which this build of Horovod sums over MPI, if it has one of its own.
+    `mpi_library`: else, the version string of MPI (`library_version` of the MPI transport); only
+    the order of Open MPI is known. Raises UnknownOrder, with the setting required, for others.
     """
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
     if controller not in ("gloo", "mpi") or operations != controller:
@@ -130,6 +147,8 @@ def known_order(
         raise UnknownOrder("autotuning turns fusion on: unset HOROVOD_AUTOTUNE")
     if controller == "gloo":
         return GLOO_RING
+    if built_in:
+        return KNOWN_ORDERS[built_in]
     if size > 2:
         _require_pinned_ring(environment, mpi_library)
     return OPEN_MPI_RING
@@ -169,8 +188,8 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
             scale_as_horovod(total, size)
 
     with np.errstate(all="ignore"):
-        if order.few and source.size < size:
-            result[:] = order.few(list(gather(source, transport)))
+        if few := order.summation_of(source, size):
+            result[:] = few(list(gather(source, transport)))
             scale(result)
         else:
             segments = order.segments(source.size, source.itemsize, size)

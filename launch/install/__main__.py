@@ -95,7 +95,7 @@ class Checkout:
     def fingerprint(self, mpi: Mpi | None) -> str:
         """Return a hash of setup's inputs: declared requirements, this program, Python, MPI."""
         digest = hashlib.sha256()
-        sources = sorted(Path(__file__).parent.glob("*.py"))
+        sources = sorted(it for it in Path(__file__).parent.iterdir() if it.is_file())
         for path in [self.root / "setup.py", self.constraints, *sources]:
             digest.update(path.read_bytes())
         digest.update(json.dumps([sys.version, mpi.identity if mpi else "pip"]).encode())

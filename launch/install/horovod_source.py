@@ -1,12 +1,14 @@
-"""The edits that Horovod 0.28.1's published source needs, and their application."""
+"""The edits of Horovod 0.28.1's published source, and their application."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 
+ADDED = "sleeping_mpi.h"  # a file beside this one, added to `horovod/common`
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -62,36 +64,50 @@ protected:
   std::condition_variable entry_added_;
 
 """
-# The last rank to arrive is awaited in sleeps of an eighth of the time waited, 0.05 to 1 ms.
-_SLEEPING_ALLREDUCE = """\
-static int SleepingAllreduce(std::vector<long long>& bits, int count, MPI_Op op, MPI_Comm comm) {
-  MPI_Request request;
-  int code = MPI_Iallreduce(MPI_IN_PLACE, bits.data(), count, MPI_LONG_LONG_INT, op, comm, &request);
-  auto began = std::chrono::steady_clock::now();
-  int done = 0;
-  while (code == MPI_SUCCESS) {
-    code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (done) {
-      break;
+
+_YIELDING = "synchronize() keeps a core occupied, on which Horovod's own thread has to work"
+_WAIT_FOR_HANDLE = """\
+
+bool HandleManager::WaitForHandle(int handle, double seconds) {
+  std::unique_lock<std::mutex> guard(mutex_);
+  auto is_done = [&] {
+    auto found = results_.find(handle);
+    return found == results_.end() || found->second != nullptr;
+  };
+  return marked_.wait_for(guard, std::chrono::duration<double>(seconds), is_done);
+}
+"""
+_YIELD_FOR_HANDLE = """\
+void WaitAndClear(int handle) {
+  while (true) {
+    if (handle_manager.PollHandle(handle)) break;
+    {
+      py::gil_scoped_release release_python_gil;
+      std::this_thread::yield();
     }
-    auto waited = std::chrono::duration_cast<std::chrono::microseconds>(
-        std::chrono::steady_clock::now() - began).count();
-    auto rest = std::max<long long>(50, std::min<long long>(1000, waited / 8));
-    std::this_thread::sleep_for(std::chrono::microseconds(rest));
   }
-  return code;
+"""
+_SLEEP_FOR_HANDLE = """\
+bool WaitForHandle(int handle, double seconds) {
+  py::gil_scoped_release release_python_gil;
+  return handle_manager.WaitForHandle(handle, seconds);
 }
 
+void WaitAndClear(int handle) {
+  while (!handle_manager.PollHandle(handle)) {
+    WaitForHandle(handle, 1);
+  }
 """
 
 
-def _sleeping_allreduce(operation: str, indent: str) -> Edit:
-    """Return the edit that makes one of the controller's all-reduces sleep while it waits."""
+def _sleeping_controller(operation: str) -> Edit:
+    """Return the edit of one of the controller's all-reduces, of the bits that ranks agree on."""
     return Edit(
         "horovod/common/mpi/mpi_controller.cc",
-        f"MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n{indent}MPI_LONG_LONG_INT, "
+        "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        f"SleepingAllreduce(bitvector, count, {operation}, mpi_ctx_.mpi_comm);",
+        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::kLongestWaitUs)\n"
+        f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
 
@@ -124,10 +140,57 @@ EDITS = (
         "horovodrun would import torch, for seconds, to learn that this wheel has MPI and Gloo",
     ),
     Edit(
+        "horovod/__init__.py",
+        "from horovod.runner import run\n",
+        "from horovod.runner import run\n\n"
+        'MPI_ORDER = "the ring over MPI"  # of sums, as hvdtrain.ring.orders names it\n',
+        "other builds of Horovod add in another order",
+    ),
+    Edit(
         "setup.py",
         "'RelWithDebInfo'",
         "'Release'",
         "debug symbols are 60 of the library's 62 MB, and a third of the build's time",
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "#include <atomic>\n",
+        "#include <atomic>\n#include <chrono>\n#include <condition_variable>\n",
+        _YIELDING,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "  bool PollHandle(int handle);\n",
+        "  bool PollHandle(int handle);\n"
+        "  // Wait up to `seconds` for the end of an operation; return whether it has ended.\n"
+        "  bool WaitForHandle(int handle, double seconds);\n",
+        _YIELDING,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "  std::mutex mutex_;\n",
+        "  std::mutex mutex_;\n  std::condition_variable marked_;\n",
+        _YIELDING,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        "  results_[handle] = std::make_shared<Status>(status);\n}\n",
+        "  results_[handle] = std::make_shared<Status>(status);\n  marked_.notify_all();\n}\n"
+        + _WAIT_FOR_HANDLE,
+        _YIELDING,
+    ),
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        _YIELD_FOR_HANDLE,
+        _SLEEP_FOR_HANDLE,
+        _YIELDING,
+    ),
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        '  m.def("horovod_torch_poll", &PollHandle);\n',
+        '  m.def("horovod_torch_poll", &PollHandle);\n'
+        '  m.def("horovod_torch_wait", &WaitForHandle);\n',
+        _YIELDING,
     ),
     Edit(
         "horovod/common/tensor_queue.h",
@@ -164,18 +227,40 @@ EDITS = (
     ),
     Edit(
         "horovod/common/mpi/mpi_controller.cc",
-        "#include <numeric>\n",
-        "#include <algorithm>\n#include <chrono>\n#include <numeric>\n#include <thread>\n",
+        '#include "mpi_controller.h"\n',
+        '#include "mpi_controller.h"\n#include "../sleeping_mpi.h"\n',
+        _SPINNING,
+    ),
+    _sleeping_controller("MPI_BAND"),
+    _sleeping_controller("MPI_BOR"),
+    Edit(
+        "horovod/common/ops/mpi_operations.cc",
+        '#include "mpi_operations.h"\n',
+        '#include "mpi_operations.h"\n#include "../sleeping_mpi.h"\n',
         _SPINNING,
     ),
     Edit(
-        "horovod/common/mpi/mpi_controller.cc",
-        "// MPIController\n",
-        _SLEEPING_ALLREDUCE + "// MPIController\n",
-        _SPINNING,
+        "horovod/common/ops/mpi_operations.cc",
+        """\
+  const void* sendbuf = entries.size() > 1 || fused_input_data == buffer_data
+                        ? MPI_IN_PLACE : fused_input_data;
+  int op =
+      MPI_Allreduce(sendbuf, buffer_data, (int)num_elements,
+                    mpi_context.GetMPIDataType(first_entry.tensor),
+                    mpiOp,
+                    mpi_context.GetMPICommunicator(Communicator::GLOBAL));
+""",
+        """\
+  if (fused_input_data != buffer_data) {
+    std::memcpy(buffer_data, fused_input_data, buffer_len);
+  }
+  int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
+                       SleepingMpi::kLongestTransferUs)
+               .Allreduce(buffer_data, num_elements,
+                          mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
+""",
+        f"{_SPINNING}; and the order of sums is then known",
     ),
-    _sleeping_allreduce("MPI_BAND", 31 * " "),
-    _sleeping_allreduce("MPI_BOR", 31 * " "),
 )
 
 
@@ -184,7 +269,7 @@ class SourceEditError(HvdtrainError):
 
 
 def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply all edits under `source_root`, or none.
+    """Apply all edits under `source_root` and add `ADDED`, or do nothing.
 
     Raises SourceEditError, listing every edit whose expected text does not occur exactly once.
     """
@@ -208,3 +293,4 @@ def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
         )
     for path, text in edited.items():
         path.write_text(text, "utf-8")
+    shutil.copy(Path(__file__).with_name(ADDED), source_root / "horovod" / "common" / ADDED)

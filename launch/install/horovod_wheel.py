@@ -20,7 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from launch.install.horovod_source import EDITS, HOROVOD_SHA256, HOROVOD_VERSION, apply_edits
+from launch.install.horovod_source import (
+    ADDED,
+    EDITS,
+    HOROVOD_SHA256,
+    HOROVOD_VERSION,
+    apply_edits,
+)
 from launch.install.machine import Mpi
 
 # CMake 3.26 supports C++17 for every compiler that torch supports; 4 is the newest tested.
@@ -86,8 +92,9 @@ def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi
 
 
 def edits_sha256() -> str:
-    """Return a hash of the edits to Horovod's source."""
-    edits = json.dumps([asdict(edit) for edit in EDITS])
+    """Return a hash of the edits to Horovod's source, and of the file added to it."""
+    added = Path(__file__).with_name(ADDED).read_text("utf-8")
+    edits = json.dumps([*(asdict(edit) for edit in EDITS), added])
     return hashlib.sha256(edits.encode()).hexdigest()
 
 

@@ -7,7 +7,6 @@ wrong order is tried too, on values where it must show.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 
@@ -18,14 +17,12 @@ import torch
 from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.ring.orders import (
     GLOO_RING,
-    OPEN_MPI_RING,
+    MPI_RING,
     KnownOrder,
     differing_bits,
-    known_order,
     reproduce,
 )
 from hvdtrain.ring.transports import Transport
-from hvdtrain.ring.transports.mpi import library_version
 from tests.rings import rank_data, special_data
 
 MIB = 1 << 20
@@ -34,8 +31,11 @@ DTYPES = ("float16", "float32", "float64", "int32", "int64")
 
 
 def lengths(size: int, itemsize: int) -> list[int]:
-    """Around the number of ranks and Gloo's piece of 1 MiB, where the partition changes."""
-    around = [2 * size * MIB // itemsize + more for more in (-1, 0, 1)]
+    """Around the number of ranks, Gloo's piece of 1 MiB, and the few bytes that are not summed by a
+    ring over MPI, where the partition changes.
+    """
+    limits = (2 * size * MIB, size * MPI_RING.few_bytes)
+    around = [limit // itemsize + more for limit in limits for more in (-1, 0, 1)]
     few = [0, 1, 2, 3, size - 1, size, size + 1, 2 * size, 2 * size + 1, 4 * size + 3]
     return sorted({*few, 100, 1009, 65_537, MIB // itemsize + 1, *around})
 
@@ -73,9 +73,8 @@ def cases(dtype: str, size: int) -> list[tuple[int, Make, str, bool]]:
 def main() -> int:
     torch.set_num_threads(1)
     exchange = HorovodExchange()
-    library = library_version() if exchange.controller == "mpi" else ""
-    order = known_order(exchange.controller, exchange.size, os.environ, library)
-    wrong = OPEN_MPI_RING if order is GLOO_RING else GLOO_RING
+    order = exchange.summation_order()
+    wrong = MPI_RING if order is GLOO_RING else GLOO_RING
     ring = exchange.ring()
     for dtype in DTYPES:
         for length, make, op, is_wrong in cases(dtype, exchange.size):

@@ -103,9 +103,8 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
     "compiled": ([*COMPILED, "--trace-every=3"], [ALONE, GLOO_2]),
     "exact": (
         ["--max-steps=20", "--global-batch-size=50", "--bucket-bytes=9999", *EXACT],
-        [GLOO_3],
+        [GLOO_3, MPI_4],
     ),
-    "unknown order": (["--max-steps=2", *EXACT], [MPI_4]),
     # The last batch of an epoch holds 3 samples: a share of 1 would meet batch norm.
     "small shares": ([f"--model={PLUGINS}:small_resnet", "--global-batch-size=130"], [MPI_2]),
     "infinite loss": (["--lr=1e30"], [MPI_2]),
@@ -284,9 +283,10 @@ def test_compiled_networks_have_the_same_bits(result: Result) -> None:
     assert summary["compute_audit"] == {"checked": 3, "failed": 0}
 
 
-def test_exact_audits_of_training(result: Result) -> None:
-    """Fails if Gloo's order of summation is not reproduced to the bit in live training."""
-    summary, _ = result("exact", GLOO_3)
+@pytest.mark.parametrize("start", [GLOO_3, MPI_4], ids=["gloo", "mpi"])
+def test_exact_audits_of_training(result: Result, start: Start) -> None:
+    """Fails if the order of summation is not reproduced to the bit in live training."""
+    summary, _ = result("exact", start)
     assert summary["audit"] == {"checked": 20, "failed": 0, "worst_error_over_bound": 0.0}
 
 
@@ -311,8 +311,6 @@ def test_a_lowest_bit_is_found_by_an_exact_audit(
 @pytest.mark.parametrize(
     ("name", "start", "texts"),
     [
-        # Open MPI chooses the order of summation, so bits cannot be promised.
-        ("unknown order", MPI_4, ["--audit=exact: Open MPI chooses how it sums: set"]),
         ("small shares", MPI_2, ["some worker gets 1 at a time", "Add --sync-bn"]),
     ],
 )

@@ -62,7 +62,11 @@ def test_sums_in_an_unknown_order(tmp_path: Path) -> None:
     a step is computed again that does not follow a checkpoint.
     """
     folder = tmp_path / "x"
-    assert train(FLAGS, folder, 3, "mpi").exit_code == 0
+    fused = {"HOROVOD_FUSION_THRESHOLD": str(1 << 26)}
+    refused = train([*FLAGS, "--audit-every=1", "--audit=exact"], folder, 3, "mpi", variables=fused)
+    assert refused.exit_code == 2, refused.output
+    assert "--audit=exact: with fusion the order of summation changes" in refused.output
+    assert train(FLAGS, folder, 3, "mpi", variables=fused).exit_code == 0
     code, output = replay(folder)
     assert (code, "replay: 6 steps agreed bit for bit" in output) == (0, True), output
     assert "the sums of the gradients within the bound of rounding" in output

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from launch.install import horovod_wheel
-from launch.install.horovod_source import EDITS, SourceEditError, apply_edits
+from launch.install import horovod_source, horovod_wheel
+from launch.install.horovod_source import ADDED, EDITS, SourceEditError, apply_edits
 from launch.install.horovod_wheel import WheelInputs, cached_wheel, obtain_wheel
 from launch.install.machine import Mpi
 
@@ -27,11 +27,17 @@ INPUTS = WheelInputs(
 
 def write_source(root: Path) -> dict[str, Path]:
     """A tree in which each edit finds its text once, between lines of other text."""
-    for edit in EDITS:
-        path = root / edit.path
+    files = {edit.path: root / edit.path for edit in EDITS}
+    for name, path in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"before {edit.path}\n{edit.old}after\n")
-    return {edit.path: root / edit.path for edit in EDITS}
+        path.write_text(text_of(name, "old"))
+    return files
+
+
+def text_of(path: str, side: str) -> str:
+    """The old or new texts of all edits of a file, between lines of other text."""
+    parts = [getattr(edit, side) for edit in EDITS if edit.path == path]
+    return f"before {path}\n" + "between\n".join(parts) + "after\n"
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
@@ -41,16 +47,23 @@ def read_tree(root: Path) -> dict[str, bytes]:
 
 
 def test_apply_edits_makes_every_edit(tmp_path: Path) -> None:
-    """Fails when an edit is left out, or changes anything but its own text."""
+    """Fails when an edit is left out, or changes anything but its own text; or if the file that
+    others include is not there.
+    """
     files = write_source(tmp_path)
     apply_edits(tmp_path)
-    for edit in EDITS:
-        assert files[edit.path].read_text() == f"before {edit.path}\n{edit.new}after\n"
-        assert edit.old not in files[edit.path].read_text()
+    for name, path in files.items():
+        assert path.read_text() == text_of(name, "new")
+    added = tmp_path / "horovod/common" / ADDED
+    assert added.read_text() == Path(horovod_source.__file__).with_name(ADDED).read_text()
+    includes = [edit.path for edit in EDITS if f'#include "../{ADDED}"' in edit.new]
+    assert {Path(path).parent.parent.as_posix() for path in includes} == {"horovod/common"}
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.path)
+@pytest.mark.parametrize(
+    "edit", {edit.path: edit for edit in EDITS}.values(), ids=lambda it: it.path
+)
 def test_apply_edits_refuses_another_source(tmp_path: Path, edit, damage: str) -> None:
     """Fails when unexpected text passes, or when another file is changed anyway."""
     path = write_source(tmp_path)[edit.path]

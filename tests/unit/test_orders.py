@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.ring.orders import (
     GLOO_RING,
+    MPI_RING,
     OPEN_MPI_RING,
     KnownOrder,
     UnknownOrder,
@@ -101,6 +102,16 @@ def test_few_elements_are_doubled_recursively() -> None:
         assert not differing_bits(result, expected).any()
 
 
+@pytest.mark.parametrize(("length", "are_few"), [(0, True), (5, True), (3072, True), (3073, False)])
+def test_few_bytes_are_doubled_recursively(length: int, are_few: bool) -> None:
+    """Fails if the limit of a build's own sums is not 4096 bytes a rank, here of 3 ranks."""
+    rows = [rank_data(rank, length, np.float32) for rank in range(3)]
+    result = reproduced(rows, MPI_RING, "sum")[0]
+    few, ring = recursive_doubling(rows), reproduced(rows, OPEN_MPI_RING, "sum")[0]
+    assert not differing_bits(result, few if are_few else ring).any()
+    assert length < 100 or differing_bits(few, ring).any()
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_the_orders_differ_where_three_terms_meet(size: int) -> None:
     """Fails if the two orders give the same bits everywhere, so that neither is shown."""
@@ -142,19 +153,21 @@ def test_averages_are_products_with_a_rounded_reciprocal(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("controller", "size", "environment", "library", "order"),
+    ("controller", "size", "environment", "library", "built_in", "order"),
     [
-        ("gloo", 4, NO_FUSION, "", GLOO_RING),
-        ("gloo", 4, NO_FUSION | {"HOROVOD_CPU_OPERATIONS": "GLOO"}, "", GLOO_RING),
-        ("mpi", 2, NO_FUSION, "whatever", OPEN_MPI_RING),
-        ("mpi", 3, PINNED, "Open MPI v4.1.8", OPEN_MPI_RING),
+        ("gloo", 4, NO_FUSION, "", "", GLOO_RING),
+        ("gloo", 4, NO_FUSION | {"HOROVOD_CPU_OPERATIONS": "GLOO"}, "", MPI_RING.name, GLOO_RING),
+        ("mpi", 2, NO_FUSION, "whatever", "", OPEN_MPI_RING),
+        ("mpi", 3, PINNED, "Open MPI v4.1.8", "", OPEN_MPI_RING),
+        ("mpi", 3, NO_FUSION, "", MPI_RING.name, MPI_RING),
+        ("mpi", 4, PINNED, "MPICH", MPI_RING.name, MPI_RING),
     ],
 )
 def test_known_orders(
-    controller: str, size: int, environment: dict, library: str, order: KnownOrder
+    controller: str, size: int, environment: dict, library: str, built_in: str, order: KnownOrder
 ) -> None:
     """Fails if an order that is known is refused, or taken for another."""
-    assert known_order(controller, size, environment, library) is order
+    assert known_order(controller, size, environment, library, built_in) is order
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from hvdtrain.launcher.command import (
     HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
+    in_own_session,
     settings_for,
 )
 from hvdtrain.launcher.processes import StopRequests
@@ -298,7 +299,8 @@ def on_workers(
     settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
     hosts = (("localhost", workers),)
     options = HorovodrunOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
-    return horovodrun_argv(options, argv), horovodrun_environment(os.environ, settings, None)
+    command = horovodrun_argv(options, in_own_session(argv))
+    return command, horovodrun_environment(os.environ, settings, None)
 
 
 def logged_steps(folder: Path) -> list[Logged]:

@@ -26,7 +26,7 @@ from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, w
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Place, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv
+from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv, in_own_session
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
@@ -67,7 +67,8 @@ def start_system(
     path = folder / "spec.json"
     path.write_text(json.dumps(asdict(spec)), "utf-8")
     if strategy.under_horovodrun:
-        command = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
+        worker = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
+        command = in_own_session(worker)
         hosts = (("localhost", spec.workers),)
         options = HorovodrunOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
         children.append(Commanded(horovodrun_argv(options, command), folder / "process-0.log"))

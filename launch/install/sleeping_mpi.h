@@ -1,0 +1,198 @@
+// MPI collectives that sleep while they wait. `launch/setup` adds this file to Horovod's source.
+//
+// Open MPI's own spin until the last rank has arrived, also in the middle of an operation. Where
+// workers or other programs occupy all cores, that takes time from those for which they wait.
+// Point-to-point messages can be tested for instead, with sleeps in between.
+//
+// The order of addition is fixed, whatever Open MPI would choose (hvdtrain/ring/orders.py):
+//   up to kFewBytes a rank, or fewer elements than ranks: recursive doubling, of adjacent ranks, then
+//     of adjacent pairs, and so on; before, ranks beyond a power of two are added to their neighbours;
+//   else a ring: blocks as even as possible, the first ones longer; the sum of block k begins at
+//     rank k and goes to the right.
+
+#ifndef HOROVOD_SLEEPING_MPI_H
+#define HOROVOD_SLEEPING_MPI_H
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "mpi.h"
+
+namespace horovod {
+namespace common {
+
+class SleepingMpi {
+public:
+  // Longest sleeps: while another rank may compute, and in the middle of a transfer.
+  static constexpr long long kLongestWaitUs = 1000, kLongestTransferUs = 250;
+
+  SleepingMpi(MPI_Comm comm, long long longest_us) : comm_(comm), longest_us_(longest_us) {
+    MPI_Comm_rank(comm, &rank_);
+    MPI_Comm_size(comm, &size_);
+  }
+
+  // Collective: reduce `values` over all ranks, in place. `op` must be commutative.
+  int Allreduce(void* values, int64_t count, MPI_Datatype type, MPI_Op op) {
+    values_ = static_cast<char*>(values);
+    type_ = type;
+    op_ = op;
+    int item_bytes;
+    MPI_Type_size(type, &item_bytes);
+    item_bytes_ = item_bytes;
+    bool few = count < size_ || count * item_bytes <= kFewBytes * size_;
+    return few ? Double(count) : Ring(count);
+  }
+
+private:
+  static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
+  static constexpr int kTag = 1601;
+  static constexpr long long kSpinUs = 50, kShortestUs = 50;
+
+  int Double(int64_t count) {
+    int adjacent = 1;
+    while (2 * adjacent <= size_) {
+      adjacent *= 2;
+    }
+    int extra = size_ - adjacent;
+    int code = MPI_SUCCESS;
+    if (rank_ < 2 * extra && rank_ % 2 == 0) { // added to its neighbour, which returns the sum
+      Begin(MPI_Isend, values_, count, rank_ + 1);
+      Await();
+      Begin(MPI_Irecv, values_, count, rank_ + 1);
+      return Await();
+    }
+    char* arrived = Scratch(count);
+    if (rank_ < 2 * extra) {
+      Begin(MPI_Irecv, arrived, count, rank_ - 1);
+      Await();
+      MPI_Reduce_local(arrived, values_, count, type_, op_);
+    }
+    int place = rank_ < 2 * extra ? rank_ / 2 : rank_ - extra;
+    for (int distance = 1; distance < adjacent; distance *= 2) {
+      int other = place ^ distance;
+      other = other < extra ? 2 * other + 1 : other + extra;
+      Begin(MPI_Irecv, arrived, count, other);
+      Begin(MPI_Isend, values_, count, other);
+      code = Await();
+      MPI_Reduce_local(arrived, values_, count, type_, op_);
+    }
+    if (rank_ < 2 * extra) {
+      Begin(MPI_Isend, values_, count, rank_ - 1);
+      code = Await();
+    }
+    return code;
+  }
+
+  int Ring(int64_t count) {
+    int right = (rank_ + 1) % size_, left = (rank_ + size_ - 1) % size_;
+    int64_t piece = kPieceBytes / item_bytes_;
+    char* scratch = Scratch(2 * piece);
+    for (int step = 0; step < size_ - 1; ++step) {
+      ForPieces(count, rank_ - step, piece,
+                [&](char* at, int items) { Begin(MPI_Isend, at, items, right); });
+      std::vector<std::pair<char*, int>> pieces;
+      ForPieces(count, rank_ - step - 1, piece,
+                [&](char* at, int items) { pieces.emplace_back(at, items); });
+      // Two are on their way at any time, and one is added while the other arrives.
+      MPI_Request arriving[2];
+      auto receive = [&](size_t number) {
+        return MPI_Irecv(scratch + number % 2 * piece * item_bytes_, pieces[number].second, type_,
+                         left, kTag, comm_, &arriving[number % 2]);
+      };
+      for (size_t number = 0; number < std::min<size_t>(2, pieces.size()); ++number) {
+        receive(number);
+      }
+      for (size_t number = 0; number < pieces.size(); ++number) {
+        int code = Await(1, &arriving[number % 2]);
+        if (code != MPI_SUCCESS) {
+          return code;
+        }
+        MPI_Reduce_local(scratch + number % 2 * piece * item_bytes_, pieces[number].first,
+                         pieces[number].second, type_, op_);
+        if (number + 2 < pieces.size()) {
+          receive(number + 2);
+        }
+      }
+      Await();
+    }
+    int code = MPI_SUCCESS;
+    for (int step = 0; step < size_ - 1 && code == MPI_SUCCESS; ++step) {
+      int64_t most = int64_t(1) << 30; // items of one message
+      ForPieces(count, rank_ - step, most,
+                [&](char* at, int items) { Begin(MPI_Irecv, at, items, left); });
+      ForPieces(count, rank_ - step + 1, most,
+                [&](char* at, int items) { Begin(MPI_Isend, at, items, right); });
+      code = Await();
+    }
+    return code;
+  }
+
+  // Call `use` with address and number of items of each piece of a block.
+  template <typename Use> void ForPieces(int64_t count, int block, int64_t piece, Use use) {
+    block = (block + 2 * size_) % size_;
+    int64_t each = count / size_, longer = count % size_;
+    int64_t begin = block * each + std::min<int64_t>(block, longer);
+    int64_t end = begin + each + (block < longer ? 1 : 0);
+    for (; begin < end; begin += piece) {
+      use(values_ + begin * item_bytes_, static_cast<int>(std::min(piece, end - begin)));
+    }
+  }
+
+  template <typename Call> void Begin(Call call, char* at, int64_t items, int other) {
+    requests_.emplace_back();
+    call(at, static_cast<int>(items), type_, other, kTag, comm_, &requests_.back());
+  }
+
+  // Wait for all messages that have begun.
+  int Await() {
+    int code = Await(static_cast<int>(requests_.size()), requests_.data());
+    requests_.clear();
+    return code;
+  }
+
+  int Await(int count, MPI_Request* requests) {
+    auto began = std::chrono::steady_clock::now();
+    while (true) {
+      int done = 0;
+      int code = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
+      if (done || code != MPI_SUCCESS) {
+        return code;
+      }
+      auto waited_us = std::chrono::duration_cast<std::chrono::microseconds>(
+                           std::chrono::steady_clock::now() - began)
+                           .count();
+      if (waited_us < kSpinUs) {
+        std::this_thread::yield();
+      } else {
+        auto rest_us = std::max<long long>(kShortestUs, std::min<long long>(longest_us_, waited_us / 8));
+        std::this_thread::sleep_for(std::chrono::microseconds(rest_us));
+      }
+    }
+  }
+
+  char* Scratch(int64_t items) {
+    static thread_local std::vector<char> kept;
+    if (kept.size() < static_cast<size_t>(items * item_bytes_)) {
+      kept.resize(items * item_bytes_);
+    }
+    return kept.data();
+  }
+
+  MPI_Comm comm_;
+  long long longest_us_;
+  int rank_, size_;
+  char* values_ = nullptr;
+  MPI_Datatype type_ = MPI_DATATYPE_NULL;
+  MPI_Op op_ = MPI_OP_NULL;
+  int64_t item_bytes_ = 0;
+  std::vector<MPI_Request> requests_;
+};
+
+} // namespace common
+} // namespace horovod
+
+#endif // HOROVOD_SLEEPING_MPI_H
