@@ -148,13 +148,13 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
         refuse_another_base(state, script.model)
         base = saved_base(state)
         weights = base.filled(weights, script.model) if base else weights
-        needed = ("optimizer", "further_optimizers", "further_state")
-        return weights, {name: state[name] for name in needed}
+        needed = ("optimizer_order", "optimizer", "further_optimizers", "further_state")
+        return weights, {name: state.get(name) for name in needed}
 
     found = agree(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
     script.model.load_state_dict(weights)
-    load_optimizers(state, script.optimizers, script.further_state)
+    load_optimizers(state, script.model, script.optimizers, script.further_state)
 
 
 def _way_to(path: Path) -> str:

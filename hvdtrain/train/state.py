@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
 from hvdtrain.exchange.distributed_optimizer import lay_out_state, parameters_of
 from hvdtrain.train.base import saved_base
@@ -49,13 +49,13 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "step": at.step,
             "samples_seen": at.samples_seen,
             "parameters": [name for name, _ in job.model.named_parameters()],
-            "optimizer_order": _names_in_order(job, job.optimizers[0]),
+            "optimizer_order": _names_in_order(job.model, job.optimizers[0]),
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "base": asdict(job.base) if job.base else None,
             "model": model_state,
             "optimizer": copied_to_cpu(job.optimizers[0].state_dict()),
             "further_optimizers": [
-                {"order": _names_in_order(job, it), "state": copied_to_cpu(it.state_dict())}
+                {"order": _names_in_order(job.model, it), "state": copied_to_cpu(it.state_dict())}
                 for it in job.optimizers[1:]
             ],
             "further_state": [copied_to_cpu(it.state_dict()) for it in job.further_state],
@@ -96,8 +96,8 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     buffers = state["ranks"][0]["buffers"]
     # Checkpoints of earlier versions do not name them; their optimizers had the model's order.
     names = state.get("parameters") or [name for name in state["model"] if name not in buffers]
-    optimizers = [{"order": state.get("optimizer_order") or names, "state": state["optimizer"]}]
-    optimizers += state.get("further_optimizers", [])
+    optimizers = _optimizers_of(state)
+    optimizers[0]["order"] = optimizers[0]["order"] or names
     trainable = sorted(set(names) - set(state.get("frozen", ())))
     tensors = {f"the parameter {name}": state["model"][name] for name in trainable}
     for optimizer in optimizers:
@@ -117,21 +117,41 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     return f"{found[0]} is not finite{more}" if found else None
 
 
-def _names_in_order(job: Job, optimizer: torch.optim.Optimizer) -> list[str]:
+def _optimizers_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return order of parameters (None if an earlier version saved it) and state of each."""
+    first = {"order": state.get("optimizer_order"), "state": state["optimizer"]}
+    return [first, *state.get("further_optimizers", [])]
+
+
+def _names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, as its state numbers them."""
-    names = {id(parameter): name for name, parameter in job.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(it)] for it in parameters_of(optimizer)]
 
 
 def load_optimizers(
     state: Mapping[str, Any],
+    model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     further_state: Sequence[Stateful],
 ) -> None:
-    """Load the part of a captured state that belongs to optimizers and to a script's objects."""
-    states = [state["optimizer"], *(it["state"] for it in state.get("further_optimizers", []))]
-    for optimizer, own in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(own)
+    """Load the part of a captured state that belongs to optimizers and to a script's objects.
+
+    Raises UsageError, naming the first difference, if an optimizer has other parameters than in the
+    run, or in another order: its state is numbered, so it would go to other parameters.
+    """
+    for optimizer, saved in zip(optimizers, _optimizers_of(state), strict=True):
+        own = _names_in_order(model, optimizer)
+        pairs = itertools.zip_longest(own, saved["order"] or own, fillvalue="none")
+        for number, (here, then) in enumerate(pairs, 1):
+            if here != then:
+                raise UsageError(
+                    f"--resume: parameter {number} of the optimizer is {here}, and was {then} when "
+                    "the checkpoint was saved. Build the same modules in the same order, also for "
+                    "the optimizer: iterate over a list or sorted(...), not over a set, whose "
+                    "order differs between processes"
+                )
+        optimizer.load_state_dict(saved["state"])
         lay_out_state(optimizer)
     for held, own in zip(further_state, state.get("further_state", []), strict=True):
         held.load_state_dict(own)
@@ -143,7 +163,8 @@ def _saved(state: Mapping[str, Any], job: Job, prefix: str = "") -> Mapping[str,
 
 
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
-    """Restore a captured state into a job whose optimizer is already distributed.
+    """Restore a captured state into a job whose optimizer is already distributed. Raises
+    UsageError if an optimizer is built otherwise (`load_optimizers`).
 
     With the same number of workers the run continues bit for bit. With another number, running
     statistics are averaged over the old ones, only workers that existed before restore random
@@ -155,7 +176,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     if base and update["average"] is not None:
         update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
     job.model.load_state_dict(model_state)
-    load_optimizers(state, job.optimizers, job.further_state)
+    load_optimizers(state, job.model, job.optimizers, job.further_state)
     job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]

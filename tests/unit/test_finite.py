@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from hvdtrain.audit import Audits
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
-from hvdtrain.train.state import capture, find_not_finite
+from hvdtrain.train.state import capture, find_not_finite, load_optimizers
 from hvdtrain.train.update import not_finite
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
 from tests.unit.threads import ThreadExchange, connect, run_ranks
@@ -187,7 +187,7 @@ def test_a_state_that_is_not_finite_is_never_saved(expected: str) -> None:
 
 def test_the_parameter_of_an_optimizer_with_groups_is_named() -> None:
     """Fails if the optimizer's own order of parameters, by which its state is numbered, is taken
-    for that of the model.
+    for that of the model; or if a resume gives the state to other parameters.
     """
     job = trained(SINGLE)
     late, early = (list(job.model[layer].parameters()) for layer in (6, 4))
@@ -204,6 +204,14 @@ def test_the_parameter_of_an_optimizer_with_groups_is_named() -> None:
         state["optimizer"]["state"][number]["momentum_buffer"].fill_(torch.nan)
         expected = f"the optimizer's momentum_buffer of {name} is not finite"
         assert find_not_finite(state) == expected
+    other = torch.optim.SGD(reversed(groups), lr=0.1, momentum=0.9)
+    match = "parameter 1 of the optimizer is 4.weight, and was 6.weight when the checkpoint was"
+    with pytest.raises(UsageError, match=match):
+        load_optimizers(snapshot.state, job.model, [other], [])
+    assert not other.state
+    same = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    load_optimizers(snapshot.state, job.model, [same], [])
+    assert len(same.state) == len(order)
 
 
 def test_masks_of_infinities_are_saved() -> None:
