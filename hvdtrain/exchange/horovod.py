@@ -23,7 +23,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
-from horovod.torch import mpi_lib_v2
 
 from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, UsageError
@@ -58,7 +57,6 @@ from hvdtrain.ring.transports.tcp import join_ring
 from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
-SIGNALS_S = 0.05  # while a rank waits, its signals are handled as often
 
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
@@ -172,9 +170,10 @@ class HorovodExchange:
         for parameter in carrier._requires_update:
             if carrier._handles.get(parameter, (None, None))[0] is None:
                 carrier._handles[parameter] = carrier._allreduce_grad_async(parameter)
-        for handle, _ in carrier._handles.values():
-            if isinstance(handle, int):  # others are not begun
-                _sleep_until_done(handle)
+        # Poll first: hvd.synchronize() spins (horovod/torch/mpi_ops_v2.cc, WaitAndClear). A handle
+        # that is not an integer is not begun.
+        handles = [handle for handle, _ in carrier._handles.values()]
+        rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
@@ -312,22 +311,9 @@ def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any
 
 def _result(handle: int) -> torch.Tensor:
     """Collective: wait for one operation; return its result."""
-    _sleep_until_done(handle)
+    rest_until(lambda: bool(hvd.poll(handle)))
     reduced: torch.Tensor = hvd.synchronize(handle)
     return reduced
-
-
-def _sleep_until_done(handle: int) -> None:
-    """Collective: wait for one operation, so that signals are handled meanwhile.
-
-    hvd.synchronize() would not let them be; and it spins (horovod/torch/mpi_ops_v2.cc,
-    WaitAndClear) in builds of Horovod other than those of `launch/setup`, which have `wait`.
-    """
-    if wait := getattr(mpi_lib_v2, "horovod_torch_wait", None):
-        while not wait(handle, SIGNALS_S):
-            pass
-    else:
-        rest_until(lambda: bool(hvd.poll(handle)))
 
 
 def ring_of_horovod() -> Transport:

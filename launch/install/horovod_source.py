@@ -65,40 +65,6 @@ protected:
 
 """
 
-_YIELDING = "synchronize() keeps a core occupied, on which Horovod's own thread has to work"
-_WAIT_FOR_HANDLE = """\
-
-bool HandleManager::WaitForHandle(int handle, double seconds) {
-  std::unique_lock<std::mutex> guard(mutex_);
-  auto is_done = [&] {
-    auto found = results_.find(handle);
-    return found == results_.end() || found->second != nullptr;
-  };
-  return marked_.wait_for(guard, std::chrono::duration<double>(seconds), is_done);
-}
-"""
-_YIELD_FOR_HANDLE = """\
-void WaitAndClear(int handle) {
-  while (true) {
-    if (handle_manager.PollHandle(handle)) break;
-    {
-      py::gil_scoped_release release_python_gil;
-      std::this_thread::yield();
-    }
-  }
-"""
-_SLEEP_FOR_HANDLE = """\
-bool WaitForHandle(int handle, double seconds) {
-  py::gil_scoped_release release_python_gil;
-  return handle_manager.WaitForHandle(handle, seconds);
-}
-
-void WaitAndClear(int handle) {
-  while (!handle_manager.PollHandle(handle)) {
-    WaitForHandle(handle, 1);
-  }
-"""
-
 
 def _sleeping_controller(operation: str) -> Edit:
     """Return the edit of one of the controller's all-reduces, of the bits that ranks agree on."""
@@ -106,7 +72,7 @@ def _sleeping_controller(operation: str) -> Edit:
         "horovod/common/mpi/mpi_controller.cc",
         "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::kLongestWaitUs)\n"
+        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::kOthersCompute)\n"
         f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
@@ -151,46 +117,6 @@ EDITS = (
         "'RelWithDebInfo'",
         "'Release'",
         "debug symbols are 60 of the library's 62 MB, and a third of the build's time",
-    ),
-    Edit(
-        "horovod/torch/handle_manager.h",
-        "#include <atomic>\n",
-        "#include <atomic>\n#include <chrono>\n#include <condition_variable>\n",
-        _YIELDING,
-    ),
-    Edit(
-        "horovod/torch/handle_manager.h",
-        "  bool PollHandle(int handle);\n",
-        "  bool PollHandle(int handle);\n"
-        "  // Wait up to `seconds` for the end of an operation; return whether it has ended.\n"
-        "  bool WaitForHandle(int handle, double seconds);\n",
-        _YIELDING,
-    ),
-    Edit(
-        "horovod/torch/handle_manager.h",
-        "  std::mutex mutex_;\n",
-        "  std::mutex mutex_;\n  std::condition_variable marked_;\n",
-        _YIELDING,
-    ),
-    Edit(
-        "horovod/torch/handle_manager.cc",
-        "  results_[handle] = std::make_shared<Status>(status);\n}\n",
-        "  results_[handle] = std::make_shared<Status>(status);\n  marked_.notify_all();\n}\n"
-        + _WAIT_FOR_HANDLE,
-        _YIELDING,
-    ),
-    Edit(
-        "horovod/torch/mpi_ops_v2.cc",
-        _YIELD_FOR_HANDLE,
-        _SLEEP_FOR_HANDLE,
-        _YIELDING,
-    ),
-    Edit(
-        "horovod/torch/mpi_ops_v2.cc",
-        '  m.def("horovod_torch_poll", &PollHandle);\n',
-        '  m.def("horovod_torch_poll", &PollHandle);\n'
-        '  m.def("horovod_torch_wait", &WaitForHandle);\n',
-        _YIELDING,
     ),
     Edit(
         "horovod/common/tensor_queue.h",
@@ -255,7 +181,7 @@ EDITS = (
     std::memcpy(buffer_data, fused_input_data, buffer_len);
   }
   int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       SleepingMpi::kLongestTransferUs)
+                       SleepingMpi::kOthersTransfer)
                .Allreduce(buffer_data, num_elements,
                           mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
 """,

@@ -27,10 +27,15 @@ namespace common {
 
 class SleepingMpi {
 public:
-  // Longest sleeps: while another rank may compute, and in the middle of a transfer.
-  static constexpr long long kLongestWaitUs = 1000, kLongestTransferUs = 250;
+  // How long a rank looks all the time, and how long it sleeps at the most after that.
+  struct Patience {
+    long long spin_us, longest_us;
+  };
+  static constexpr Patience kOthersCompute{50, 1000};
+  // Each sleep costs a wake-up, and a rank with a core of its own sends a piece in 0.1 ms.
+  static constexpr Patience kOthersTransfer{2000, 250};
 
-  SleepingMpi(MPI_Comm comm, long long longest_us) : comm_(comm), longest_us_(longest_us) {
+  SleepingMpi(MPI_Comm comm, Patience patience) : comm_(comm), patience_(patience) {
     MPI_Comm_rank(comm, &rank_);
     MPI_Comm_size(comm, &size_);
   }
@@ -50,7 +55,7 @@ public:
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
   static constexpr int kTag = 1601;
-  static constexpr long long kSpinUs = 50, kShortestUs = 50;
+  static constexpr long long kShortestUs = 50;
 
   int Double(int64_t count) {
     int adjacent = 1;
@@ -165,10 +170,11 @@ private:
       auto waited_us = std::chrono::duration_cast<std::chrono::microseconds>(
                            std::chrono::steady_clock::now() - began)
                            .count();
-      if (waited_us < kSpinUs) {
+      if (waited_us < patience_.spin_us) {
         std::this_thread::yield();
       } else {
-        auto rest_us = std::max<long long>(kShortestUs, std::min<long long>(longest_us_, waited_us / 8));
+        auto rest_us =
+            std::max<long long>(kShortestUs, std::min<long long>(patience_.longest_us, waited_us / 8));
         std::this_thread::sleep_for(std::chrono::microseconds(rest_us));
       }
     }
@@ -183,7 +189,7 @@ private:
   }
 
   MPI_Comm comm_;
-  long long longest_us_;
+  Patience patience_;
   int rank_, size_;
   char* values_ = nullptr;
   MPI_Datatype type_ = MPI_DATATYPE_NULL;
