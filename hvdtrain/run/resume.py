@@ -149,7 +149,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
         base = saved_base(state)
         weights = base.filled(weights, script.model) if base else weights
         needed = ("optimizer_order", "optimizer", "further_optimizers", "further_state")
-        return weights, {name: state.get(name) for name in needed}
+        return weights, {name: state[name] for name in needed if name in state}
 
     found = agree(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
