@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
 
 Optimizer = torch.optim.Optimizer
+KEEP_ORDER = (
+    "build and freeze the same modules in the same order, also for the optimizer: iterate over a "
+    "list or sorted(...), not over a set, whose order differs between processes"
+)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
@@ -103,16 +107,26 @@ def _described(name: str, tensor: torch.Tensor) -> str:
 def check_layout(own: Layout, expected: Layout) -> None:
     """Raise UsageError unless this rank's layout is that of rank 0: names the first difference."""
     for kind, tensors in own.items():
-        pairs = enumerate(itertools.zip_longest(tensors, expected[kind], fillvalue="none"), 1)
-        for number, (here, on_rank_0) in pairs:
-            if here != on_rank_0:
-                raise UsageError(
-                    "the model or the optimizer is not built as on rank 0, so gradients and "
-                    f"optimizer state would go to other parameters. {kind.capitalize()} {number}: "
-                    f"{here} (rank 0: {on_rank_0}). Build and freeze the same modules in the same "
-                    "order on every rank, also for the optimizer: iterate over a list or "
-                    "sorted(...), not over a set, whose order differs between processes"
-                )
+        if found := first_difference(tensors, expected[kind]):
+            raise UsageError(
+                "the model or the optimizer is not built as on rank 0, so gradients and optimizer "
+                f"state would go to other parameters. {kind.capitalize()} {found.number}: "
+                f"{found.here} (rank 0: {found.there}). On every rank, {KEEP_ORDER}"
+            )
+
+
+class Difference(NamedTuple):
+    """The first difference of two lists."""
+
+    number: int  # from 1
+    here: str
+    there: str
+
+
+def first_difference(here: Sequence[str], there: Sequence[str]) -> Difference | None:
+    """Return the first place at which the lists differ; "none" stands for what one lacks."""
+    pairs = enumerate(itertools.zip_longest(here, there, fillvalue="none"), 1)
+    return next((Difference(number, *pair) for number, pair in pairs if pair[0] != pair[1]), None)
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -11,7 +11,12 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
-from hvdtrain.exchange.distributed_optimizer import lay_out_state, parameters_of
+from hvdtrain.exchange.distributed_optimizer import (
+    KEEP_ORDER,
+    first_difference,
+    lay_out_state,
+    parameters_of,
+)
 from hvdtrain.train.base import saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
@@ -142,15 +147,11 @@ def load_optimizers(
     """
     for optimizer, saved in zip(optimizers, _optimizers_of(state), strict=True):
         own = _names_in_order(model, optimizer)
-        pairs = itertools.zip_longest(own, saved["order"] or own, fillvalue="none")
-        for number, (here, then) in enumerate(pairs, 1):
-            if here != then:
-                raise UsageError(
-                    f"--resume: parameter {number} of the optimizer is {here}, and was {then} when "
-                    "the checkpoint was saved. Build the same modules in the same order, also for "
-                    "the optimizer: iterate over a list or sorted(...), not over a set, whose "
-                    "order differs between processes"
-                )
+        if found := first_difference(own, saved["order"] or own):
+            raise UsageError(
+                f"--resume: parameter {found.number} of the optimizer is {found.here}, and was "
+                f"{found.there} when the checkpoint was saved. In every process, {KEEP_ORDER}"
+            )
         optimizer.load_state_dict(saved["state"])
         lay_out_state(optimizer)
     for held, own in zip(further_state, state.get("further_state", []), strict=True):

@@ -45,6 +45,7 @@ _IDLE = (
     "others compute on"
 )
 _SPINNING = "Open MPI spins until the slowest rank arrives, on a core that others compute on"
+_ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
 # Without an operation of this rank none can begin on any other, but for those of process sets
 # without it. The limit is how late a shutdown can be noticed, here or on another rank.
 _SLEEP_WHILE_IDLE = """\
@@ -72,7 +73,7 @@ def _sleeping_controller(operation: str) -> Edit:
         "horovod/common/mpi/mpi_controller.cc",
         "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::kOthersCompute)\n"
+        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::WaitFor::kRanks)\n"
         f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
@@ -181,11 +182,23 @@ EDITS = (
     std::memcpy(buffer_data, fused_input_data, buffer_len);
   }
   int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       SleepingMpi::kOthersTransfer)
+                       SleepingMpi::WaitFor::kMessages)
                .Allreduce(buffer_data, num_elements,
                           mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
 """,
         f"{_SPINNING}; and the order of sums is then known",
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        '#include "handle_manager.h"\n',
+        '#include "handle_manager.h"\n#include "../common/sleeping_mpi.h"\n',
+        _ASKED,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        "::PollHandle(int handle) {\n",
+        "::PollHandle(int handle) {\n  common::LastAskedUs() = common::NowUs();\n",
+        _ASKED,
     ),
 )
 

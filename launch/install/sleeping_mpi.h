@@ -14,8 +14,10 @@
 #define HOROVOD_SLEEPING_MPI_H
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -25,17 +27,22 @@
 namespace horovod {
 namespace common {
 
+inline long long NowUs() {
+  auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+}
+
+// When a thread of this process last asked whether an operation has ended.
+inline std::atomic<long long>& LastAskedUs() {
+  static std::atomic<long long> at_us{0};
+  return at_us;
+}
+
 class SleepingMpi {
 public:
-  // How long a rank looks all the time, and how long it sleeps at the most after that.
-  struct Patience {
-    long long spin_us, longest_us;
-  };
-  static constexpr Patience kOthersCompute{50, 1000};
-  // Each sleep costs a wake-up, and a rank with a core of its own sends a piece in 0.1 ms.
-  static constexpr Patience kOthersTransfer{2000, 250};
+  enum class WaitFor { kRanks, kMessages };
 
-  SleepingMpi(MPI_Comm comm, Patience patience) : comm_(comm), patience_(patience) {
+  SleepingMpi(MPI_Comm comm, WaitFor wait_for) : comm_(comm), wait_for_(wait_for) {
     MPI_Comm_rank(comm, &rank_);
     MPI_Comm_size(comm, &size_);
   }
@@ -49,26 +56,48 @@ public:
     MPI_Type_size(type, &item_bytes);
     item_bytes_ = item_bytes;
     bool few = count < size_ || count * item_bytes <= kFewBytes * size_;
-    return few ? Double(count) : Ring(count);
+    few ? Double(count) : Ring(count);
+    return code_;
   }
 
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
   static constexpr int kTag = 1601;
-  static constexpr long long kShortestUs = 50;
+  static constexpr long long kShortestUs = 50, kAskedAgainUs = 3000;
 
-  int Double(int64_t count) {
+  // How long a rank looks all the time, and how long it sleeps at the most after that.
+  struct Patience {
+    long long spin_us, longest_us;
+  };
+
+  Patience Now() const {
+    if (wait_for_ == WaitFor::kRanks) { // which compute
+      return {50, 1000};
+    }
+    // The computing thread leaves its core to this one while it asks for the result. Each sleep
+    // costs a wake-up then, and a rank with a core of its own sends a piece in 0.1 ms.
+    bool is_free = NowUs() - LastAskedUs() < kAskedAgainUs;
+    return {is_free ? (HasOwnCore() ? 2000 : 200) : 50, 250};
+  }
+
+  static bool HasOwnCore() {
+    static const char* ranks = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
+    static const bool has = !ranks || std::atoll(ranks) <= std::thread::hardware_concurrency();
+    return has;
+  }
+
+  void Double(int64_t count) {
     int adjacent = 1;
     while (2 * adjacent <= size_) {
       adjacent *= 2;
     }
     int extra = size_ - adjacent;
-    int code = MPI_SUCCESS;
     if (rank_ < 2 * extra && rank_ % 2 == 0) { // added to its neighbour, which returns the sum
       Begin(MPI_Isend, values_, count, rank_ + 1);
       Await();
       Begin(MPI_Irecv, values_, count, rank_ + 1);
-      return Await();
+      Await();
+      return;
     }
     char* arrived = Scratch(count);
     if (rank_ < 2 * extra) {
@@ -82,17 +111,16 @@ private:
       other = other < extra ? 2 * other + 1 : other + extra;
       Begin(MPI_Irecv, arrived, count, other);
       Begin(MPI_Isend, values_, count, other);
-      code = Await();
+      Await();
       MPI_Reduce_local(arrived, values_, count, type_, op_);
     }
     if (rank_ < 2 * extra) {
       Begin(MPI_Isend, values_, count, rank_ - 1);
-      code = Await();
+      Await();
     }
-    return code;
   }
 
-  int Ring(int64_t count) {
+  void Ring(int64_t count) {
     int right = (rank_ + 1) % size_, left = (rank_ + size_ - 1) % size_;
     int64_t piece = kPieceBytes / item_bytes_;
     char* scratch = Scratch(2 * piece);
@@ -105,17 +133,14 @@ private:
       // Two are on their way at any time, and one is added while the other arrives.
       MPI_Request arriving[2];
       auto receive = [&](size_t number) {
-        return MPI_Irecv(scratch + number % 2 * piece * item_bytes_, pieces[number].second, type_,
-                         left, kTag, comm_, &arriving[number % 2]);
+        MPI_Irecv(scratch + number % 2 * piece * item_bytes_, pieces[number].second, type_, left,
+                  kTag, comm_, &arriving[number % 2]);
       };
       for (size_t number = 0; number < std::min<size_t>(2, pieces.size()); ++number) {
         receive(number);
       }
       for (size_t number = 0; number < pieces.size(); ++number) {
-        int code = Await(1, &arriving[number % 2]);
-        if (code != MPI_SUCCESS) {
-          return code;
-        }
+        Await(1, &arriving[number % 2]);
         MPI_Reduce_local(scratch + number % 2 * piece * item_bytes_, pieces[number].first,
                          pieces[number].second, type_, op_);
         if (number + 2 < pieces.size()) {
@@ -124,16 +149,14 @@ private:
       }
       Await();
     }
-    int code = MPI_SUCCESS;
-    for (int step = 0; step < size_ - 1 && code == MPI_SUCCESS; ++step) {
+    for (int step = 0; step < size_ - 1; ++step) {
       int64_t most = int64_t(1) << 30; // items of one message
       ForPieces(count, rank_ - step, most,
                 [&](char* at, int items) { Begin(MPI_Irecv, at, items, left); });
       ForPieces(count, rank_ - step + 1, most,
                 [&](char* at, int items) { Begin(MPI_Isend, at, items, right); });
-      code = Await();
+      Await();
     }
-    return code;
   }
 
   // Call `use` with address and number of items of each piece of a block.
@@ -153,28 +176,26 @@ private:
   }
 
   // Wait for all messages that have begun.
-  int Await() {
-    int code = Await(static_cast<int>(requests_.size()), requests_.data());
+  void Await() {
+    Await(static_cast<int>(requests_.size()), requests_.data());
     requests_.clear();
-    return code;
   }
 
-  int Await(int count, MPI_Request* requests) {
-    auto began = std::chrono::steady_clock::now();
-    while (true) {
-      int done = 0;
-      int code = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
-      if (done || code != MPI_SUCCESS) {
-        return code;
+  // After an error nothing is waited for any more.
+  void Await(int count, MPI_Request* requests) {
+    long long began_us = NowUs();
+    int done = 0;
+    while (code_ == MPI_SUCCESS) {
+      code_ = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
+      if (done) {
+        return;
       }
-      auto waited_us = std::chrono::duration_cast<std::chrono::microseconds>(
-                           std::chrono::steady_clock::now() - began)
-                           .count();
-      if (waited_us < patience_.spin_us) {
+      long long waited_us = NowUs() - began_us;
+      Patience patience = Now();
+      if (waited_us < patience.spin_us) {
         std::this_thread::yield();
       } else {
-        auto rest_us =
-            std::max<long long>(kShortestUs, std::min<long long>(patience_.longest_us, waited_us / 8));
+        auto rest_us = std::max(kShortestUs, std::min(patience.longest_us, waited_us / 8));
         std::this_thread::sleep_for(std::chrono::microseconds(rest_us));
       }
     }
@@ -189,8 +210,8 @@ private:
   }
 
   MPI_Comm comm_;
-  Patience patience_;
-  int rank_, size_;
+  WaitFor wait_for_;
+  int rank_, size_, code_ = MPI_SUCCESS;
   char* values_ = nullptr;
   MPI_Datatype type_ = MPI_DATATYPE_NULL;
   MPI_Op op_ = MPI_OP_NULL;

@@ -30,9 +30,11 @@ from hvdtrain.lab.bench.contestants import (
     is_train,
     spec_of,
 )
+from hvdtrain.lab.bench.cpu_time import CpuTime
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
     as_json,
+    cpu_table,
     draw_plots,
     examine,
     points_of,
@@ -179,9 +181,11 @@ class MadeUp:
     def __init__(self, case: ScalingCase, name: str, fails: str = "") -> None:
         self._speed = {OURS: 90.0, DDP: 60.0, LIMIT: 100.0}[name] * (1 + (case.workers - 1) / 2)
         self._fails, self.turns, self.closed = fails, 0, False
+        self.cores: list[CpuTime] = []  # each turn uses more of them
 
     def take(self, turn_s: float) -> None:
         self.turns += 1
+        self.cores.append(CpuTime(0.9 * self.turns, 0.2))
         if self._fails == "turn":
             raise ChildFailure("out of paper")
 
@@ -271,13 +275,16 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
     reported: list[str] = []
     results = measure(one, begin, tmp_path, reported.append)
     rates, problems = results.rates, results.problems
+    text = cpu_table(results, lambda case: case)
+    assert f"{one.cases()[0]}: limit" in text
+    assert "DDP" not in text
     assert problems == [f"DDP, lenet, N = 2, 16 samples a step: {reason}"]
     assert problems[0] in reported
     assert all(contestant.closed for contestant in started)
     points = points_of(one, rates)
     assert (points[0].over_ddp, points[0].samples_per_s[DDP]) == (None, None)
     assert points[0].over_limit is not None
-    content = json_ready(as_json(one, rates, points, problems))
+    content = json_ready(as_json(one, results, points))
     assert content["runs"][0]["samples_per_s"][DDP] == [None] * 3
     assert content["points"][0]["over_limit"]["median"] == 0.9
     assert reason in content["problems"][0]
@@ -299,6 +306,15 @@ def test_the_table(tmp_path: Path) -> None:
     assert row[-3:] == ["-", "-", "-"]
     (row, *_) = [line.split() for line in text.splitlines() if line.startswith("  mlp")]
     assert row[3:6] == ["135", "90", "-"]
+
+
+def test_the_table_of_cpu_time(tmp_path: Path) -> None:
+    """Fails if CPU time is not that of one worker and one step, or the rest not what is left."""
+    one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",))
+    rows = cpu_table(measure(one, start, tmp_path, print), lambda case: case).splitlines()
+    # 16 samples at 135 a second take 118.5 ms, in which each of two workers has 1.35 and 0.2 cores.
+    (row,) = [line for line in rows if line.startswith("  lenet, N = 2, 16 samples a step: hvd")]
+    assert row.split()[-4:] == ["118.5", "80.0", "11.9", "26.7"]
 
 
 def test_the_plots(tmp_path: Path) -> None:

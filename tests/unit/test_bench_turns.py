@@ -66,6 +66,48 @@ def test_it_stands_still_but_for_its_turns(tmp_path: Path) -> None:
     assert found[0][0][-1].step < found[1][0][0].step
 
 
+# One of two threads computes, the other waits for it; the third line of its log is written after.
+BUSY = """
+import sys, threading, time
+log = open(sys.argv[1], "w")
+def compute():
+    while True:
+        pass
+def report():
+    for step in range(1, 100_000):
+        time.sleep(0.01)
+        log.write(f"{step} {time.time()}\\n")
+        log.flush()
+where = {"main": (report, compute), "other": (compute, report)}[sys.argv[2]]
+threading.Thread(target=where[0], daemon=True).start()
+where[1]()
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_cpu_time_is_told_by_thread(thread: str, tmp_path: Path) -> None:
+    """Fails if CPU time outside turns counts, or that of the main thread as another's."""
+    log = tmp_path / "steps"
+    argv = [sys.executable, "-c", BUSY, str(log), thread]
+
+    def start(children: list[Child]) -> None:
+        children.append(Commanded(argv, tmp_path / "process-0.log"))
+
+    job = TurnJob(tmp_path, start, [log], lambda children: None, lambda: [read_steps(log)])
+    turns = Turns(job, time.monotonic() + 30)
+    try:
+        for _ in range(2):
+            turns.take(0.5)
+        cores = turns.cores
+    finally:
+        turns.close()
+    assert len(cores) == 2
+    for used in cores:
+        busy, idle = used if thread == "main" else reversed(used)
+        assert 0.2 < busy < 1.1
+        assert idle < busy / 2
+
+
 def test_a_turn_lasts_until_enough_steps_are_reported(tmp_path: Path) -> None:
     """Fails if a turn ends without an interval to measure."""
     with running(tmp_path) as (turns, _):

@@ -30,6 +30,7 @@ from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCa
 from hvdtrain.lab.bench.scaling import (
     LOG_INTERVALS,
     OTHER_LOG_INTERVAL,
+    cpu_table,
     examine,
     median,
     ratio_within_rounds,
@@ -118,6 +119,7 @@ def run(arguments: dict[str, Any]) -> int:
         starter = Starter(plan.time_limit_s)
         results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
     say(table(plan, results))
+    say(cpu_table(results, lambda case: case.work))
     write_json(arguments["json"], as_json(plan, results))
     results.raise_if_stopped()
     return EXIT_FAILED if results.problems else EXIT_OK
@@ -288,6 +290,6 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
 
 def as_json(plan: NetworkPlan, results: Results[NetworkCase]) -> dict[str, Any]:
     """Return all results for `write_json`, with NaN for a failed round."""
-    runs = [asdict(case) | {"samples_per_s": found} for case, found in results.rates.items()]
+    runs = [asdict(case) | results.of(case) for case in results.rates]
     points = [asdict(point) for point in points_of(results)]
     return {**asdict(plan), "runs": runs, "points": points, "problems": results.problems}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
 from hvdtrain.lab import charts
-from hvdtrain.lab.bench import contestants, turns
+from hvdtrain.lab.bench import contestants, cpu_time, turns
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.turns import Ratio
+from hvdtrain.lab.bench.turns import Ratio, Results
 from hvdtrain.lab.charts import Plot
 from hvdtrain.lab.children import fork_server
 from hvdtrain.log import counted, say
@@ -89,7 +89,8 @@ def run(arguments: dict[str, Any]) -> int:
     rates, problems = results.rates, results.problems
     points = points_of(plan, rates)
     say(table(plan, points))
-    write_json(arguments["json"], as_json(plan, rates, points, problems))
+    say(cpu_table(results, lambda case: case))
+    write_json(arguments["json"], as_json(plan, results, points))
     for path in charts.write_plots(draw_plots(plan, rates, points), arguments["output"]):
         say(f"written to {path}")
     results.raise_if_stopped()
@@ -177,6 +178,18 @@ def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
     return "\n".join(lines)
 
 
+def cpu_table(results: Results[Any], work_of: Callable[[Any], ScalingCase]) -> str:
+    """Return the table of CPU time, which shows where a step's time goes.
+
+    `work_of`: returns the work of a case.
+    """
+    rows = [cpu_time.HEADINGS]
+    for case, rates in results.rates.items():
+        samples, workers = work_of(case).global_batch_size, work_of(case).workers
+        rows += cpu_time.rows_of(str(case), rates, results.cores[case], samples, workers)
+    return "\n".join(turns.columns(rows))
+
+
 def _cells(point: ScalingPoint) -> list[str]:
     rates = [point.samples_per_s[name] for name in CONTESTANTS]
     shares = [point.efficiency[name] for name in CONTESTANTS]
@@ -190,14 +203,14 @@ def _cells(point: ScalingPoint) -> list[str]:
 
 
 def as_json(
-    plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint], problems: Sequence[str]
+    plan: ScalingPlan, results: Results[ScalingCase], points: Sequence[ScalingPoint]
 ) -> dict[str, Any]:
     """Return all results for `write_json`, with NaN for a failed round."""
     return {
         **asdict(plan),
-        "runs": [asdict(case) | {"samples_per_s": found} for case, found in rates.items()],
+        "runs": [asdict(case) | results.of(case) for case in results.rates],
         "points": [asdict(point) for point in points],
-        "problems": problems,
+        "problems": results.problems,
     }
 
 

@@ -27,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hvdtrain.errors import Stopped, TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.lab.bench.cpu_time import NOTHING, CpuTime, cpu_time
 from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended, guarded
 from hvdtrain.launcher.command import (
     HorovodrunOptions,
@@ -82,6 +83,7 @@ class Turns:
         self._children: list[Child] = []
         self._processes: list[int] = []
         self._windows: list[tuple[float, float]] = []
+        self.cores: list[CpuTime] = []  # used on average, in each turn
         try:
             job.start(self._children)
             self._wait_for(1, [0] * len(job.progress))
@@ -93,7 +95,7 @@ class Turns:
 
     def take(self, turn_s: float) -> None:
         """Run one turn, of `turn_s` or until enough steps are logged. Raises ChildFailure."""
-        before = self._lines()
+        before, cpu_before = self._lines(), cpu_time(self._processes)
         began_s = time.time()
         self._signal(signal.SIGCONT)
         try:
@@ -101,7 +103,10 @@ class Turns:
             self._wait_for(LEAST_LINES + 1, before)  # the last line may be incomplete
         finally:
             self._signal(signal.SIGSTOP)
-        self._windows.append((began_s, time.time()))
+        ended_s = time.time()
+        self._windows.append((began_s, ended_s))
+        used = cpu_time(self._processes) - cpu_before
+        self.cores.append(used.scaled(1 / (ended_s - began_s)))
 
     def rates(self) -> list[float]:
         """End the job; return the samples/s of each turn. Raises ChildFailure."""
@@ -154,12 +159,14 @@ def in_turns(
     rounds: int,
     turn_s: float,
     note: Callable[[str, ChildFailure], None],
-) -> dict[str, list[float]]:
-    """Start jobs that are alive at the same time and take turns; return the samples/s by job and
-    round. A failure is noted with the job's name; it is left out from then on; its rounds are NaN.
+) -> tuple[dict[str, list[float]], dict[str, list[CpuTime]]]:
+    """Start jobs that are alive at the same time and take turns; return samples/s and used cores,
+    by job and round. A failure is noted with the job's name; it is left out from then on; its
+    rounds are NaN.
     """
     running: dict[str, Turns] = {}
     rates = {name: [math.nan] * rounds for name in starts}
+    cores = {name: [NOTHING] * rounds for name in starts}
 
     @contextmanager
     def failure_noted(name: str) -> Iterator[None]:
@@ -182,10 +189,11 @@ def in_turns(
         for name in [*running]:
             with failure_noted(name):
                 rates[name] = running[name].rates()
+                cores[name] = running[name].cores
     finally:
         for job in running.values():
             job.close()
-    return rates
+    return rates, cores
 
 
 class Case(Protocol):
@@ -213,8 +221,16 @@ class Results(Generic[CaseKind]):
     """What was measured, until a signal ended it."""
 
     rates: dict[CaseKind, dict[str, list[float]]] = field(default_factory=dict)
+    cores: dict[CaseKind, dict[str, list[CpuTime]]] = field(default_factory=dict)  # used
     problems: list[str] = field(default_factory=list)
     stopped: Stopped | None = None
+
+    def of(self, case: CaseKind) -> dict[str, Any]:
+        """Return what was measured of a case, for `write_json`."""
+        used = {
+            name: [it._asdict() for it in each] for name, each in self.cores.get(case, {}).items()
+        }
+        return {"samples_per_s": self.rates[case], "cores": used}
 
     def raise_if_stopped(self) -> None:
         """Raise Stopped if a signal has ended the measurement."""
@@ -245,8 +261,10 @@ def measure_cases(
         for number, case in enumerate(cases):
             own = folder / str(number)
             own.mkdir(mode=0o700)
-            rates = in_turns(starts(case, own), turning.rounds, turning.turn_s, partial(note, case))
-            results.rates[case] = rates
+            rates, cores = in_turns(
+                starts(case, own), turning.rounds, turning.turn_s, partial(note, case)
+            )
+            results.rates[case], results.cores[case] = rates, cores
             speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates.items())
             done = number + 1
             left_s = (time.monotonic() - began_s) / done * (len(cases) - done)
