@@ -115,7 +115,7 @@ def check_layout(own: Layout, expected: Layout) -> None:
             )
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference of two lists."""
 
     number: int  # from 1
@@ -123,10 +123,12 @@ class Difference(NamedTuple):
     there: str
 
 
-def first_difference(here: Sequence[str], there: Sequence[str]) -> Difference | None:
+def first_difference(here: Sequence[str], there: Sequence[str]) -> FirstDifference | None:
     """Return the first place at which the lists differ; "none" stands for what one lacks."""
     pairs = enumerate(itertools.zip_longest(here, there, fillvalue="none"), 1)
-    return next((Difference(number, *pair) for number, pair in pairs if pair[0] != pair[1]), None)
+    return next(
+        (FirstDifference(number, *pair) for number, pair in pairs if pair[0] != pair[1]), None
+    )
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:

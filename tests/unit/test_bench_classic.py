@@ -20,7 +20,7 @@ from hvdtrain.lab.bench.classic import (
     epoch_time,
     table,
 )
-from hvdtrain.lab.bench.turns import measure
+from hvdtrain.lab.bench.rounds import measure
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 

@@ -31,6 +31,8 @@ from hvdtrain.lab.bench.contestants import (
     spec_of,
 )
 from hvdtrain.lab.bench.cpu_time import CpuTime
+from hvdtrain.lab.bench.jobs import logged_steps, on_workers, train_argv
+from hvdtrain.lab.bench.rounds import in_turn
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
     as_json,
@@ -41,14 +43,7 @@ from hvdtrain.lab.bench.scaling import (
     ratio_within_rounds,
     table,
 )
-from hvdtrain.lab.bench.turns import (
-    Results,
-    in_turn,
-    logged_steps,
-    measure_cases,
-    on_workers,
-    train_argv,
-)
+from hvdtrain.lab.bench.turns import Results, measure_cases
 from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.children import ChildFailure
 from hvdtrain.lab.systems import find_strategy

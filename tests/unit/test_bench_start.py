@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.lab.bench.rounds import measure
 from hvdtrain.lab.bench.start import (
     CONTESTANTS,
     LAUNCH,
@@ -25,7 +26,6 @@ from hvdtrain.lab.bench.start import (
     started,
     table,
 )
-from hvdtrain.lab.bench.turns import measure
 from hvdtrain.lab.charts import to_png
 from tests.unit.test_bench_scaling import read
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.lab.bench.turns import Logged, TurnJob, Turns, read_steps, steps_per_s
+from hvdtrain.lab.bench.jobs import Logged, read_steps, steps_per_s
+from hvdtrain.lab.bench.turns import TurnJob, Turns
 from hvdtrain.lab.children import Child, ChildFailure, Commanded
 
 # Reports a step every hundredth of a second, and ends after so many.

@@ -3,9 +3,12 @@
 Machines are noisy: absolute times are shown, but the ratios within a round are the results to
 compare; their median and spread are given. The command is hvdtrain/cli/bench.py.
 
-turns                    turns within one job, of commands and of concurrent jobs; ratios, tables
-within_job, ring_speed   loops that take turns within one job: step, checkpoint, audit; ring
-scaling, contestants     jobs that take turns, each while the others are stopped
-start, ddp_script, stamp the time from a command to its first step
-classic                  the textbook comparison of one worker with two
+turns                      concurrent jobs, each of which computes while the others are stopped
+rounds                     contestants one after the other, and loops within one job
+jobs, ratios, cpu_time     commands and logged steps; ratios and tables; CPU time by thread
+scaling, contestants       workers of one host, beside DDP and the limit of the machine
+network                    the same over hosts with links of a chosen speed
+within_job, ring_speed     within one job: step, checkpoint, audit; ring
+start, ddp_script, stamp   the time from a command to its first step
+classic                    the textbook comparison of one worker with two
 """

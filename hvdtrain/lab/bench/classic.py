@@ -21,7 +21,7 @@ from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
 from hvdtrain.lab import charts
-from hvdtrain.lab.bench import turns
+from hvdtrain.lab.bench import jobs, ratios, rounds
 from hvdtrain.lab.charts import Plot
 from hvdtrain.lab.children import run_command
 from hvdtrain.log import counted, say
@@ -77,9 +77,9 @@ Results = dict[Setting, list[ClassicResult]]
 def run(arguments: dict[str, Any]) -> int:
     """Run all settings, one after the other; return the exit code. Raises TrainingError."""
     data = arguments["data"] or data_that_is_there(Path(arguments["data_dir"]))
-    plan = turns.plan_of(ClassicPlan, arguments | {"data": data})
-    with turns.scratch_folder("classic") as folder:
-        results = turns.measure(SETTINGS, plan.rounds, partial(train, plan), folder, say)
+    plan = rounds.plan_of(ClassicPlan, arguments | {"data": data})
+    with rounds.scratch_folder("classic") as folder:
+        results = rounds.measure(SETTINGS, plan.rounds, partial(train, plan), folder, say)
     say(table(plan, results))
     write_json(arguments["json"], as_json(plan, results))
     for path in charts.write_plots([draw_classic(plan, results)], arguments["output"]):
@@ -98,9 +98,9 @@ def train(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
     flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
     flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
     flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
-    argv = turns.launch_argv(setting.workers, plan.controller, turns.train_argv(folder, flags))
+    argv = jobs.launch_argv(setting.workers, plan.controller, jobs.train_argv(folder, flags))
     run_command(argv, os.environ, folder, plan.time_limit_s)
-    records = map(json.loads, turns.log_of(folder).read_text("utf-8").splitlines())
+    records = map(json.loads, jobs.log_of(folder).read_text("utf-8").splitlines())
     epochs = [record for record in records if record["kind"] == "epoch"]
     return ClassicResult(
         [epoch["samples"] / epoch["samples_per_s"] for epoch in epochs],
@@ -136,7 +136,7 @@ def table(plan: ClassicPlan, results: Results) -> str:
         "  ours: seconds, speed-up, validation accuracy; the others' were published for GPUs, on "
         "Fashion-MNIST: compare speed-ups, not seconds"
     )
-    return "\n".join([head, *turns.columns(rows), foot])
+    return "\n".join([head, *ratios.columns(rows), foot])
 
 
 def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
-from hvdtrain.lab.bench import turns
+from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.bench.turns import TurnJob, Turns
 from hvdtrain.lab.children import POLL_S, Child, Commanded
 from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, join_group, leave_group
@@ -80,8 +80,8 @@ class Starter:
 
     def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
         """Return the job of `hvdtrain train`, with all that it does by default."""
-        argv, environment = turns.on_workers(
-            turns.train_argv(folder, train_flags(case)), case.workers, self.controller
+        argv, environment = jobs.on_workers(
+            jobs.train_argv(folder, train_flags(case)), case.workers, self.controller
         )
         # A worker that waits for its turn has not failed.
         waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
@@ -90,9 +90,9 @@ class Starter:
         return TurnJob(
             folder=folder,
             start=lambda children: children.append(Commanded(argv, log, waiting | environment)),
-            progress=[turns.log_of(folder)],
+            progress=[jobs.log_of(folder)],
             finish=stop_train,
-            logged=lambda: [turns.logged_steps(folder)],
+            logged=lambda: [jobs.logged_steps(folder)],
             samples=case.global_batch_size,
         )
 
@@ -106,7 +106,7 @@ class Starter:
             ),
             progress=logs,
             finish=lambda children: None,
-            logged=lambda: [*map(turns.read_steps, logs)],
+            logged=lambda: [*map(jobs.read_steps, logs)],
             samples=case.global_batch_size / case.workers,
         )
 
@@ -169,7 +169,7 @@ def stop_train(children: Sequence[Child]) -> None:
 
 def is_train(pid: int) -> bool:
     """Return whether this is a worker; horovodrun and mpirun only name one in their arguments."""
-    return command_of(pid).startswith(" ".join([*turns.HVDTRAIN, "train"]))
+    return command_of(pid).startswith(" ".join([*jobs.HVDTRAIN, "train"]))
 
 
 def step_log(folder: Path, number: int) -> Path:

@@ -25,8 +25,9 @@ import torch
 from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
-from hvdtrain.lab.bench import contestants, turns
+from hvdtrain.lab.bench import contestants, jobs, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCase
+from hvdtrain.lab.bench.ratios import Ratio
 from hvdtrain.lab.bench.scaling import (
     LOG_INTERVALS,
     OTHER_LOG_INTERVAL,
@@ -35,7 +36,7 @@ from hvdtrain.lab.bench.scaling import (
     median,
     ratio_within_rounds,
 )
-from hvdtrain.lab.bench.turns import Ratio, Results, TurnJob, Turns
+from hvdtrain.lab.bench.turns import Results, TurnJob, Turns
 from hvdtrain.lab.children import ONE_THREAD, Child
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
 from hvdtrain.lab.hosts.node import HostProcess
@@ -110,12 +111,12 @@ def seconds_alone(sent_bytes: int, workers: int, gbit_per_s: float) -> float:
 
 def run(arguments: dict[str, Any]) -> int:
     """Measure all cases, in turns; return the exit code, 1 where some have failed."""
-    plan = turns.plan_of(NetworkPlan, arguments)
+    plan = rounds.plan_of(NetworkPlan, arguments)
     if reason := why_not():
         raise UsageError(f"bench network: {reason}")
     examine(plan.models, [])
     examine(plan.models, [case.work for case in plan.cases()])
-    with turns.scratch_folder("network") as folder:
+    with rounds.scratch_folder("network") as folder:
         starter = Starter(plan.time_limit_s)
         results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
     say(table(plan, results))
@@ -158,7 +159,7 @@ class Starter:
         options = HorovodrunOptions(
             case.workers, controller, names, INTERFACE, START_TIMEOUT_S, mpi_prefix=prefix
         )
-        argv = horovodrun_argv(options, turns.train_argv(folder, contestants.train_flags(case)))
+        argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case)))
         settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
         variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
         # A worker that waits for its turn has not failed.
@@ -168,9 +169,9 @@ class Starter:
             start=lambda children: children.append(
                 OnHosts(hosts, range(case.workers), argv, variables, folder / "process-0.log")
             ),
-            progress=[turns.log_of(folder)],
+            progress=[jobs.log_of(folder)],
             finish=contestants.stop_train,
-            logged=lambda: [turns.logged_steps(folder)],
+            logged=lambda: [jobs.logged_steps(folder)],
             samples=case.global_batch_size,
         )
 
@@ -194,7 +195,7 @@ class Starter:
             start=start,
             progress=logs,
             finish=lambda children: None,
-            logged=lambda: [*map(turns.read_steps, logs)],
+            logged=lambda: [*map(jobs.read_steps, logs)],
             samples=case.global_batch_size / case.workers,
         )
 
@@ -285,7 +286,7 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
         f"thread on each of N hosts; MB sent: by each host in a step; {LIMIT}: the same processes "
         f"without exchange; ratios: speed over {DDP}'s"
     ]
-    return "\n".join([*lines, *turns.columns([HEADINGS, *rows])])
+    return "\n".join([*lines, *ratios.columns([HEADINGS, *rows])])
 
 
 def as_json(plan: NetworkPlan, results: Results[NetworkCase]) -> dict[str, Any]:

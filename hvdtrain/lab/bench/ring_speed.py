@@ -15,7 +15,8 @@ from torch import distributed
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.connect import interface_address
-from hvdtrain.lab.bench.turns import Measured, Options, ratio, run_rounds
+from hvdtrain.lab.bench.ratios import ratio
+from hvdtrain.lab.bench.rounds import Measured, Options, run_rounds
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports.mpi import MpiTransport

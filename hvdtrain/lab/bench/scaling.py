@@ -22,9 +22,10 @@ from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
 from hvdtrain.lab import charts
-from hvdtrain.lab.bench import contestants, cpu_time, turns
+from hvdtrain.lab.bench import contestants, cpu_time, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.turns import Ratio, Results
+from hvdtrain.lab.bench.ratios import Ratio
+from hvdtrain.lab.bench.turns import Results
 from hvdtrain.lab.charts import Plot
 from hvdtrain.lab.children import fork_server
 from hvdtrain.log import counted, say
@@ -81,8 +82,8 @@ Rates = dict[ScalingCase, dict[str, list[float]]]  # samples/s by contestant and
 
 def run(arguments: dict[str, Any]) -> int:
     """Measure all cases, in turns; return the exit code, 1 where some have failed."""
-    plan = turns.plan_of(ScalingPlan, arguments)
-    with turns.scratch_folder("scaling") as folder:
+    plan = rounds.plan_of(ScalingPlan, arguments)
+    with rounds.scratch_folder("scaling") as folder:
         examine(plan.models, plan.cases())
         starter = contestants.Starter(plan.controller, plan.time_limit_s, fork_server())
         results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
@@ -154,7 +155,7 @@ def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int)
 def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
     """Return the ratio over rounds in which neither failed; None without such a round."""
     ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
-    return turns.ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
+    return ratios.ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
 
 
 def median(rates: Sequence[float]) -> float | None:
@@ -174,7 +175,7 @@ def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
         kept = "samples a worker" if mode == WEAK else "samples a step over all workers"
         lines.append(f"{mode} scaling, the same {kept}:")
         rows = [_cells(point) for point in points if point.mode == mode]
-        lines += turns.columns([HEADINGS, *rows])
+        lines += ratios.columns([HEADINGS, *rows])
     return "\n".join(lines)
 
 
@@ -187,7 +188,7 @@ def cpu_table(results: Results[Any], work_of: Callable[[Any], ScalingCase]) -> s
     for case, rates in results.rates.items():
         samples, workers = work_of(case).global_batch_size, work_of(case).workers
         rows += cpu_time.rows_of(str(case), rates, results.cores[case], samples, workers)
-    return "\n".join(turns.columns(rows))
+    return "\n".join(ratios.columns(rows))
 
 
 def _cells(point: ScalingPoint) -> list[str]:

@@ -26,8 +26,8 @@ from matplotlib.patches import Patch
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
 from hvdtrain.lab import charts
-from hvdtrain.lab.bench import ddp_script, stamp, turns
-from hvdtrain.lab.bench.turns import Ratio
+from hvdtrain.lab.bench import ddp_script, jobs, ratios, rounds, stamp
+from hvdtrain.lab.bench.ratios import Ratio
 from hvdtrain.lab.charts import Plot
 from hvdtrain.lab.children import run_command
 from hvdtrain.log import counted, say
@@ -75,9 +75,9 @@ Starts = dict[str, list[Started]]
 
 def run(arguments: dict[str, Any]) -> int:
     """Measure all starts, one after the other; return the exit code. Raises TrainingError."""
-    plan = turns.plan_of(StartPlan, arguments)
-    with turns.scratch_folder("start") as folder:
-        starts = turns.measure(CONTESTANTS, plan.rounds, partial(start, plan), folder, say)
+    plan = rounds.plan_of(StartPlan, arguments)
+    with rounds.scratch_folder("start") as folder:
+        starts = rounds.measure(CONTESTANTS, plan.rounds, partial(start, plan), folder, say)
     say(table(plan, starts))
     seconds = {name: [asdict(one) for one in found] for name, found in starts.items()}
     ratios = {name: asdict(found) for name, found in ratios_of(starts).items()}
@@ -90,7 +90,7 @@ def run(arguments: dict[str, Any]) -> int:
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
     totals = {name: [one.total_s for one in found] for name, found in starts.items()}
-    return {f"{ours} / {other}": turns.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
+    return {f"{ours} / {other}": ratios.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
 
 
 def start(plan: StartPlan, name: str, folder: Path) -> Started:
@@ -99,11 +99,11 @@ def start(plan: StartPlan, name: str, folder: Path) -> Started:
         return _script(plan, name, folder)
     if name != LAUNCH:
         return _train(plan, name, folder)
-    argv = turns.launch_argv(plan.workers, plan.controller, turns.train_argv(folder, TRAIN_FLAGS))
+    argv = jobs.launch_argv(plan.workers, plan.controller, jobs.train_argv(folder, TRAIN_FLAGS))
     began_s = time.time()
     run_command(argv, os.environ, folder, plan.time_limit_s)
     # Only the total is known, as agents read the workers' pipes.
-    return Started(turns.logged_steps(folder)[0].at_s - began_s, {})
+    return Started(jobs.logged_steps(folder)[0].at_s - began_s, {})
 
 
 def _script(plan: StartPlan, name: str, folder: Path) -> Started:
@@ -121,14 +121,14 @@ def _script(plan: StartPlan, name: str, folder: Path) -> Started:
 def _train(plan: StartPlan, name: str, folder: Path) -> Started:
     pipe = folder / "pulse"
     command = [sys.executable, "-m", stamp.__name__, str(pipe)]
-    command += turns.train_argv(folder, TRAIN_FLAGS)
+    command += jobs.train_argv(folder, TRAIN_FLAGS)
     workers = plan.workers if name == HOROVODRUN else 1
-    argv, environment = turns.on_workers(command, workers, plan.controller)
+    argv, environment = jobs.on_workers(command, workers, plan.controller)
     clock_offset_s = time.time() - time.monotonic()
     with pulse_lines(pipe) as lines:
         began_s = time.monotonic()
         run_command(argv, environment, folder, plan.time_limit_s)
-    first_step_s = turns.logged_steps(folder)[0].at_s - clock_offset_s
+    first_step_s = jobs.logged_steps(folder)[0].at_s - clock_offset_s
     return started([began_s, *marks_of(lines), first_step_s])
 
 
@@ -201,7 +201,7 @@ def table(plan: StartPlan, starts: Starts) -> str:
         f"workers ({plan.controller}; DDP: gloo) or alone; median of "
         f"{counted(plan.rounds, 'round')} in turns"
     )
-    return "\n".join([head, *turns.columns(rows), *turns.ratio_lines(ratios_of(starts))])
+    return "\n".join([head, *ratios.columns(rows), *ratios.ratio_lines(ratios_of(starts))])
 
 
 def draw_start(starts: Starts) -> Plot:

@@ -1,6 +1,6 @@
-"""Turns of contestants, and what all benches share: commands, ratios, tables and files.
+"""Turns of concurrent jobs, each of which computes while all others are stopped.
 
-Concurrent jobs compute in turns, each while all others are stopped. A stopped process (SIGSTOP)
+A stopped process (SIGSTOP)
 takes no CPU time, while in a waiting one Horovod's thread would wake up or Open MPI would spin. So
 turns can be short and close together, without process starts between them. The measured interval
 lies between two steps that a job has logged within its turn; the first of them ends the interval in
@@ -13,47 +13,22 @@ import math
 import os
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from hvdtrain.errors import Stopped, TrainingError
-from hvdtrain.exchange import Exchange
+from hvdtrain.errors import Stopped
 from hvdtrain.lab.bench.cpu_time import NOTHING, CpuTime, cpu_time
-from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended, guarded
-from hvdtrain.launcher.command import (
-    HorovodrunOptions,
-    horovodrun_argv,
-    horovodrun_environment,
-    in_own_session,
-    settings_for,
-)
-from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.lab.bench.jobs import Logged, steps_per_s
+from hvdtrain.lab.bench.rounds import in_turn
+from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.log import duration
-from hvdtrain.run.directory import METRICS
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them
-HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
-EXPERIMENT = "run"
-WARM_UP_STEPS = 5
-
-Key = TypeVar("Key")
-Found = TypeVar("Found")
-
-
-class Logged(NamedTuple):
-    """A logged step: its number, and the time of its end in seconds since 1970."""
-
-    step: int
-    at_s: float
 
 
 @dataclass(frozen=True)
@@ -277,189 +252,3 @@ def measure_cases(
         results.problems.append(f"{stopped}: {missing} of {len(cases)} cases are not measured")
         report(results.problems[-1])
     return results
-
-
-def steps_per_s(steps: Sequence[Logged]) -> float:
-    """Return the rate between the first and the last; NaN for fewer than two."""
-    if len(steps) < 2:
-        return math.nan
-    first, *_, last = steps
-    return (last.step - first.step) / (last.at_s - first.at_s)
-
-
-def read_steps(path: Path) -> list[Logged]:
-    """Read lines of a step's number and time; text after the last line break is ignored."""
-    *lines, _ = path.read_text("utf-8").split("\n")
-    return [Logged(int(step), float(at_s)) for step, at_s in map(str.split, lines)]
-
-
-def train_argv(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Return the command of `hvdtrain train` that writes its run to `folder`/run."""
-    return [*HVDTRAIN, "train", *flags, "--output", str(folder), "--experiment", EXPERIMENT]
-
-
-def launch_argv(workers: int, controller: str, train: Sequence[str]) -> list[str]:
-    """Return the command of `hvdtrain launch` for what `train_argv` returns."""
-    argv = [*HVDTRAIN, "launch", "-np", str(workers), "--controller", controller]
-    return [*argv, "--", *train[len(HVDTRAIN) :]]
-
-
-def on_workers(
-    argv: Sequence[str], workers: int, controller: str
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs `argv` on local workers, and its environment.
-
-    Horovodrun is called as by `hvdtrain launch`, with its settings; one worker runs without it.
-    """
-    if workers == 1:
-        return [*argv], dict(os.environ)
-    # The watchdog has no effect on `train`.
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    hosts = (("localhost", workers),)
-    options = HorovodrunOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
-    command = horovodrun_argv(options, in_own_session(argv))
-    return command, horovodrun_environment(os.environ, settings, None)
-
-
-def logged_steps(folder: Path) -> list[Logged]:
-    """Return the logged steps of the run in `folder`, with the times of its scalars."""
-    found = EventAccumulator(str(folder / EXPERIMENT / "tensorboard"))
-    found.Reload()
-    return [Logged(event.step, event.wall_time) for event in found.Scalars("train/loss")]
-
-
-def log_of(folder: Path) -> Path:
-    """Return the file that grows by a line with each logged step of the run in `folder`."""
-    return folder / EXPERIMENT / METRICS
-
-
-@contextmanager
-def scratch_folder(bench: str) -> Iterator[Path]:
-    """Yield a folder for jobs, and end whatever is started within this context.
-
-    A signal raises Stopped. Raises TrainingError for a ChildFailure.
-    """
-    StopRequests()
-    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        try:
-            yield Path(folder)
-        except ChildFailure as failure:
-            raise TrainingError(f"bench {bench}: {failure}") from failure
-
-
-def in_turn(contestants: Sequence[Key], number: int) -> Sequence[Key]:
-    """Return the order of a round; every other one is reversed, to balance who follows whom."""
-    return contestants if number % 2 == 0 else contestants[::-1]
-
-
-def measure(
-    contestants: Sequence[Key],
-    rounds: int,
-    run: Callable[[Key, Path], Found],
-    folder: Path,
-    report: Callable[[str], None],
-) -> dict[Key, list[Found]]:
-    """Run one contestant after the other; return results by contestant and round.
-
-    Raises ChildFailure as `run`, which receives a new folder.
-    """
-    results: dict[Key, list[Found]] = {contestant: [] for contestant in contestants}
-    for number in range(rounds):
-        for contestant in in_turn(contestants, number):
-            own = folder / f"{number}-{contestants.index(contestant)}"
-            own.mkdir(mode=0o700)
-            results[contestant].append(run(contestant, own))
-            report(f"round {number + 1}: {contestant}: {results[contestant][-1]}")
-    return results
-
-
-def run_rounds(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, steps: int, exchange: Exchange
-) -> dict[str, list[float]]:
-    """Collective: return the seconds per step on the slowest rank, by contestant and round."""
-    for step in contestants.values():
-        # All ranks begin together: sums of the contestant before, in progress still, have the same
-        # names.
-        exchange.all_gather_object(None, "hvdtrain.bench.warm_up")
-        for _ in range(WARM_UP_STEPS):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds):
-        for name in in_turn([*contestants], number):
-            step = contestants[name]
-            exchange.all_gather_object(None, "hvdtrain.bench.start")
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            own = (time.perf_counter() - started) / steps
-            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
-    return seconds
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The spread of a ratio between two contestants over all rounds."""
-
-    median: float
-    lowest: float
-    lower_quartile: float
-    upper_quartile: float
-    highest: float
-
-    @property
-    def middle_half(self) -> str:
-        """Return the quartiles as text."""
-        return f"{self.lower_quartile:.3f} to {self.upper_quartile:.3f}"
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Return the spread of ours over theirs within one or more rounds."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    lower, _, upper = (
-        statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
-    )
-    return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column is aligned to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in rows
-    ]
-
-
-def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
-    """Return the lines of a table of ratios: median, middle half and range."""
-    rows = [["", "median", "middle half", "all"]]
-    for name, found in ratios.items():
-        spread = f"{found.lowest:.3f} to {found.highest:.3f}"
-        rows.append([f"ratio, {name}", f"{found.median:.3f}", found.middle_half, spread])
-    return columns(rows)
-
-
-def plan_of(kind: type[Found], arguments: Mapping[str, Any]) -> Found:
-    """Return the dataclass `kind`, whose fields are all among the arguments."""
-    return kind(**{name: arguments[name] for name in kind.__annotations__})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the benches within one job; each uses those that apply to it."""
-
-    rounds: int
-    steps: int  # per round
-    model: str
-    batch_size: int  # per worker
-    megabytes: float
-    virtual_workers: int | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a bench within one job."""
-
-    seconds_per_step: dict[str, list[float]]  # by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # summed in a step

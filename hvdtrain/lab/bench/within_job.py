@@ -29,17 +29,9 @@ from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
 from hvdtrain.files import write_json
+from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
 from hvdtrain.lab.bench.ring_speed import bench_ring
-from hvdtrain.lab.bench.turns import (
-    Measured,
-    Options,
-    Ratio,
-    columns,
-    plan_of,
-    ratio,
-    ratio_lines,
-    run_rounds,
-)
+from hvdtrain.lab.bench.rounds import Measured, Options, plan_of, run_rounds
 from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.log import counted, say
 from hvdtrain.run.process import keep_freed_memory

@@ -1,0 +1,85 @@
+"""Jobs of benches: their commands, and the steps that they log."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvdtrain.launcher.command import (
+    HorovodrunOptions,
+    horovodrun_argv,
+    horovodrun_environment,
+    in_own_session,
+    settings_for,
+)
+from hvdtrain.run.directory import METRICS
+
+HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
+EXPERIMENT = "run"
+
+
+class Logged(NamedTuple):
+    """A logged step: its number, and the time of its end in seconds since 1970."""
+
+    step: int
+    at_s: float
+
+
+def train_argv(folder: Path, flags: Sequence[str]) -> list[str]:
+    """Return the command of `hvdtrain train` that writes its run to `folder`/run."""
+    return [*HVDTRAIN, "train", *flags, "--output", str(folder), "--experiment", EXPERIMENT]
+
+
+def launch_argv(workers: int, controller: str, train: Sequence[str]) -> list[str]:
+    """Return the command of `hvdtrain launch` for what `train_argv` returns."""
+    argv = [*HVDTRAIN, "launch", "-np", str(workers), "--controller", controller]
+    return [*argv, "--", *train[len(HVDTRAIN) :]]
+
+
+def on_workers(
+    argv: Sequence[str], workers: int, controller: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that runs `argv` on local workers, and its environment.
+
+    Horovodrun is called as by `hvdtrain launch`, with its settings; one worker runs without it.
+    """
+    if workers == 1:
+        return [*argv], dict(os.environ)
+    # The watchdog has no effect on `train`.
+    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
+    hosts = (("localhost", workers),)
+    options = HorovodrunOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
+    command = horovodrun_argv(options, in_own_session(argv))
+    return command, horovodrun_environment(os.environ, settings, None)
+
+
+def log_of(folder: Path) -> Path:
+    """Return the file that grows by a line with each logged step of the run in `folder`."""
+    return folder / EXPERIMENT / METRICS
+
+
+def logged_steps(folder: Path) -> list[Logged]:
+    """Return the logged steps of the run in `folder`, with the times of its scalars."""
+    found = EventAccumulator(str(folder / EXPERIMENT / "tensorboard"))
+    found.Reload()
+    return [Logged(event.step, event.wall_time) for event in found.Scalars("train/loss")]
+
+
+def read_steps(path: Path) -> list[Logged]:
+    """Read lines of a step's number and time; text after the last line break is ignored."""
+    *lines, _ = path.read_text("utf-8").split("\n")
+    return [Logged(int(step), float(at_s)) for step, at_s in map(str.split, lines)]
+
+
+def steps_per_s(steps: Sequence[Logged]) -> float:
+    """Return the rate between the first and the last; NaN for fewer than two."""
+    if len(steps) < 2:
+        return math.nan
+    first, *_, last = steps
+    return (last.step - first.step) / (last.at_s - first.at_s)
