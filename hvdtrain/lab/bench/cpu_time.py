@@ -70,6 +70,7 @@ def rows_of(
         if cpu_ms := per_step_ms(cores[name], speeds, samples, workers):
             speed = statistics.median(it for it in speeds if not math.isnan(it))
             step_ms = 1000 * samples / speed
-            parts_ms = (step_ms, *cpu_ms, max(0.0, step_ms - sum(cpu_ms)))
-            rows.append([f"{case}: {name}", *(f"{ms:.1f}" for ms in parts_ms)])
+            parts_ms = (step_ms, *cpu_ms, step_ms - sum(cpu_ms))
+            # The kernel rounds the times of threads and of the process, each by itself.
+            rows.append([f"{case}: {name}", *(f"{max(ms, 0.0):.1f}" for ms in parts_ms)])
     return rows
