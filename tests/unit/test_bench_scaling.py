@@ -32,6 +32,7 @@ from hvdtrain.lab.bench.contestants import (
 )
 from hvdtrain.lab.bench.cpu_time import CpuTime
 from hvdtrain.lab.bench.jobs import logged_steps, on_workers, train_argv
+from hvdtrain.lab.bench.ratios import ratio_within_rounds
 from hvdtrain.lab.bench.rounds import in_turn
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
@@ -40,7 +41,6 @@ from hvdtrain.lab.bench.scaling import (
     draw_plots,
     examine,
     points_of,
-    ratio_within_rounds,
     table,
 )
 from hvdtrain.lab.bench.turns import Results, measure_cases

@@ -67,7 +67,7 @@ def test_it_stands_still_but_for_its_turns(tmp_path: Path) -> None:
     assert found[0][0][-1].step < found[1][0][0].step
 
 
-# One of two threads computes, the other waits for it; the third line of its log is written after.
+# One of two threads computes; the other reports a step every hundredth of a second.
 BUSY = """
 import sys, threading, time
 log = open(sys.argv[1], "w")

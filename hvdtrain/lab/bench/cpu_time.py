@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import psutil
 
+from hvdtrain.lab.bench.ratios import median
+
 
 class CpuTime(NamedTuple):
     """The CPU time of some processes in seconds, or per step of a worker in milliseconds."""
@@ -52,7 +54,7 @@ def per_step_ms(
     found = [
         used.scaled(1000 * samples / speed / workers)
         for used, speed in zip(cores, samples_per_s, strict=True)
-        if not math.isnan(used.computing + speed)
+        if not math.isnan(speed)
     ]
     return CpuTime(*map(statistics.median, zip(*found, strict=True))) if found else None
 
@@ -67,8 +69,9 @@ def rows_of(
     """Return the rows of a case: a contestant's step in milliseconds, and where it went."""
     rows = []
     for name, speeds in rates.items():
-        if cpu_ms := per_step_ms(cores[name], speeds, samples, workers):
-            speed = statistics.median(it for it in speeds if not math.isnan(it))
+        speed = median(speeds)
+        cpu_ms = per_step_ms(cores[name], speeds, samples, workers)
+        if speed and cpu_ms:
             step_ms = 1000 * samples / speed
             parts_ms = (step_ms, *cpu_ms, step_ms - sum(cpu_ms))
             # The kernel rounds the times of threads and of the process, each by itself.

@@ -27,14 +27,12 @@ from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench import contestants, jobs, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCase
-from hvdtrain.lab.bench.ratios import Ratio
+from hvdtrain.lab.bench.ratios import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.scaling import (
     LOG_INTERVALS,
     OTHER_LOG_INTERVAL,
     cpu_table,
     examine,
-    median,
-    ratio_within_rounds,
 )
 from hvdtrain.lab.bench.turns import Results, TurnJob, Turns
 from hvdtrain.lab.children import ONE_THREAD, Child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,18 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
         statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     )
     return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))
+
+
+def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """Return the ratio over rounds in which neither failed; None without such a round."""
+    ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
+    return ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
+
+
+def median(rates: Sequence[float]) -> float | None:
+    """Return the median without failed rounds; None where all failed."""
+    ended = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.median(ended) if ended else None
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

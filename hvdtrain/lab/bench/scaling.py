@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from hvdtrain.files import write_json
 from hvdtrain.lab import charts
 from hvdtrain.lab.bench import contestants, cpu_time, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.ratios import Ratio
+from hvdtrain.lab.bench.ratios import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.turns import Results
 from hvdtrain.lab.charts import Plot
 from hvdtrain.lab.children import fork_server
@@ -150,18 +149,6 @@ def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int)
         over_limit=ratio_within_rounds(found[OURS], found[LIMIT]),
         efficiency=efficiency,
     )
-
-
-def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
-    """Return the ratio over rounds in which neither failed; None without such a round."""
-    ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
-    return ratios.ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
-
-
-def median(rates: Sequence[float]) -> float | None:
-    """Return the median without failed rounds; None where all failed."""
-    ended = [rate for rate in rates if not math.isnan(rate)]
-    return statistics.median(ended) if ended else None
 
 
 def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:

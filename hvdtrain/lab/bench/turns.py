@@ -1,10 +1,9 @@
 """Turns of concurrent jobs, each of which computes while all others are stopped.
 
-A stopped process (SIGSTOP)
-takes no CPU time, while in a waiting one Horovod's thread would wake up or Open MPI would spin. So
-turns can be short and close together, without process starts between them. The measured interval
-lies between two steps that a job has logged within its turn; the first of them ends the interval in
-which it was stopped.
+A stopped process (SIGSTOP) takes no CPU time, while in a waiting one Horovod's thread would wake up
+or Open MPI would spin. So turns can be short and close together, without process starts between
+them. The measured interval lies between two steps that a job has logged within its turn; the first
+of them ends the interval in which it was stopped.
 """
 
 from __future__ import annotations
@@ -202,9 +201,7 @@ class Results(Generic[CaseKind]):
 
     def of(self, case: CaseKind) -> dict[str, Any]:
         """Return what was measured of a case, for `write_json`."""
-        used = {
-            name: [it._asdict() for it in each] for name, each in self.cores.get(case, {}).items()
-        }
+        used = {name: [it._asdict() for it in each] for name, each in self.cores[case].items()}
         return {"samples_per_s": self.rates[case], "cores": used}
 
     def raise_if_stopped(self) -> None:
