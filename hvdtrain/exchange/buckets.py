@@ -68,54 +68,55 @@ class Bucket:
         """Keep the message; `passes`: backward passes of a step, accumulated first."""
         self.message = message
         self._parameters = list(message.values())
-        self._lengths = [it.numel() for it in self._parameters]
+        self._places: dict[torch.Tensor, int] = {
+            it: place for place, it in enumerate(self._parameters)
+        }
         first = self._parameters[0]
-        values = torch.zeros(sum(self._lengths), dtype=first.dtype, device=first.device)
-        self.flat = torch.nn.Parameter(values)
-        self.flat.grad = torch.zeros_like(values)
+        values = torch.zeros(sum(it.numel() for it in self._parameters), dtype=first.dtype)
+        self.flat = torch.nn.Parameter(values.to(first.device))
+        self.flat.grad = torch.zeros_like(self.flat)
         self._passes = passes
-        self._missing: dict[torch.Tensor, int] = {}
+        self._missing: list[int] = []  # passes of each parameter
         self.begin()
 
     def begin(self) -> None:
         """Begin a step, without any gradient."""
-        self._missing = dict.fromkeys(self._parameters, self._passes)
+        self._missing = [self._passes] * len(self._parameters)
 
     def made(self, parameter: torch.Tensor) -> bool:
         """Note that a pass has made the gradient of a parameter; return whether it is the last one.
 
         Raises TrainingError after more passes than the bucket was made for.
         """
-        if parameter not in self._missing:
+        place = self._places[parameter]
+        if self._missing[place] == 0:
             raise TrainingError(
                 f"{self._passes + 1} gradients of a parameter of shape {list(parameter.shape)} "
                 f"were made before optimizer.step(), with grad_accum_steps={self._passes}: give "
                 "hvdtrain.distribute() the number of backward passes of a step as grad_accum_steps"
             )
-        self._missing[parameter] -= 1
-        if self._missing[parameter] == 0:
-            del self._missing[parameter]
-        return not self._missing
+        self._missing[place] -= 1
+        return not any(self._missing)
 
     def misses(self, parameter: torch.Tensor) -> bool:
         """Return whether passes of this step have yet to make the gradient of a parameter."""
-        return parameter in self._missing
+        return self._missing[self._places[parameter]] > 0
 
     def fill(self) -> None:
         """Copy the gradients into the message; missing ones become zeros."""
-        for part, parameter in zip(self._parts(), self._parameters, strict=True):
+        for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            part.copy_(parameter.grad)
+        torch._foreach_copy_(self._parts(), self._gradients())
 
     def empty(self) -> None:
         """Copy the reduced message into the gradients; then begin the next step."""
-        for part, parameter in zip(self._parts(), self._parameters, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(part)
+        torch._foreach_copy_(self._gradients(), self._parts())
         self.begin()
 
-    def _parts(self) -> Sequence[torch.Tensor]:
-        assert self.flat.grad is not None
-        parts = self.flat.grad.split(self._lengths)
-        return [part.view(it.shape) for part, it in zip(parts, self._parameters, strict=True)]
+    def _gradients(self) -> list[torch.Tensor]:
+        return [it.grad for it in self._parameters if it.grad is not None]
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Return views of the message in the shapes of its parameters."""
+        return list(torch._utils._unflatten_dense_tensors(self.flat.grad, self._parameters))

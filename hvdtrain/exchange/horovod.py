@@ -23,6 +23,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
+from horovod.torch.mpi_ops import is_homogeneous
 
 from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, UsageError
@@ -62,11 +63,15 @@ REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 Tensors = list[torch.Tensor]
 
+BY_HOST = "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE"  # read by the builds of `launch/setup`
+
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
 ENVIRONMENT_DEFAULTS = {
     # No fusion: which tensors fuse depends on timing, and so, with three or more ranks, would the
     # order of summation. Without fusion a run is repeatable.
     "HOROVOD_FUSION_THRESHOLD": "0",
+    # With several workers a host, Gloo's ring over all would send more over the network.
+    BY_HOST: "1",
     # Open MPI spins while it waits, which takes compute time if workers occupy all cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
@@ -80,8 +85,9 @@ class HorovodExchange:
 
         Raises UsageError if it has not connected any of the processes that the launcher started.
         """
-        for name, value in ENVIRONMENT_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        if not hvd.is_initialized():
+            for name, value in ENVIRONMENT_DEFAULTS.items():
+                os.environ.setdefault(name, value)
         if slurm.is_step(os.environ):
             _join_step()
         try:
@@ -93,12 +99,28 @@ class HorovodExchange:
         self.size: int = hvd.size()
         Topology.from_environment().check_joined(self.size)
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
-        self.repeatable = self.size <= 2 or os.environ["HOROVOD_FUSION_THRESHOLD"] == "0"
+        self.repeatable = self.size <= 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
         self.stalls = StallWatch()
+        self._per_host = self._added_first()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
         """Return the same object, so that layers that hold it can be copied."""
         return self
+
+    @waits
+    def _added_first(self) -> int:
+        """Collective: return the ranks of each host if Gloo adds these first, else 1; 0 if it does
+        and they are not adjacent.
+        """
+        local_size, hosts = hvd.local_size(), hvd.cross_size()
+        by_host = getattr(horovod, "GLOO_BY_HOST", False) and os.environ.get(BY_HOST) == "1"
+        if not by_host or self.controller != "gloo":
+            return 1
+        if not is_homogeneous() or local_size == 1 or hosts == 1:
+            return 1
+        own = hvd.cross_rank() * local_size + hvd.local_rank()
+        places = self.all_gather_object(own, "hvdtrain.places")
+        return local_size if places == list(range(self.size)) else 0
 
     @waits
     def distribute(
@@ -266,7 +288,9 @@ class HorovodExchange:
         built_in = getattr(horovod, "MPI_ORDER", "")  # of the builds of `launch/setup`
         library = library_version() if self.controller == "mpi" and not built_in else ""
         try:
-            return known_order(self.controller, self.size, os.environ, library, built_in)
+            return known_order(
+                self.controller, self.size, os.environ, library, built_in, self._per_host
+            )
         except UnknownOrder as error:
             raise UsageError(f"--audit=exact: {error}") from error
 

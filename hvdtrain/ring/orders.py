@@ -9,6 +9,11 @@ E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, roun
 of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E. Block j is S / N adjacent pieces
 (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
 
+**Gloo by host, as `launch/setup` builds Horovod** (launch/install/gloo_by_host.h), on H hosts of L
+ranks each. A tensor has pieces of 4 MiB, and a piece L parts (`split_evenly`). Of each part, the
+terms of a host are added in the order of its ranks, then the sums of the hosts by Gloo's ring over
+H. Fewer elements than ranks are summed by Gloo's ring over all.
+
 **MPI, as `launch/setup` builds Horovod** (launch/install/sleeping_mpi.h). This is the ring of this
 package: `split_evenly`, block k summed from rank k rightwards. Messages of up to 4096 bytes a rank,
 or fewer elements than ranks, are summed by recursive doubling instead.
@@ -33,6 +38,7 @@ reproduces this defect; without it the results would not match bit for bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +49,7 @@ from hvdtrain.ring.operations import Array, Reduce, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize
+BY_HOST_PIECE_BYTES = 4 << 20  # gloo_by_host.h: kPieceBytes
 ON = ("1", "true", "yes", "on", "enabled")
 # Other components could replace `tuned` in the reduction, or change its algorithm.
 FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename") + tuple(
@@ -62,7 +69,8 @@ class KnownOrder:
     segments[p] begins at position p. `backwards`: messages go from rank r to r - 1, and rank r has
     position -r. `half_sum`: the addition of float16 values. `few`: the summation of the values of
     all ranks, in rank order, if there are fewer elements than ranks, or up to `few_bytes` of them a
-    rank; None: the ring.
+    rank; None: the ring. `per_host`: ranks of each host; from 2 on their values are added first,
+    and the ring is one of hosts. Those of a host are adjacent.
     """
 
     name: str
@@ -71,11 +79,18 @@ class KnownOrder:
     half_sum: Reduce = np.add
     few: Callable[[Sequence[Array]], Array] | None = None
     few_bytes: int = 0
+    per_host: int = 1
 
     def summation_of(self, values: Array, size: int) -> Callable[[Sequence[Array]], Array] | None:
         """Return the summation of the values of all ranks if they are few; None: the ring."""
         are_few = values.size < size or values.nbytes <= self.few_bytes * size
         return self.few if are_few else None
+
+    def by_host(self, per_host: int) -> KnownOrder:
+        """Return the order in which so many ranks of each host are added first."""
+        if per_host == 1:
+            return self
+        return replace(self, name=f"{self.name} over hosts of {per_host}", per_host=per_host)
 
 
 def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
@@ -124,19 +139,29 @@ MPI_RING = replace(OPEN_MPI_RING, name="the ring over MPI", few_bytes=4096)
 KNOWN_ORDERS = {order.name: order for order in (GLOO_RING, OPEN_MPI_RING, MPI_RING)}
 
 
+def order_named(name: str) -> KnownOrder | None:
+    """Return the order of a name; None if it is unknown."""
+    found = re.fullmatch(r"(.+) over hosts of ([2-9]|[1-9]\d+)", name)
+    order = KNOWN_ORDERS.get(found[1] if found else name)
+    return order.by_host(int(found[2])) if order and found else order
+
+
 def known_order(
     controller: str,
     size: int,
     environment: Mapping[str, str],
     mpi_library: str = "",
     built_in: str = "",
+    per_host: int = 1,
 ) -> KnownOrder:
     """Return the order in which Horovod sums over `size` ranks.
 
     `controller`: gloo or mpi. `environment`: as it was when Horovod was initialised. `built_in`:
     the name of the order in which this build of Horovod sums over MPI, if it has one of its own.
     `mpi_library`: else, the version string of MPI (`library_version` of the MPI transport); only
-    the order of Open MPI is known. Raises UnknownOrder, with the setting required, for others.
+    the order of Open MPI is known. `per_host`: ranks of each host if Gloo adds these first, else 1;
+    0: it does, and they are not adjacent. Raises UnknownOrder, with the setting required, for all
+    others.
     """
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
     if controller not in ("gloo", "mpi") or operations != controller:
@@ -146,7 +171,12 @@ def known_order(
     if environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON:
         raise UnknownOrder("autotuning turns fusion on: unset HOROVOD_AUTOTUNE")
     if controller == "gloo":
-        return GLOO_RING
+        if per_host == 0:
+            raise UnknownOrder(
+                "the ranks of a host are not adjacent: start them host by host, or set "
+                "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0"
+            )
+        return GLOO_RING.by_host(per_host)
     if built_in:
         return KNOWN_ORDERS[built_in]
     if size > 2:
@@ -174,8 +204,9 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
     """Collective: return Horovod's reduction of `values`, as a new array, on every rank.
 
     `values`: any shape, the same shape and dtype on every rank. Each rank sends as much as in an
-    all-reduce. A NaN is also NaN in Horovod's result, but may have other bits there (see
-    `differing_bits`). Raises ValueError for an op other than sum and average.
+    all-reduce, or N / 2 times as much in an order by host. A NaN is also NaN in Horovod's result,
+    but may have other bits there (see `differing_bits`). Raises ValueError for an op other than sum
+    and average.
     """
     if op not in ("sum", "average"):
         raise ValueError(f"op={op!r}: an order is known for sum and average")
@@ -187,17 +218,44 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
         if op == "average":
             scale_as_horovod(total, size)
 
+    add = order.half_sum if source.dtype == np.float16 else reduction(op, source.dtype)
     with np.errstate(all="ignore"):
         if few := order.summation_of(source, size):
             result[:] = few(list(gather(source, transport)))
             scale(result)
+        elif order.per_host > 1 and source.size >= size:
+            _add_by_host(source, result, transport, order, add)
+            scale(result)
         else:
             segments = order.segments(source.size, source.itemsize, size)
             position = -rank % size if order.backwards else rank
-            add = order.half_sum if source.dtype == np.float16 else reduction(op, source.dtype)
             transfers = all_reduce_transfers(source, result, segments, position, add, scale)
             run_transfers(transfers, transport, order.backwards)
     return result.reshape(values.shape)
+
+
+def _add_by_host(
+    source: Array, result: Array, transport: Transport, order: KnownOrder, add: Reduce
+) -> None:
+    """Collective: put the sum of every rank's `source` into `result`; both one-dimensional."""
+    hosts, direction = transport.size // order.per_host, -1 if order.backwards else 1
+    most = BY_HOST_PIECE_BYTES // source.itemsize
+    for start in range(0, source.size, most):
+        piece, total = source[start : start + most], result[start : start + most]
+        for part in split_evenly(piece.size, order.per_host):
+            terms = gather(piece[part], transport).reshape(hosts, order.per_host, -1)
+            sums = terms[:, 0]
+            for rank in range(1, order.per_host):
+                for host in range(hosts):
+                    add(sums[host], terms[host, rank], out=sums[host])
+            segments = order.segments(sums.shape[1], source.itemsize, hosts)
+            for position, segment in enumerate(segments):
+                found = sums[direction * position % hosts, segment]
+                for further in range(1, hosts):
+                    own = sums[direction * (position + further) % hosts, segment]
+                    add(own, found, out=own)
+                    found = own
+                total[part][segment] = found
 
 
 def scale_as_horovod(total: Array, size: int) -> None:

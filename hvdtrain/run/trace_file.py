@@ -22,7 +22,7 @@ from hvdtrain.config.options import train_options
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.log import counted, say
-from hvdtrain.ring.orders import KNOWN_ORDERS, KnownOrder
+from hvdtrain.ring.orders import KnownOrder, order_named
 from hvdtrain.run.directory import CONFIG, SUMMARY, TRACE, RunDirectory
 from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
@@ -163,7 +163,7 @@ class Stretch:
     @property
     def order(self) -> KnownOrder | None:
         """Return the order in which the ranks were added, if it is known."""
-        return KNOWN_ORDERS.get(self.setting.order or "")
+        return order_named(self.setting.order or "")
 
     @property
     def add_alike(self) -> bool:

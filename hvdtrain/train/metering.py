@@ -24,8 +24,11 @@ from hvdtrain.tasks import Sums
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
 PHASES = ("data", "compute", "exchange", "update")
-LOSS, COUNT, NOT_FINITE, STOP, LEFT, BAD = range(6)
-METRICS_FROM = 6 + len(PHASES)
+# The sums of a step: first those that the host knows, then those computed on the device.
+COUNT, STOP, LEFT, BAD = range(4)
+PHASES_FROM = 4
+LOSS = PHASES_FROM + len(PHASES)
+NOT_FINITE, METRICS_FROM = LOSS + 1, LOSS + 2
 
 
 class PhaseClock:
@@ -65,11 +68,12 @@ class StepSums:
 
     def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
-        # Loss; count that the loss is a mean over (usually samples); losses that are not finite;
-        # stop requests; ranks that have left the loop; unreadable samples; seconds of each phase;
-        # metrics.
-        width = METRICS_FROM + len(metrics)
-        self._rows = torch.zeros((rows, width), dtype=torch.float64, device=device)
+        # Count that the loss is a mean over (usually samples); stop requests; ranks that have left
+        # the loop; unreadable samples; seconds of each phase.
+        self._known = [[0.0] * LOSS for _ in range(rows)]
+        # Loss; losses that are not finite; metrics.
+        width = METRICS_FROM - LOSS + len(metrics)
+        self._computed = torch.zeros((rows, width), dtype=torch.float64, device=device)
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.own
@@ -77,22 +81,19 @@ class StepSums:
     @property
     def own(self) -> torch.Tensor:
         """Return the sums of this rank."""
-        return self._rows.sum(0)
+        return self._rows().sum(0)
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
-        own = self._rows[row]
-        loss = sums.loss.detach()
-        metrics = [sums.metrics[name].detach() for name in self._metrics]
-        own[[LOSS, NOT_FINITE]] += torch.stack([loss.double(), (~loss.isfinite()).double()])
-        own[COUNT] += sums.samples
-        own[BAD] += bad
-        if metrics:
-            own[METRICS_FROM:] += torch.stack([value.double() for value in metrics])
+        known, loss = self._known[row], sums.loss.detach()
+        known[COUNT] += sums.samples
+        known[BAD] += bad
+        computed = [loss, ~loss.isfinite(), *(sums.metrics[it].detach() for it in self._metrics)]
+        self._computed[row] += torch.stack([value.double() for value in computed])
 
     def leave(self) -> None:
         """Note that this rank has left the loop."""
-        self._rows[0, LEFT] = 1
+        self._known[0][LEFT] = 1.0
 
     def start(
         self,
@@ -106,16 +107,17 @@ class StepSums:
 
         `part`: number of the update within the step.
         """
-        self._rows[0, STOP] = stop_requested
-        self._rows[0, BAD + 1 : METRICS_FROM] = torch.tensor(phases_s, dtype=torch.float64)
+        self._known[0][STOP] = float(stop_requested)
+        self._known[0][PHASES_FROM:] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
-        of_all = exchange.sum_later(self._rows.clone(), name)
+        of_all = exchange.sum_later(self._rows(), name)
         self._total = cache(lambda: of_all().sum(0))
 
     def join(self, further: StepSums) -> None:
         """Add the sums of a further update of the step, but for its loss and its count."""
-        first, second, own = self._total, further._total, further._rows.clone()
-        kept = [NOT_FINITE, *range(BAD + 1, own.shape[1])]
+        first, second = self._total, further._total
+        width = LOSS + self._computed.shape[1]
+        kept = [*range(PHASES_FROM, LOSS), *range(NOT_FINITE, width)]
 
         def total() -> torch.Tensor:
             both = first().clone()
@@ -123,7 +125,11 @@ class StepSums:
             return both
 
         self._total = cache(total)
-        self._rows[:, kept] += own[:, kept]
+        self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
+
+    def _rows(self) -> torch.Tensor:
+        known = torch.tensor(self._known, dtype=torch.float64, device=self._computed.device)
+        return torch.cat([known, self._computed], dim=1)
 
     def total(self) -> torch.Tensor:
         """Collective: wait for the reduction; return the sums over all ranks."""
@@ -194,7 +200,7 @@ class _Window:
         self.metrics = _added(self.metrics, sums[METRICS_FROM:])
         self.samples += samples
         self.steps += 1
-        means = [seconds / ranks for seconds in sums[BAD + 1 : METRICS_FROM]]
+        means = [seconds / ranks for seconds in sums[PHASES_FROM:LOSS]]
         self.phases_s = _added(self.phases_s, means)
 
     @property

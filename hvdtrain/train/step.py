@@ -347,9 +347,9 @@ def _place_of(
 @contextmanager
 def _others_frozen(job: Job, place: int) -> Iterator[None]:
     """Let only the parameters of one optimizer have gradients, of several."""
-    own = set(map(id, parameters_of(job.optimizers[place])))
     frozen = []
     if len(job.optimizers) > 1:
+        own = set(map(id, parameters_of(job.optimizers[place])))
         frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]
     for parameter in frozen:
         parameter.requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,7 +54,7 @@ class Update:
 
         With fp16 there are none: the scaler skips such a step and lowers the loss scale.
         """
-        if self._scaler.is_enabled():
+        if self._scaler.is_enabled() or _all_finite(_gradients(optimizer)):
             return []
         own = set(map(id, parameters_of(optimizer)))
         named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
@@ -104,15 +104,20 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the tensors with an element that is infinite or NaN.
-
-    If there are none, memory is read once: a sum with such an element is never finite.
-    """
-    sums = [_values(tensor).sum() for tensor in tensors.values()]
-    if not sums or bool(torch.stack([total.double() for total in sums]).isfinite().all()):
+    """Return the names of the tensors with an element that is infinite or NaN."""
+    if _all_finite(tensors.values()):
         return []
     # A sum of finite values may have overflowed, so check each element.
     return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether each sum of all elements is finite; with an infinite one or NaN none is.
+
+    Memory is read once, without a temporary copy.
+    """
+    sums = [_values(tensor).sum() for tensor in tensors]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

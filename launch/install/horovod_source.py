@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 
-ADDED = "sleeping_mpi.h"  # a file beside this one, added to `horovod/common`
+ADDED = ("sleeping_mpi.h", "gloo_by_host.h")  # files beside this one, added to `horovod/common`
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -45,6 +45,9 @@ _IDLE = (
     "others compute on"
 )
 _SPINNING = "Open MPI spins until the slowest rank arrives, on a core that others compute on"
+_BY_HOST = (
+    "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
+)
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
 # Without an operation of this rank none can begin on any other, but for those of process sets
 # without it. The limit is how late a shutdown can be noticed, here or on another rank.
@@ -110,7 +113,8 @@ EDITS = (
         "horovod/__init__.py",
         "from horovod.runner import run\n",
         "from horovod.runner import run\n\n"
-        'MPI_ORDER = "the ring over MPI"  # of sums, as hvdtrain.ring.orders names it\n',
+        'MPI_ORDER = "the ring over MPI"  # of sums, as hvdtrain.ring.orders names it\n'
+        "GLOO_BY_HOST = True  # where HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE is 1\n",
         "other builds of Horovod add in another order",
     ),
     Edit(
@@ -189,6 +193,51 @@ EDITS = (
         f"{_SPINNING}; and the order of sums is then known",
     ),
     Edit(
+        "horovod/common/ops/gloo_operations.h",
+        "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
+        "                         ReduceOp reduce_op) = 0;\n",
+        "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
+        "                         ReduceOp reduce_op, bool by_host) = 0;\n",
+        _BY_HOST,
+    ),
+    Edit(
+        "horovod/common/ops/gloo_operations.h",
+        "                 ReduceOp reduce_op) override;\n",
+        "                 ReduceOp reduce_op, bool by_host) override;\n",
+        _BY_HOST,
+    ),
+    Edit(
+        "horovod/common/ops/gloo_operations.cc",
+        '#include "../common.h"\n',
+        '#include "../common.h"\n#include "../gloo_by_host.h"\n',
+        _BY_HOST,
+    ),
+    Edit(
+        "horovod/common/ops/gloo_operations.cc",
+        """\
+                                  ReduceOp reduce_op) {
+  gloo::AllreduceOptions opts(gloo_context_->ctx);
+""",
+        """\
+                                  ReduceOp reduce_op, bool by_host) {
+  if (by_host) {
+    GlooByHost<T>(gloo_context_->local_ctx, gloo_context_->cross_ctx)
+        .Sum(static_cast<T*>(buffer_data), (size_t) num_elements);
+    return;
+  }
+  gloo::AllreduceOptions opts(gloo_context_->ctx);
+""",
+        _BY_HOST,
+    ),
+    Edit(
+        "horovod/common/ops/gloo_operations.cc",
+        "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp);\n",
+        "  bool by_host = glooOp == ReduceOp::SUM &&\n"
+        "                 IsSummedByHost(*process_set.controller, num_elements);\n"
+        "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp, by_host);\n",
+        _BY_HOST,
+    ),
+    Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
         '#include "handle_manager.h"\n#include "../common/sleeping_mpi.h"\n',
@@ -232,4 +281,5 @@ def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
         )
     for path, text in edited.items():
         path.write_text(text, "utf-8")
-    shutil.copy(Path(__file__).with_name(ADDED), source_root / "horovod" / "common" / ADDED)
+    for name in ADDED:
+        shutil.copy(Path(__file__).with_name(name), source_root / "horovod" / "common" / name)

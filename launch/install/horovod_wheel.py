@@ -92,9 +92,9 @@ def wheel_inputs(torch_version: str, cuda: str | None, python_abi: str, mpi: Mpi
 
 
 def edits_sha256() -> str:
-    """Return a hash of the edits to Horovod's source, and of the file added to it."""
-    added = Path(__file__).with_name(ADDED).read_text("utf-8")
-    edits = json.dumps([*(asdict(edit) for edit in EDITS), added])
+    """Return a hash of the edits to Horovod's source, and of the files added to it."""
+    added = [Path(__file__).with_name(name).read_text("utf-8") for name in ADDED]
+    edits = json.dumps([*(asdict(edit) for edit in EDITS), *added])
     return hashlib.sha256(edits.encode()).hexdigest()
 
 

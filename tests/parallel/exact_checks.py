@@ -74,7 +74,7 @@ def main() -> int:
     torch.set_num_threads(1)
     exchange = HorovodExchange()
     order = exchange.summation_order()
-    wrong = MPI_RING if order is GLOO_RING else GLOO_RING
+    wrong = MPI_RING if order == GLOO_RING else GLOO_RING
     ring = exchange.ring()
     for dtype in DTYPES:
         for length, make, op, is_wrong in cases(dtype, exchange.size):

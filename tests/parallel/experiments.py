@@ -20,12 +20,14 @@ def train(
     controller: str,
     timeout_s: float = 300,
     variables: dict[str, str] | None = None,
+    hosts: str = "",
 ) -> Finished:
-    """Train into `folder` on `size` workers; a single one runs by itself."""
+    """Train into `folder` on `size` workers; a single one runs by itself. `hosts`: as in -H."""
     command = hvdtrain("train", *flags, "--output", str(folder.parent), "--experiment", folder.name)
     if size == 1:
         return run(command, timeout_s, variables=variables)
-    return horovodrun(size, controller, command, timeout_s=timeout_s, variables=variables)
+    options = {"timeout_s": timeout_s, "variables": variables}
+    return horovodrun(size, controller, command, hosts, **options)
 
 
 def summary_and_weights(folder: Path) -> tuple[dict, Weights]:

@@ -30,9 +30,15 @@ class Finished:
     seconds: float
 
 
-def horovodrun(size: int, controller: str, command: Sequence[str], **options: object) -> Finished:
-    """Run `command` on `size` workers of this machine under plain horovodrun."""
+TWO_HOSTS = "localhost:2,127.0.0.1:2"  # this machine, by two names
+
+
+def horovodrun(
+    size: int, controller: str, command: Sequence[str], hosts: str = "", **options: object
+) -> Finished:
+    """Run `command` on `size` workers of this machine under plain horovodrun; `hosts`: as in -H."""
     launcher = [str(BIN / "horovodrun"), "-np", str(size), f"--{controller}"]
+    launcher += ["-H", hosts] if hosts else []
     return run([*launcher, *command], **options)  # type: ignore[arg-type]
 
 

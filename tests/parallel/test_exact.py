@@ -8,20 +8,33 @@ import sys
 
 import pytest
 
+from hvdtrain.ring.orders import GLOO_RING, MPI_RING, KnownOrder
 from tests.parallel.exact_checks import DTYPES
-from tests.parallel.launching import horovodrun
+from tests.parallel.launching import TWO_HOSTS, horovodrun
 
 
-@pytest.mark.parametrize(("size", "controller"), [(3, "gloo"), (4, "mpi")])
-def test_horovods_sums_and_averages_in_every_bit(size: int, controller: str) -> None:
-    """Fails if any element of any case differs in a bit, or a wrong order passes for the right."""
+@pytest.mark.parametrize(
+    ("size", "controller", "hosts", "order"),
+    [
+        (3, "gloo", "", GLOO_RING),
+        (4, "gloo", TWO_HOSTS, GLOO_RING.by_host(2)),
+        (4, "mpi", "", MPI_RING),
+    ],
+)
+def test_horovods_sums_and_averages_in_every_bit(
+    size: int, controller: str, hosts: str, order: KnownOrder
+) -> None:
+    """Fails if any element of any case differs in a bit, or a wrong order passes for the right; or
+    if ranks of two hosts are not added by host.
+    """
     command = [sys.executable, "-m", "tests.parallel.exact_checks"]
-    finished = horovodrun(size, controller, command, timeout_s=250)
+    finished = horovodrun(size, controller, command, hosts, timeout_s=250)
     assert finished.exit_code == 0, finished.output
     lines = [json.loads(line) for line in re.findall(r'\{"order": .*\}', finished.output)]
     right = [line for line in lines if not line["wrong_order"]]
     wrong = [line for line in lines if line["wrong_order"]]
     assert [line for line in right if line["differing"]] == []
+    assert {line["order"] for line in right} == {order.name}
     assert {line["dtype"] for line in right} == set(DTYPES)
     assert 3_000_001 in {line["length"] for line in right}
     assert len(right) > 80

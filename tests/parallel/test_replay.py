@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.experiments import train
-from tests.parallel.launching import hvdtrain, run
+from tests.parallel.launching import TWO_HOSTS, hvdtrain, run
 from tests.unit.recorded import forge
 
 FLAGS = ["--model=tests.parallel.plugins:dropout_everywhere", "--opt=adamw", "--lr=0.01"]
@@ -23,16 +23,22 @@ def replay(folder: Path, *flags: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "controller", "flags"), [(3, "gloo", ["--rank-weights=1,2,3"]), (2, "mpi", [])]
+    ("size", "controller", "hosts", "flags"),
+    [
+        (3, "gloo", "", ["--rank-weights=1,2,3"]),
+        (4, "gloo", TWO_HOSTS, ["--audit=exact", "--audit-every=3"]),
+        (2, "mpi", "", []),
+    ],
 )
 def test_sums_in_the_order_of_the_ranks(
-    size: int, controller: str, flags: list[str], tmp_path: Path
+    size: int, controller: str, hosts: str, flags: list[str], tmp_path: Path
 ) -> None:
     """Fails if a rank's samples, random numbers, running statistics or weight are lost in one
     process, or sums are made in another order than Horovod's; over 18 steps, the last ones of the
     next epoch. Or if the wrong share is named.
     """
-    assert train([*FLAGS, *flags], tmp_path / "x", size, controller).exit_code == 0
+    done = train([*FLAGS, *flags], tmp_path / "x", size, controller, hosts=hosts)
+    assert done.exit_code == 0, done.output
     code, output = replay(tmp_path / "x")
     assert (code, "replay: 6 steps agreed bit for bit" in output) == (0, True), output
     assert f"({size} shares of " in output

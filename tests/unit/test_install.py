@@ -54,10 +54,11 @@ def test_apply_edits_makes_every_edit(tmp_path: Path) -> None:
     apply_edits(tmp_path)
     for name, path in files.items():
         assert path.read_text() == text_of(name, "new")
-    added = tmp_path / "horovod/common" / ADDED
-    assert added.read_text() == Path(horovod_source.__file__).with_name(ADDED).read_text()
-    includes = [edit.path for edit in EDITS if f'#include "../{ADDED}"' in edit.new]
-    assert {Path(path).parent.parent.as_posix() for path in includes} == {"horovod/common"}
+    for name in ADDED:
+        added = tmp_path / "horovod/common" / name
+        assert added.read_text() == Path(horovod_source.__file__).with_name(name).read_text()
+        includes = [edit.path for edit in EDITS if f'#include "../{name}"' in edit.new]
+        assert {Path(path).parent.parent.as_posix() for path in includes} == {"horovod/common"}
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])

@@ -5,6 +5,7 @@ That Horovod really adds so is shown by tests/parallel/exact_checks.py.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -20,6 +21,7 @@ from hvdtrain.ring.orders import (
     gloo_half_sum,
     gloo_segments,
     known_order,
+    order_named,
     recursive_doubling,
     reproduce,
     scale_as_horovod,
@@ -62,6 +64,48 @@ def test_gloos_order_element_by_element(size: int, dtype: type) -> None:
             for step in range(2, size + 1):
                 value = value + rows[(block - step) % size][index]
             assert result[index] == value, (length, index)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (2, 3), (3, 2)])
+def test_gloos_order_by_host_element_by_element(hosts: int, ranks: int, dtype: type) -> None:
+    """Fails if a piece, a part or its order within a host or over hosts is another than that of
+    gloo_by_host.h; or if fewer elements than ranks are not summed by the ring over all.
+    """
+    size, itemsize = hosts * ranks, np.dtype(dtype).itemsize
+    piece_length = 4 * MIB // itemsize
+    order = GLOO_RING.by_host(ranks)
+    for length in (0, 1, size - 1, size, 1009, piece_length + 5):
+        rows = [rank_data(rank, length, dtype) for rank in range(size)]
+        (result, *others) = reproduced(rows, order, "sum")
+        assert all(not differing_bits(other, result).any() for other in others)
+        if length < size:
+            assert not differing_bits(result, reproduced(rows, GLOO_RING, "sum")[0]).any()
+            continue
+        for index in {*range(0, length, max(length // 97, 1)), *range(length - 6, length)}:
+            piece, within = divmod(index, piece_length)
+            whole = min(piece_length, length - piece * piece_length)
+            parts = [len(it) for it in np.array_split(np.arange(whole), ranks)]
+            part = int(np.searchsorted(np.cumsum(parts), within, side="right"))
+            place = within - sum(parts[:part])
+            sums = []
+            for host in range(hosts):
+                terms = [rows[host * ranks + rank][index] for rank in range(ranks)]
+                sums.append(functools.reduce(lambda a, b: a + b, terms))
+            block = gloo_block_of(place, parts[part], itemsize, hosts)
+            value = sums[(block - 1) % hosts]
+            for step in range(2, hosts + 1):
+                value = value + sums[(block - step) % hosts]
+            assert result[index] == value, (length, index)
+
+
+def test_orders_are_found_by_name() -> None:
+    """Fails if a recorded order is not recognised, or one is made up from another text."""
+    for order in (GLOO_RING, MPI_RING, GLOO_RING.by_host(2), GLOO_RING.by_host(16)):
+        assert order_named(order.name) == order
+    assert GLOO_RING.by_host(1) is GLOO_RING
+    for name in ("", "Gloo's", "over hosts of 2", f"{GLOO_RING.name} over hosts of 1"):
+        assert order_named(name) is None, name
 
 
 def test_gloos_blocks_are_rounded_to_the_size_of_an_element() -> None:
@@ -190,6 +234,16 @@ def test_unknown_orders_are_refused(
     """Fails if an order is claimed that is unknown, or the remedy is not named."""
     with pytest.raises(UnknownOrder, match=text):
         known_order(controller, 3, environment, library)
+
+
+def test_ranks_that_are_added_by_host() -> None:
+    """Fails if Gloo's order does not depend on the ranks of a host, or MPI's does; or if ranks of
+    a host that are not adjacent are taken for such.
+    """
+    assert known_order("gloo", 4, NO_FUSION, per_host=2) == GLOO_RING.by_host(2)
+    assert known_order("mpi", 4, NO_FUSION, "", MPI_RING.name, per_host=1) is MPI_RING
+    with pytest.raises(UnknownOrder, match="HIERARCHICAL_ALLREDUCE=0"):
+        known_order("gloo", 4, NO_FUSION, per_host=0)
 
 
 def test_only_sums_have_an_order() -> None:
