@@ -15,7 +15,7 @@ from hvdtrain.audit import Audits
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import COUNT
+from hvdtrain.train.metering import COUNT, LOSS
 from tests.unit.jobs import (
     CLASSES,
     evaluate_on,
@@ -182,7 +182,7 @@ def test_reduced_precision_trains(amp: str) -> None:
     seen = set()
     job.model[1].register_forward_hook(lambda module, given, output: seen.add(output.dtype))
     losses = [
-        float(one_step(job, SINGLE, Audits(), step, np.arange(24)).total()[0]) / 24
+        float(one_step(job, SINGLE, Audits(), step, np.arange(24)).total()[LOSS]) / 24
         for step in range(1, 31)
     ]
     assert losses[-1] < 0.8 * losses[0]
