@@ -72,8 +72,8 @@ class Bucket:
             it: place for place, it in enumerate(self._parameters)
         }
         first = self._parameters[0]
-        values = torch.zeros(sum(it.numel() for it in self._parameters), dtype=first.dtype)
-        self.flat = torch.nn.Parameter(values.to(first.device))
+        length = sum(it.numel() for it in self._parameters)
+        self.flat = torch.nn.Parameter(torch.zeros(length, dtype=first.dtype, device=first.device))
         self.flat.grad = torch.zeros_like(self.flat)
         self._passes = passes
         self._missing: list[int] = []  # passes of each parameter
