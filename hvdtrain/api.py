@@ -18,9 +18,9 @@ import os
 
 import torch
 
-from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, Reduction, join, joined
+from hvdtrain.exchange.buckets import suitable_bucket_bytes
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import report_uncaught
@@ -51,19 +51,24 @@ def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     grad_accum_steps: int = 1,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> torch.optim.Optimizer:
     """Collective: broadcast rank 0's parameters, buffers and optimizer state to every rank.
 
     Returns the same optimizer, whose `step` now averages gradients over ranks first. Its state,
     parameter groups and hooks, and schedulers built on it, remain valid. `grad_accum_steps`: number
     of backward passes before each step. `bucket_bytes`: gradients below this size are reduced
-    together. Sparse gradients become dense. Raises UsageError before `init` or for an unsupported
-    optimizer; AgreedFailure, naming the ranks, if one has built another model or optimizer than
-    rank 0, or in another order; and TrainingError if parameters differ afterwards.
+    together; None: 1 MiB, and more from 17 ranks on. Sparse gradients become dense.
+
+    Raises UsageError before `init` or for an unsupported optimizer; AgreedFailure, naming the
+    ranks, if one has built another model or optimizer than rank 0, or in another order; and
+    TrainingError if parameters differ afterwards.
     """
+    workers = _workers("distribute")
+    if bucket_bytes is None:
+        bucket_bytes = suitable_bucket_bytes(workers.ring_size)
     reduction = Reduction(bucket_bytes=bucket_bytes)
-    return _workers("distribute").distribute(optimizer, model, grad_accum_steps, reduction)
+    return workers.distribute(optimizer, model, grad_accum_steps, reduction)
 
 
 def clip_grad_norm_(

@@ -77,6 +77,11 @@ def are_weights(text: str) -> bool:
     return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
 
 
+def is_size(text: str) -> bool:
+    """Return whether `text` is "auto", or a number of bytes of at most 18 digits."""
+    return text == AUTO or re.fullmatch(r"\d{1,18}", text, re.ASCII) is not None
+
+
 def are_betas(text: str) -> bool:
     """Return whether `text` is two or three numbers from 0 to below 1, separated by commas."""
     try:

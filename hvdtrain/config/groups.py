@@ -17,13 +17,13 @@ from hvdtrain.config.fields import (
     flag,
     free_flag,
     is_file_name,
+    is_size,
     profiled_steps,
 )
 from hvdtrain.errors import UsageError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
-DEFAULT_BUCKET_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,11 @@ class PrecisionConfig(FlagGroup):
         "none", "autocast to this type, with loss scaling for fp16", ("none", "bf16", "fp16")
     )
     compression: str = flag("none", "exchange gradients in this type", ("none", "fp16"))
-    bucket_bytes: int = free_flag(
-        DEFAULT_BUCKET_BYTES,
-        "exchange gradients below this size together, up to this size (0: each alone)",
-        NOT_NEGATIVE,
+    bucket_bytes: str = free_flag(
+        AUTO,
+        "exchange gradients below this size together, up to this size (0: each alone; auto: 1 MiB, "
+        "and more from 17 workers or hosts on)",
+        Check(is_size, "={}: must be auto, or a number of bytes from 0"),
     )
     sync_bn: bool = flag(False, "normalise batches over the samples of all workers")
     deterministic: bool = flag(

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import (
     EXIT_FAILED,
     AgreedFailure,
@@ -25,6 +24,7 @@ from hvdtrain.errors import (
     UsageError,
     name_ranks,
 )
+from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.exchange.distributed_optimizer import (
     check_layout,
     layout_of,
@@ -44,7 +44,7 @@ class Reduction:
 
     op: str = "average"  # or sum
     compression: str = "none"  # or fp16: the type in which they are sent
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES  # smaller gradients are reduced together
+    bucket_bytes: int = LEAST_BUCKET_BYTES  # smaller gradients are reduced together
 
     def weight(self, ranks: int) -> int:
         """Return the factor for each rank's gradient so that the reduction is the sum."""
@@ -86,6 +86,7 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+    ring_size: int  # ranks of the ring that adds gradients, or hosts if ranks of a host add first
     controller: str  # gloo or mpi; none for a single process
     repeatable: bool  # whether sums are added in the same order in every run
 
@@ -175,6 +176,7 @@ class SingleProcess(Exchange):
 
     rank = 0
     size = 1
+    ring_size = 1
     controller = "none"
     repeatable = True
 

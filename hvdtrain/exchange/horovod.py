@@ -102,6 +102,7 @@ class HorovodExchange:
         self.repeatable = self.size <= 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
         self.stalls = StallWatch()
         self._per_host = self._added_first()
+        self.ring_size = self.size // max(self._per_host, 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
         """Return the same object, so that layers that hold it can be copied."""

@@ -121,7 +121,8 @@ class RunLedger(Ledger):
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         virtual_workers = config["virtual_workers"]
-        at_start = _summary_at_start(exchange, self._evaluated, virtual_workers)
+        bucket_bytes = job.reduction.bucket_bytes
+        at_start = _summary_at_start(exchange, self._evaluated, virtual_workers, bucket_bytes)
         self._summary = at_start | provenance
         self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
@@ -280,7 +281,7 @@ class RunLedger(Ledger):
 
 
 def _summary_at_start(
-    exchange: Exchange, evaluated: Iterable[str], virtual_workers: int | None
+    exchange: Exchange, evaluated: Iterable[str], virtual_workers: int | None, bucket_bytes: int
 ) -> dict[str, Any]:
     """Return the summary of a run that ends before its first step; `evaluated`: figures."""
     return {
@@ -288,6 +289,7 @@ def _summary_at_start(
         "world_size": exchange.size,
         "controller": exchange.controller,
         "virtual_workers": virtual_workers,
+        "bucket_bytes": bucket_bytes,
         "epochs": 0,
         "steps": 0,
         "samples_seen": 0,

@@ -10,11 +10,13 @@ import torch
 
 from hvdtrain import plugins
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import AUTO
 from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, Reduction
+from hvdtrain.exchange.buckets import suitable_bucket_bytes
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
@@ -84,13 +86,17 @@ def prepare(
         reduction=Reduction(
             "sum" if compression == "none" else "average",
             compression,
-            config.precision.bucket_bytes,
+            _bucket_bytes(config.precision.bucket_bytes, exchange),
         ),
         fingerprints=source.fingerprints,
         seed=config.run.seed,
         further_state=script.further_state if script else (),
         save_frozen=script.save_frozen if script else True,
     )
+
+
+def _bucket_bytes(choice: str, exchange: Exchange) -> int:
+    return suitable_bucket_bytes(exchange.ring_size) if choice == AUTO else int(choice)
 
 
 def _trained(

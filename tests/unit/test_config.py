@@ -25,6 +25,12 @@ def test_rank_weights_that_make_no_sense_are_refused(text: str) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "1e6", "Auto", "1 MiB", "9" * 19])
+def test_bucket_sizes_that_make_no_sense_are_refused(text: str) -> None:
+    """Fails when a text that is no size gets further than the flags."""
+    assert f"--bucket-bytes={text}: must be auto, or a number" in problems(f"--bucket-bytes={text}")
+
+
 def test_there_is_a_weight_for_each_worker() -> None:
     """Fails when weights are cut or filled to the number of workers, or equal ones are not."""
     batch = parse("--rank-weights=1, 0,2.5").batch

@@ -24,7 +24,6 @@ ZERO_IS_FINE = {
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
     "checkpoint_interval",
     "eval_every",
-    "bucket_bytes",
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -54,6 +53,8 @@ def sample(option: Option, number: int) -> object:
         return f"1,{number},0.5"
     if option.name == "opt_betas":
         return f"0.{number},0.5"
+    if option.name == "bucket_bytes":
+        return f"{number}"
     if option.name == "log_to":
         return ("mlflow,wandb", "wandb")[number]
     kinds = {int: 7 + number, float: 0.25 + number / 2, str: f"name{number}", bool: number == 0}
@@ -271,6 +272,8 @@ def values(option: Option) -> st.SearchStrategy:
         return st.none() | weights.map(lambda some: ",".join(map(str, some)))
     if option.name == "opt_betas":
         return st.none() | st.floats(0, 0.99).map(lambda beta: f"{beta},0.5")
+    if option.name == "bucket_bytes":
+        return st.just("auto") | st.integers(0, 10**18 - 1).map(str)
     if option.name in ("model_ema_decay", "hflip", "label_smoothing"):
         return st.floats(0, 1, exclude_max=True)
     if option.name == "log_to":

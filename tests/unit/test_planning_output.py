@@ -33,7 +33,7 @@ plan: two $layers, 8 samples a worker, 2 gradients of 5.000 MB
   network  50.0 us, 1,250 MB/s; as given
   hosts    2 workers each; inside 5.0 us, 8,000 MB/s
   servers  one parameter server per host
-  queue    a cycle of 1 ms, buckets of 1 MiB, ranks agree on a tree
+  queue    a cycle of 1 ms, buckets of 1 MiB or more, ranks agree on a tree
 """
 
 

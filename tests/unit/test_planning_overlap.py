@@ -138,6 +138,17 @@ def test_a_step_by_hand() -> None:
     assert two.efficiency_without_overlap == pytest.approx(1.6 / 2.2)
 
 
+def test_buckets_grow_with_the_ring() -> None:
+    """Fails when 256 workers send more messages than `train` would: 4 of 2 MiB travel together in
+    16 MiB, of 64 hosts with 4 workers each in 4 MiB, and none of them in 1 MiB.
+    """
+    layers = profile(*((2 << 20, 0.1 * place) for place in range(4)))
+    found = setting(layers, cluster=Cluster(LINK, LINK, 4), queue=Queue(0.0, bucket_bytes=None))
+    messages = {("ring", 256): 1, ("hierarchical_ring", 256): 2, ("ring", 16): 4}
+    for (method, workers), expected in messages.items():
+        assert predict(found, method, workers).exchanges == expected
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_perfect_network_costs_nothing(method: str) -> None:
     """Fails when efficiency is below 1 without latency, with any bandwidth, and without cycles."""

@@ -155,6 +155,9 @@ def test_the_flags_reach_the_job() -> None:
     assert job.schedule(0) == 1.0 and job.update.average is not None
     assert prepared(100, 40).update.average is None
     assert job.reduction == SUM
+    for given, ranks, expected in (("auto", 2, 1 << 20), ("auto", 64, 4 << 20), ("9", 64, 9)):
+        with_buckets = prepared(128, 128, ranks, bucket_bytes=given)
+        assert with_buckets.reduction == Reduction("sum", bucket_bytes=expected)
     compressed = prepared(100, 40, 2, compression="fp16")
     assert compressed.reduction == Reduction("average", "fp16")  # as large for 2 workers as for 512
     with job.update.autocast():

@@ -81,7 +81,7 @@ class ThreadExchange:
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank = rank
-        self.size = board.size
+        self.size = self.ring_size = board.size
         self._board = board
         self._uses: Counter[str] = Counter()
 

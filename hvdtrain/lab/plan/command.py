@@ -10,8 +10,8 @@ import torch
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 
-from hvdtrain.config.groups import DEFAULT_BUCKET_BYTES
 from hvdtrain.errors import EXIT_OK
+from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.files import write_json
 from hvdtrain.lab.charts import (
     GREY,
@@ -121,7 +121,7 @@ def make_setting(arguments: dict[str, Any], profile: Profile, network: Network |
     return Scenario(
         profile=profile,
         cluster=Cluster(between, inside, arguments["workers_per_host"]),
-        queue=Queue(bucket_bytes=DEFAULT_BUCKET_BYTES),
+        queue=Queue(bucket_bytes=None),
         negotiation_message_s=network.negotiation_message_s if network else None,
         cores_per_host=arguments["cores_per_host"],
     )
@@ -145,8 +145,8 @@ def describe(setting: Scenario, network: Network | None) -> list[str]:
         lines.append(f"  hosts    {each}{shared}; inside {_describe_link(cluster.inside)}")
     cycle = f"a cycle of {1000 * setting.queue.cycle_s:g} ms"
     lines.append("  servers  one parameter server per host")
-    size = f"{setting.queue.bucket_bytes / (1 << 20):g} MiB"
-    lines.append(f"  queue    {cycle}, buckets of {size}, ranks agree on a tree")
+    size = f"{LEAST_BUCKET_BYTES / (1 << 20):g} MiB"
+    lines.append(f"  queue    {cycle}, buckets of {size} or more, ranks agree on a tree")
     return lines
 
 

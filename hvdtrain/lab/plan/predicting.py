@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hvdtrain.exchange.buckets import grouped
+from hvdtrain.exchange.buckets import grouped, suitable_bucket_bytes
 from hvdtrain.lab.plan.profiles import Gradient, Profile
 
 
@@ -134,7 +134,7 @@ class Queue:
 
     cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
     fusion_bytes: int = 0  # messages that are ready at the same time are fused up to this size
-    bucket_bytes: int = 0  # smaller gradients share a message, in fixed groups
+    bucket_bytes: int | None = 0  # smaller gradients share a message; None: as `train` does
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
         found = exchange(
             [Gradient(g.name, g.size_bytes, factor * g.ready_s) for g in profile.gradients],
             lambda size: METHODS[method](cluster, workers, size),
-            setting.queue,
+            queue_of(setting, method, workers),
             negotiation_messages(workers) * message_s,
         )
     exposed_s = max(found.end_s - factor * profile.backward_s, 0.0)
@@ -212,6 +212,14 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
         efficiency=alone_s / step_s,
         efficiency_without_overlap=alone_s / (compute_s + found.busy_s),
     )
+
+
+def queue_of(setting: Scenario, method: str, workers: int) -> Queue:
+    """Return the queue with the size of buckets for N workers."""
+    if setting.queue.bucket_bytes is not None:
+        return setting.queue
+    ring_size = setting.cluster.hosts(workers) if METHODS[method] is hierarchical_ring else workers
+    return replace(setting.queue, bucket_bytes=suitable_bucket_bytes(ring_size))
 
 
 def compute_factor(setting: Scenario, workers: int) -> float:
@@ -251,7 +259,7 @@ def exchange(
 
     `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
     """
-    gradients = in_buckets(gradients, queue.bucket_bytes)
+    gradients = in_buckets(gradients, queue.bucket_bytes or 0)
     now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
     while done < len(gradients):
         ready_s = gradients[done].ready_s
