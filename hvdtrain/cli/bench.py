@@ -40,10 +40,11 @@ taken within rounds of turns.
     "network": (
         "time of a step over hosts with links of a chosen speed",
         """\
-Measure the time of a step on N hosts with one worker each, over links of a chosen speed: complete
-runs of `hvdtrain train` over Gloo and over Open MPI, against torch's DistributedDataParallel over
-Gloo, and against as many processes that exchange nothing. The hosts are made of Linux namespaces
-on this machine, which needs root. They take turns as in `bench scaling`.
+Measure the time of a step of N workers, one or more on each host, over links of a chosen speed:
+complete runs of `hvdtrain train` over Gloo and over Open MPI, against torch's
+DistributedDataParallel over Gloo, and against as many processes that exchange nothing. The hosts
+are made of Linux namespaces on this machine, which needs root. They take turns as in `bench
+scaling`.
 """,
         1800.0,
     ),
@@ -116,7 +117,9 @@ def _add_scaling(bench: argparse.ArgumentParser) -> None:
 def _add_network(bench: argparse.ArgumentParser) -> None:
     add = bench.add_argument
     _add_models(bench)
-    add("--workers", default="2", metavar="N,N", help="measure on N hosts, one worker each (2)")
+    add("--workers", metavar="N,N", help="measure N workers (as many as two hosts have)")
+    what = "let each host have L workers (1), and so N / L hosts take part"
+    add("--workers-per-host", type=int, default=1, metavar="L", help=what)
     what = "give each link G Gbit/s in each direction (1)"
     add("--gbit", dest="gbit_per_s", default="1", metavar="G,G", help=what)
     _add_turns(bench)
@@ -267,10 +270,14 @@ def _read_cases(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any
 def _read_network(
     arguments: dict[str, Any], workers: tuple[int, ...], problems: list[str]
 ) -> dict[str, Any]:
-    """Return `gbit_per_s`; check that there are as many hosts as workers."""
-    if any(not 2 <= it <= MOST_HOSTS for it in workers or ()):
+    """Return `gbit_per_s`; check that the workers fill from 2 to MOST_HOSTS hosts."""
+    each = arguments["workers_per_host"]
+    if each < 1:
+        problems.append(f"--workers-per-host={each}: must be at least 1")
+    elif any(number % each or not 2 <= number // each <= MOST_HOSTS for number in workers):
         problems.append(
-            f"--workers={arguments['workers']}: expected numbers from 2 to {MOST_HOSTS}"
+            f"--workers={arguments['workers']}: expected numbers that fill from 2 to {MOST_HOSTS} "
+            f"hosts of {each}"
         )
     text = arguments["gbit_per_s"]
     try:
@@ -298,6 +305,8 @@ def _read_batch_sizes(text: str | None, models: list[str], problems: list[str]) 
 
 def _read_workers(arguments: dict[str, Any], problems: list[str]) -> tuple[int, ...]:
     if arguments["workers"] is None:
+        if "workers_per_host" in arguments:
+            return (2 * arguments["workers_per_host"],)
         most = arguments["np"]
         if most is not None and most < 1:
             problems.append(f"-np={most}: must be at least 1")

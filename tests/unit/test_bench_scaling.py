@@ -66,7 +66,12 @@ def test_flags_of_the_network() -> None:
     """Fails if a speed or a number of hosts that cannot be made is taken, or is lost."""
     found = read("network", "--models=mlp", "--workers=2,4", "--gbit=0.1,10")
     assert (found["workers"], found["gbit_per_s"]) == ((2, 4), (0.1, 10.0))
-    for flag in ("--workers=1,2", "--workers=2,9", "--gbit=0", "--gbit=fast", "--gbit=1,,2"):
+    found = read("network", "--models=mlp", "--workers-per-host=3")
+    assert (found["workers"], found["workers_per_host"]) == ((6,), 3)
+    with pytest.raises(UsageError, match=r"--workers=4,6: .* from 2 to 8 hosts of 3"):
+        read("network", "--workers=4,6", "--workers-per-host=3")
+    bad = ("--workers=1,2", "--workers=2,9", "--workers-per-host=0")
+    for flag in (*bad, "--gbit=0", "--gbit=fast", "--gbit=1,,2"):
         with pytest.raises(UsageError) as caught:
             read("network", flag)
         assert flag in str(caught.value)

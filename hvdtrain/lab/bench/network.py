@@ -1,9 +1,10 @@
 """`hvdtrain bench network`: the time of a step over several hosts with links of a chosen speed.
 
-The hosts are made of namespaces on this machine (`hvdtrain.lab.hosts`), one worker on each. Every
-contestant has hosts of its own, which compute and send in turns, while those of the others are
-stopped. What the network alone would take is computed: a ring sends 2 (N - 1) / N of the bytes of
-the gradients over each link, in each direction.
+The hosts are made of namespaces on this machine (`hvdtrain.lab.hosts`), with one or more workers on
+each. Every contestant has hosts of its own, which compute and send in turns, while those of the
+others are stopped. What the network alone would take is computed: a ring of H hosts sends
+2 (H - 1) / H of the bytes of the gradients over each link, in each direction. One of all N workers
+sends 2 (N - 1) / N of them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CONTESTANTS = (GLOO, MPI, DDP, LIMIT)
 LOGGED_S = 0.5  # a slow exchange is logged more often than this
 START_TIMEOUT_S = 60
 HEADINGS = (
-    *("model", "N", "Gbit/s", "MB sent"),
+    *("model", "hosts", "N", "Gbit/s", "MB sent"),
     *(f"{name}, ms" for name in CONTESTANTS),
     "network alone, ms",
     *(f"{name} / {DDP} (middle half)" for name in (GLOO, MPI)),
@@ -62,13 +63,19 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """A case on hosts with one worker each; all contestants have the same."""
+    """A case on several hosts; all contestants have the same."""
 
     work: ScalingCase
+    workers_per_host: int
     gbit_per_s: float  # of each host's link, in each direction
 
     def __str__(self) -> str:
-        return f"{self.work}, {self.gbit_per_s:g} Gbit/s"
+        return f"{self.work}, {counted(self.hosts, 'host')}, {self.gbit_per_s:g} Gbit/s"
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts, each of which the workers fill."""
+        return self.work.workers // self.workers_per_host
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class NetworkPlan:
 
     models: Mapping[str, int]  # samples per worker, by model
     workers: tuple[int, ...]
+    workers_per_host: int
     gbit_per_s: tuple[float, ...]
     rounds: int
     turn_s: float
@@ -86,11 +94,12 @@ class NetworkPlan:
         """Return all cases, in the order of running."""
         found = []
         for model, workers, speed in itertools.product(self.models, self.workers, self.gbit_per_s):
-            alone_s = seconds_alone(gradient_bytes(model), workers, speed)
+            hosts = workers // self.workers_per_host
+            alone_s = seconds_alone(gradient_bytes(model), hosts, speed)
             most = LOG_INTERVALS.get(model, OTHER_LOG_INTERVAL)
             interval = max(1, min(most, math.floor(LOGGED_S / alone_s))) if alone_s else most
             work = ScalingCase(model, workers, self.models[model] * workers, interval)
-            found.append(NetworkCase(work, speed))
+            found.append(NetworkCase(work, self.workers_per_host, speed))
         return found
 
 
@@ -102,9 +111,14 @@ def gradient_bytes(model: str) -> int:
     )
 
 
-def seconds_alone(sent_bytes: int, workers: int, gbit_per_s: float) -> float:
-    """Return how long a ring takes to reduce so many bytes, if nothing but the links limits it."""
-    return 2 * (workers - 1) / workers * sent_bytes * 8 / (gbit_per_s * 1e9)
+def seconds_alone(size_bytes: int, hosts: int, gbit_per_s: float) -> float:
+    """Return how long a ring of hosts takes to reduce so many bytes, if only the links limit it."""
+    return sent_bytes(size_bytes, hosts) * 8 / (gbit_per_s * 1e9)
+
+
+def sent_bytes(size_bytes: int, hosts: int) -> float:
+    """Return the bytes that each host of a ring sends to reduce `size_bytes`."""
+    return 2 * (hosts - 1) / hosts * size_bytes
 
 
 def run(arguments: dict[str, Any]) -> int:
@@ -138,26 +152,28 @@ class Starter:
         deadline_s = time.monotonic() + self.time_limit_s
         folder.mkdir(mode=0o700)
         with ExitStack() as stack:
-            place = HostNetwork([1] * case.work.workers, folder / "hosts", visible=[folder])
+            place = HostNetwork(
+                [case.workers_per_host] * case.hosts, folder / "hosts", visible=[folder]
+            )
             hosts = stack.enter_context(place)
             hosts.shape(case.gbit_per_s * 1e9)
             if name in (GLOO, MPI):
-                job = self._ours(case.work, name.removeprefix(f"{OURS} "), hosts, folder)
+                job = self._ours(case, name.removeprefix(f"{OURS} "), hosts, folder)
             else:
                 kind = contestants.PlainDdp if name == DDP else contestants.Independent
-                job = self._peer(case.work, kind, hosts, folder)
+                job = self._peer(case, kind, hosts, folder)
             return Turns(job, deadline_s, stack.pop_all())
 
     def _ours(
-        self, case: ScalingCase, controller: str, hosts: HostNetwork, folder: Path
+        self, case: NetworkCase, controller: str, hosts: HostNetwork, folder: Path
     ) -> TurnJob:
         """Return the job of `hvdtrain train` on all hosts, with all that it does by default."""
         names = tuple((host.name, host.slots) for host in hosts.hosts)
         prefix = mpi_prefix() if controller == "mpi" else None
         options = HorovodrunOptions(
-            case.workers, controller, names, INTERFACE, START_TIMEOUT_S, mpi_prefix=prefix
+            case.work.workers, controller, names, INTERFACE, START_TIMEOUT_S, mpi_prefix=prefix
         )
-        argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case)))
+        argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case.work)))
         settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
         variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
         # A worker that waits for its turn has not failed.
@@ -165,28 +181,30 @@ class Starter:
         return TurnJob(
             folder=folder,
             start=lambda children: children.append(
-                OnHosts(hosts, range(case.workers), argv, variables, folder / "process-0.log")
+                OnHosts(hosts, range(case.hosts), argv, variables, folder / "process-0.log")
             ),
             progress=[jobs.log_of(folder)],
             finish=contestants.stop_train,
             logged=lambda: [jobs.logged_steps(folder)],
-            samples=case.global_batch_size,
+            samples=case.work.global_batch_size,
         )
 
     def _peer(
-        self, case: ScalingCase, strategy: type[BareLoop], hosts: HostNetwork, folder: Path
+        self, case: NetworkCase, strategy: type[BareLoop], hosts: HostNetwork, folder: Path
     ) -> TurnJob:
-        """Return the job of a loop on all hosts, one process on each."""
-        spec = contestants.spec_of(case, strategy, folder, self.time_limit_s)
+        """Return the job of a loop on all hosts, a process for each worker."""
+        work = case.work
+        spec = contestants.spec_of(work, strategy, folder, self.time_limit_s)
         argv = contestants.process_argv(spec)
-        logs = [contestants.step_log(folder, number) for number in range(case.workers)]
+        logs = [contestants.step_log(folder, number) for number in range(work.workers)]
 
         def start(children: list[Child]) -> None:
-            for rank in range(case.workers):
-                place = {"HOROVOD_SIZE": str(case.workers), "HOROVOD_RANK": str(rank)}
-                place |= {"HOROVOD_LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": INTERFACE, **ONE_THREAD}
+            for rank in range(work.workers):
+                host, local_rank = divmod(rank, case.workers_per_host)
+                place = {"HOROVOD_SIZE": str(work.workers), "HOROVOD_RANK": str(rank)}
+                place |= {"HOROVOD_LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": INTERFACE}
                 log = folder / f"process-{rank}.log"
-                children.append(OnHosts(hosts, [rank], argv, place, log))
+                children.append(OnHosts(hosts, [host], argv, place | ONE_THREAD, log))
 
         return TurnJob(
             folder=folder,
@@ -194,7 +212,7 @@ class Starter:
             progress=logs,
             finish=lambda children: None,
             logged=lambda: [*map(jobs.read_steps, logs)],
-            samples=case.global_batch_size / case.workers,
+            samples=work.global_batch_size / work.workers,
         )
 
 
@@ -232,7 +250,7 @@ class NetworkPoint:
     """The results of a case."""
 
     case: NetworkCase
-    sent_bytes: float  # of each host in a step
+    sent_bytes: float  # by each host in a step, in a ring of hosts
     step_ms: dict[str, float | None]  # medians by contestant; None: all failed
     alone_ms: float  # the network alone
     over_ddp: dict[str, Ratio | None]  # speed of ours over theirs, within rounds
@@ -242,17 +260,17 @@ def points_of(results: Results[NetworkCase]) -> list[NetworkPoint]:
     """Return the results of each case that was measured."""
     points = []
     for case, rates in results.rates.items():
-        work, sent = case.work, gradient_bytes(case.work.model)
+        work, size = case.work, gradient_bytes(case.work.model)
         speeds = {name: median(found) for name, found in rates.items()}
         points.append(
             NetworkPoint(
                 case=case,
-                sent_bytes=2 * (work.workers - 1) / work.workers * sent,
+                sent_bytes=sent_bytes(size, case.hosts),
                 step_ms={
                     name: 1000 * work.global_batch_size / speed if speed else None
                     for name, speed in speeds.items()
                 },
-                alone_ms=1000 * seconds_alone(sent, work.workers, case.gbit_per_s),
+                alone_ms=1000 * seconds_alone(size, case.hosts, case.gbit_per_s),
                 over_ddp={
                     name: ratio_within_rounds(rates[name], rates[DDP]) for name in (GLOO, MPI)
                 },
@@ -268,8 +286,8 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
         case, times = point.case, [point.step_ms[name] for name in CONTESTANTS]
         rows.append(
             [
-                *(case.work.model, str(case.work.workers), f"{case.gbit_per_s:g}"),
-                f"{point.sent_bytes / 1e6:.1f}",
+                *(case.work.model, str(case.hosts), str(case.work.workers)),
+                *(f"{case.gbit_per_s:g}", f"{point.sent_bytes / 1e6:.1f}"),
                 *("-" if ms is None else f"{ms:.0f}" for ms in times),
                 f"{point.alone_ms:.0f}",
                 *(
@@ -280,9 +298,9 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
         )
     rounds = counted(plan.rounds, "round")
     lines = [
-        f"network: ms a step in the median of {rounds} of turns, one worker with one compute "
-        f"thread on each of N hosts; MB sent: by each host in a step; {LIMIT}: the same processes "
-        f"without exchange; ratios: speed over {DDP}'s"
+        f"network: ms a step in the median of {rounds} of turns, N workers with one compute "
+        f"thread each; MB sent: by each host in a step, in a ring of hosts; {LIMIT}: the same "
+        f"processes without exchange; ratios: speed over {DDP}'s"
     ]
     return "\n".join([*lines, *ratios.columns([HEADINGS, *rows])])
 

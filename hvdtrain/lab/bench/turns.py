@@ -61,7 +61,8 @@ class Turns:
         try:
             job.start(self._children)
             self._wait_for(1, [0] * len(job.progress))
-            self._processes = [pid for child in self._children for pid in child.processes()]
+            # Children on one host each know all processes there.
+            self._processes = sorted({pid for it in self._children for pid in it.processes()})
         except BaseException:
             self.close()
             raise
