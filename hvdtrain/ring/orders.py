@@ -15,8 +15,9 @@ terms of a host are added in the order of its ranks, then the sums of the hosts 
 H. Fewer elements than ranks are summed by Gloo's ring over all.
 
 **MPI, as `launch/setup` builds Horovod** (launch/install/sleeping_mpi.h). This is the ring of this
-package: `split_evenly`, block k summed from rank k rightwards. Messages of up to 4096 bytes a rank,
-or fewer elements than ranks, are summed by recursive doubling instead.
+package: `split_evenly`, block k summed from rank k rightwards, in memory that ranks share too.
+Messages of up to 4096 bytes a rank, or fewer elements than ranks, are summed by recursive doubling
+instead.
 
 **Open MPI**, in other builds of Horovod, with its ring pinned
 (ompi/mca/coll/base/coll_base_allreduce.c, algorithm 4 `ring` or 5 `segmented_ring`, which cuts

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 
-ADDED = ("sleeping_mpi.h", "gloo_by_host.h")  # files beside this one, added to `horovod/common`
+# Files beside this one, added to `horovod/common`.
+ADDED = ("sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 

@@ -8,7 +8,7 @@
 //   up to kFewBytes a rank, or fewer elements than ranks: recursive doubling, of adjacent ranks, then
 //     of adjacent pairs, and so on; before, ranks beyond a power of two are added to their neighbours;
 //   else a ring: blocks as even as possible, the first ones longer; the sum of block k begins at
-//     rank k and goes to the right.
+//     rank k and goes to the right. If all ranks share memory, rank k forms this sum there.
 
 #ifndef HOROVOD_SLEEPING_MPI_H
 #define HOROVOD_SLEEPING_MPI_H
@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "mpi.h"
+#include "shared_memory.h"
 
 namespace horovod {
 namespace common {
@@ -55,13 +56,20 @@ public:
     int item_bytes;
     MPI_Type_size(type, &item_bytes);
     item_bytes_ = item_bytes;
-    bool few = count < size_ || count * item_bytes <= kFewBytes * size_;
-    few ? Double(count) : Ring(count);
+    if (count < size_ || count * item_bytes <= kFewBytes * size_) {
+      Double(count);
+      return code_;
+    }
+    // Sums of bits, for which ranks are waited for, are never so long.
+    SharedMemory* memory = wait_for_ == WaitFor::kMessages ? SharedMemory::Of(comm_) : nullptr;
+    memory ? InMemory(count, *memory) : Ring(count);
     return code_;
   }
 
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
+  static constexpr int64_t kAhead = 2; // pieces
+  static_assert(kAhead < SharedMemory::kRows, "a rank would wait for itself");
   static constexpr int kTag = 1601;
   static constexpr long long kShortestUs = 50, kAskedAgainUs = 3000;
 
@@ -159,14 +167,83 @@ private:
     }
   }
 
-  // Call `use` with address and number of items of each piece of a block.
-  template <typename Use> void ForPieces(int64_t count, int block, int64_t piece, Use use) {
-    block = (block + 2 * size_) % size_;
+  // The sums of the ring. Each rank hands out its values of the other blocks, adds those of its own
+  // block, and takes the sums of the others, a few pieces later each time.
+  void InMemory(int64_t count, SharedMemory& memory) {
+    const int64_t longest = memory.PieceBytes() / item_bytes_, before = memory.pieces_before;
+    const int64_t pieces = ((count + size_ - 1) / size_ + longest - 1) / longest;
+    auto of = [&](int block, int64_t number) { return PieceOf(count, block, number, longest); };
+    auto place = [&](int rank, int64_t number, int block) {
+      return memory.Place(rank, before + number, block);
+    };
+    auto until = [&](std::atomic<int64_t>& progress, int64_t number) {
+      AwaitUntil([&] { return progress.load(std::memory_order_acquire) > before + number; });
+    };
+    auto note = [&](std::atomic<int64_t>& progress) {
+      progress.fetch_add(1, std::memory_order_release);
+    };
+    SharedMemory::Progress& own = memory.ProgressOf(rank_);
+    for (int64_t step = 0; step < pieces + 2 * kAhead; ++step) {
+      if (int64_t number = step; number < pieces) {
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).added, number - SharedMemory::kRows); // the place is free
+          Piece piece = of(rank, number);
+          std::memcpy(place(rank_, number, rank), piece.at, piece.items * item_bytes_);
+        });
+        note(own.handed_out);
+      }
+      if (int64_t number = step - kAhead; number >= 0 && number < pieces) {
+        Piece piece = of(rank_, number);
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).handed_out, number);
+          MPI_Reduce_local(place(rank, number, rank_), piece.at, piece.items, type_, op_);
+        });
+        ForOthers([&](int rank) { until(memory.ProgressOf(rank).taken, number - SharedMemory::kRows); });
+        std::memcpy(place(rank_, number, rank_), piece.at, piece.items * item_bytes_);
+        note(own.added);
+      }
+      if (int64_t number = step - 2 * kAhead; number >= 0) {
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).added, number);
+          Piece piece = of(rank, number);
+          std::memcpy(piece.at, place(rank, number, rank), piece.items * item_bytes_);
+        });
+        note(own.taken);
+      }
+    }
+    memory.pieces_before += pieces;
+  }
+
+  // Call `use` with each other rank, from the next one on.
+  template <typename Use> void ForOthers(Use use) {
+    for (int step = 1; step < size_; ++step) {
+      use((rank_ + step) % size_);
+    }
+  }
+
+  struct Piece {
+    char* at;
+    int items;
+  };
+
+  // A piece of a block, empty after the last one.
+  Piece PieceOf(int64_t count, int block, int64_t number, int64_t longest) const {
     int64_t each = count / size_, longer = count % size_;
-    int64_t begin = block * each + std::min<int64_t>(block, longer);
-    int64_t end = begin + each + (block < longer ? 1 : 0);
-    for (; begin < end; begin += piece) {
-      use(values_ + begin * item_bytes_, static_cast<int>(std::min(piece, end - begin)));
+    int64_t begin = block * each + std::min<int64_t>(block, longer) + number * longest;
+    int64_t end = (block + 1) * each + std::min<int64_t>(block + 1, longer);
+    int64_t items = std::max<int64_t>(0, std::min(longest, end - begin));
+    return {values_ + std::min(begin, end) * item_bytes_, static_cast<int>(items)};
+  }
+
+  // Call `use` with address and number of items of each piece of a block.
+  template <typename Use> void ForPieces(int64_t count, int block, int64_t longest, Use use) {
+    block = (block + 2 * size_) % size_;
+    for (int64_t number = 0;; ++number) {
+      Piece piece = PieceOf(count, block, number, longest);
+      if (piece.items == 0) {
+        return;
+      }
+      use(piece.at, piece.items);
     }
   }
 
@@ -183,13 +260,18 @@ private:
 
   // After an error nothing is waited for any more.
   void Await(int count, MPI_Request* requests) {
-    long long began_us = NowUs();
-    int done = 0;
-    while (code_ == MPI_SUCCESS) {
-      code_ = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
-      if (done) {
-        return;
+    AwaitUntil([&] {
+      int done = code_ != MPI_SUCCESS;
+      if (!done) {
+        code_ = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
       }
+      return done || code_ != MPI_SUCCESS;
+    });
+  }
+
+  template <typename IsDone> void AwaitUntil(IsDone is_done) {
+    long long began_us = NowUs();
+    while (!is_done()) {
       long long waited_us = NowUs() - began_us;
       Patience patience = Now();
       if (waited_us < patience.spin_us) {
