@@ -2,6 +2,9 @@
 //
 // A message between processes of a host goes through the kernel, page by page. Through memory that
 // both have mapped it is a plain copy, which takes a quarter of the time.
+//
+// A sum has a block for each rank, which forms it. Each rank has a few rows of places, with one place
+// for each block: there it hands out its values for the other blocks, and the sums of its own.
 
 #ifndef HOROVOD_SHARED_MEMORY_H
 #define HOROVOD_SHARED_MEMORY_H
@@ -25,7 +28,7 @@ namespace common {
 
 class SharedMemory {
 public:
-  static constexpr int64_t kRows = 4; // of each rank, so that it can be ahead of others
+  static constexpr int64_t kRows = 4; // so that a rank can be ahead of others
 
   // How many pieces a rank has handed out, added and taken since the memory was made.
   struct alignas(64) Progress {
@@ -108,7 +111,7 @@ private:
 
   ~SharedMemory() { Release(); }
 
-  // Collective.
+  // Collective: whether rank 0 is to make the memory.
   bool IsWanted(MPI_Comm comm) const {
     const char* chosen = std::getenv("HOROVOD_MPI_SHARED_MEMORY");
     MPI_Comm host;
