@@ -11,10 +11,12 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -83,10 +85,9 @@ private:
     if (IsWanted(comm) && rank == 0) {
       auto now = std::chrono::system_clock::now().time_since_epoch().count();
       std::snprintf(path, sizeof(path), "/dev/shm/horovod-%d-%lld", getpid(), (long long)now);
-      file = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-      if (file >= 0 && posix_fallocate(file, 0, bytes_) != 0) {
-        close(file);
-        file = -1;
+      file = MakeFile(path, bytes_);
+      if (file < 0) {
+        *path = 0;
       }
     }
     MPI_Bcast(path, sizeof(path), MPI_CHAR, 0, comm);
@@ -121,6 +122,31 @@ private:
     MPI_Comm_free(&host);
     return on_host == size_ && size_ > 1 && piece_bytes_ >= kShortestPieceBytes &&
            !(chosen && std::strcmp(chosen, "0") == 0);
+  }
+
+  // Return a new file of so many bytes, or -1 where they would not leave as many to others, such as
+  // Open MPI and processes that read data.
+  static int MakeFile(const char* path, int64_t bytes) {
+    int file = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    if (file < 0) {
+      return -1;
+    }
+    struct statvfs room;
+    int error = fstatvfs(file, &room);
+    if (!error && room.f_blocks > 0 && int64_t(room.f_bavail * room.f_frsize) < 2 * bytes) {
+      error = ENOSPC;
+    }
+    if (!error) {
+      do {
+        error = posix_fallocate(file, 0, bytes);
+      } while (error == EINTR);
+    }
+    if (error) {
+      close(file);
+      unlink(path);
+      return -1;
+    }
+    return file;
   }
 
   void Release() {

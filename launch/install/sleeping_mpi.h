@@ -48,7 +48,8 @@ public:
     MPI_Comm_size(comm, &size_);
   }
 
-  // Collective: reduce `values` over all ranks, in place. `op` must be commutative.
+  // Collective: reduce `values` over all ranks, in place. `op` must be commutative. (Which rank's NaN
+  // a minimum or maximum keeps, or which zero, depends on the way.)
   int Allreduce(void* values, int64_t count, MPI_Datatype type, MPI_Op op) {
     values_ = static_cast<char*>(values);
     type_ = type;
@@ -177,7 +178,14 @@ private:
       return memory.Place(rank, before + number, block);
     };
     auto until = [&](std::atomic<int64_t>& progress, int64_t number) {
-      AwaitUntil([&] { return progress.load(std::memory_order_acquire) > before + number; });
+      AwaitUntil([&] {
+        if (progress.load(std::memory_order_acquire) > before + number) {
+          return true;
+        }
+        int is_there; // Open MPI may have kept a message of an earlier operation back, until asked
+        MPI_Iprobe(MPI_ANY_SOURCE, kTag, comm_, &is_there, MPI_STATUS_IGNORE);
+        return false;
+      });
     };
     auto note = [&](std::atomic<int64_t>& progress) {
       progress.fetch_add(1, std::memory_order_release);
