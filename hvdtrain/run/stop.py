@@ -72,8 +72,8 @@ class StopSignals:
     ) -> None:
         """Record signals from now on, instead of raising Stopped.
 
-        `note` is called in a thread NOTE_AFTER_S after a signal arrives, `give_up` when no step has
-        ended for STUCK_AFTER_S after it.
+        `note` is called in a thread NOTE_AFTER_S after a signal arrives, `give_up` once, when no
+        step has ended for STUCK_AFTER_S after it.
         """
         self.note, self.give_up, self._training = note, give_up, True
 
@@ -112,6 +112,7 @@ class StopSignals:
                 self.note(error)
             if now - self._last_step_s >= STUCK_AFTER_S:
                 self.give_up(error)
+                return
 
     def _receive(self, limit_s: float | None) -> int | None:
         """Return the next of SIGNALS; None if none arrives in time, or on exit of the context."""
