@@ -143,7 +143,7 @@ def test_buckets_grow_with_the_ring() -> None:
     16 MiB, of 64 hosts with 4 workers each in 4 MiB, and none of them in 1 MiB.
     """
     layers = profile(*((2 << 20, 0.1 * place) for place in range(4)))
-    found = setting(layers, cluster=Cluster(LINK, LINK, 4), queue=Queue(0.0, bucket_bytes=None))
+    found = setting(layers, cluster=Cluster(LINK, LINK, 4), queue=None)
     messages = {("ring", 256): 1, ("hierarchical_ring", 256): 2, ("ring", 16): 4}
     for (method, workers), expected in messages.items():
         assert predict(found, method, workers).exchanges == expected

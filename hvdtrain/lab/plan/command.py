@@ -121,7 +121,7 @@ def make_setting(arguments: dict[str, Any], profile: Profile, network: Network |
     return Scenario(
         profile=profile,
         cluster=Cluster(between, inside, arguments["workers_per_host"]),
-        queue=Queue(bucket_bytes=None),
+        queue=None,
         negotiation_message_s=network.negotiation_message_s if network else None,
         cores_per_host=arguments["cores_per_host"],
     )
@@ -143,7 +143,7 @@ def describe(setting: Scenario, network: Network | None) -> list[str]:
         each = counted(cluster.workers_per_host, "worker") + " each"
         shared = f", which share {counted(cores, 'core')}" if cores else ""
         lines.append(f"  hosts    {each}{shared}; inside {_describe_link(cluster.inside)}")
-    cycle = f"a cycle of {1000 * setting.queue.cycle_s:g} ms"
+    cycle = f"a cycle of {1000 * Queue().cycle_s:g} ms"
     lines.append("  servers  one parameter server per host")
     size = f"{LEAST_BUCKET_BYTES / (1 << 20):g} MiB"
     lines.append(f"  queue    {cycle}, buckets of {size} or more, ranks agree on a tree")

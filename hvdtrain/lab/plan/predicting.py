@@ -134,7 +134,7 @@ class Queue:
 
     cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
     fusion_bytes: int = 0  # messages that are ready at the same time are fused up to this size
-    bucket_bytes: int | None = 0  # smaller gradients share a message; None: as `train` does
+    bucket_bytes: int = 0  # smaller gradients share a message
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Scenario:
 
     profile: Profile
     cluster: Cluster
-    queue: Queue = Queue()
+    queue: Queue | None = Queue()  # None: as `train` sets it for N workers
     negotiation_message_s: float | None = None  # None: the latency of the link
     cores_per_host: int | None = None  # None: every worker computes undisturbed
 
@@ -215,11 +215,11 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
 
 
 def queue_of(setting: Scenario, method: str, workers: int) -> Queue:
-    """Return the queue with the size of buckets for N workers."""
-    if setting.queue.bucket_bytes is not None:
+    """Return the queue of the scenario, or the one that `train` has with N workers."""
+    if setting.queue is not None:
         return setting.queue
     ring_size = setting.cluster.hosts(workers) if METHODS[method] is hierarchical_ring else workers
-    return replace(setting.queue, bucket_bytes=suitable_bucket_bytes(ring_size))
+    return Queue(bucket_bytes=suitable_bucket_bytes(ring_size))
 
 
 def compute_factor(setting: Scenario, workers: int) -> float:
@@ -259,7 +259,7 @@ def exchange(
 
     `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
     """
-    gradients = in_buckets(gradients, queue.bucket_bytes or 0)
+    gradients = in_buckets(gradients, queue.bucket_bytes)
     now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
     while done < len(gradients):
         ready_s = gradients[done].ready_s
