@@ -55,6 +55,21 @@ def special_data(rank: int, length: int, dtype: Any) -> np.ndarray:
     return values
 
 
+class Counting:
+    """A transport that records how many bytes each of its messages has."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.sent: list[int] = []
+
+    def sendrecv(self, outgoing: np.ndarray, incoming: np.ndarray, **options: Any) -> None:
+        self.sent.append(outgoing.nbytes)
+        self.inner.sendrecv(outgoing, incoming, **options)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 def run_in_process(size: int, work: Callable[[Transport], Result]) -> list[Result]:
     """Run `work` for each rank of an in-process ring, in threads; the results in rank order.
 

@@ -75,7 +75,7 @@ def reduce_scatter_transfers(
     is written, only in the N - 1 segments that arrive. Extra memory: one segment, or two chunks.
     """
     size, longest = len(segments), max(part.stop - part.start for part in segments)
-    chunk = max(CHUNK_BYTES // result.itemsize, 1)
+    chunk = _chunk_length(result)
     if longest > chunk:
         yield from _in_chunks(source, result, segments, position, reduce, chunk)
         return
@@ -142,20 +142,42 @@ def all_reduce_transfers(
 
 
 def broadcast_transfers(buffer: Array, position: int, size: int) -> Transfers:
-    """Yield the steps of a broadcast from position 0 along the ring, in chunks.
+    """Yield the steps of a broadcast from position 0 along the ring, in chunks."""
+    for sent, received in _chunks_along(buffer, position, size):
+        yield Transfer(sent, received)
+
+
+def chain_transfers(values: Array, position: int, size: int, reduce: Reduce) -> Transfers:
+    """Yield the steps that reduce along a chain from position 0 to `size` - 1, in chunks.
+
+    `values`: one-dimensional, overwritten by the reduction over this position and all before.
+    """
+    arriving = np.empty(min(_chunk_length(values), values.size), values.dtype)
+    for sent, own in _chunks_along(values, position, size):
+        arrived = arriving[: own.size]
+        yield Transfer(sent, arrived)
+        reduce(arrived, own, out=own)
+
+
+def _chunks_along(buffer: Array, position: int, size: int) -> Iterator[tuple[Array, Array]]:
+    """Yield the chunk to send and the one to receive, of each step along a chain; empty: none.
 
     Each rank forwards one chunk while it receives the next.
     """
     if size == 1 or buffer.size == 0:
         return
-    chunk = max(CHUNK_BYTES // buffer.itemsize, 1)
+    chunk = _chunk_length(buffer)
     parts = [buffer[start : start + chunk] for start in range(0, buffer.size, chunk)]
     nothing = buffer[:0]
     for step in range(len(parts) + size - 2):
         sent, received = step - position, step - position + 1
         sends = position < size - 1 and 0 <= sent < len(parts)
         receives = position > 0 and 0 <= received < len(parts)
-        yield Transfer(parts[sent] if sends else nothing, parts[received] if receives else nothing)
+        yield parts[sent] if sends else nothing, parts[received] if receives else nothing
+
+
+def _chunk_length(buffer: Array) -> int:
+    return max(CHUNK_BYTES // buffer.itemsize, 1)
 
 
 def run_transfers(transfers: Transfers, transport: Transport, backwards: bool = False) -> None:

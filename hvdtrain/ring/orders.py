@@ -42,10 +42,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import numpy as np
 
-from hvdtrain.ring.algorithm import all_reduce_transfers, gather, run_transfers
+from hvdtrain.ring.algorithm import (
+    all_reduce_transfers,
+    chain_transfers,
+    gather,
+    run_transfers,
+)
 from hvdtrain.ring.operations import Array, Reduce, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
@@ -86,6 +92,10 @@ class KnownOrder:
         """Return the summation of the values of all ranks if they are few; None: the ring."""
         are_few = values.size < size or values.nbytes <= self.few_bytes * size
         return self.few if are_few else None
+
+    def position(self, rank: int, size: int) -> int:
+        """Return the place of a rank in the direction of the messages (and the rank of a place)."""
+        return -rank % size if self.backwards else rank
 
     def by_host(self, per_host: int) -> KnownOrder:
         """Return the order in which so many ranks of each host are added first."""
@@ -205,7 +215,7 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
     """Collective: return Horovod's reduction of `values`, as a new array, on every rank.
 
     `values`: any shape, the same shape and dtype on every rank. Each rank sends as much as in an
-    all-reduce, or N / 2 times as much in an order by host. A NaN is also NaN in Horovod's result,
+    all-reduce, or 1.5 times as much in an order by host. A NaN is also NaN in Horovod's result,
     but may have other bits there (see `differing_bits`). Raises ValueError for an op other than sum
     and average.
     """
@@ -225,38 +235,65 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
             result[:] = few(list(gather(source, transport)))
             scale(result)
         elif order.per_host > 1 and source.size >= size:
-            _add_by_host(source, result, transport, order, add)
-            scale(result)
+            _add_by_host(source, result, transport, order, add, scale)
         else:
             segments = order.segments(source.size, source.itemsize, size)
-            position = -rank % size if order.backwards else rank
+            position = order.position(rank, size)
             transfers = all_reduce_transfers(source, result, segments, position, add, scale)
             run_transfers(transfers, transport, order.backwards)
     return result.reshape(values.shape)
 
 
 def _add_by_host(
-    source: Array, result: Array, transport: Transport, order: KnownOrder, add: Reduce
+    source: Array,
+    result: Array,
+    transport: Transport,
+    order: KnownOrder,
+    add: Reduce,
+    finish: Callable[[Array], object],
 ) -> None:
-    """Collective: put the sum of every rank's `source` into `result`; both one-dimensional."""
-    hosts, direction = transport.size // order.per_host, -1 if order.backwards else 1
+    """Collective: put the sum of every rank's `source` into `result`, all one-dimensional.
+
+    The sum of a host is formed along its ranks, up to the last one. In the ring of all ranks these
+    last ones add the sums of the hosts, and all others pass on what arrives. `finish` is called on
+    complete sums.
+    """
+    size, place = transport.size, transport.rank % order.per_host
+    slices = _slices_of_hosts(source, size // order.per_host, order)
+    values, starts = np.concatenate([source[it] for own in slices for it in own]), [0]
+    for own in slices:
+        starts.append(starts[-1] + sum(it.stop - it.start for it in own))
+    run_transfers(chain_transfers(values, place, order.per_host, add), transport)
+    segments = [slice(0, 0)] * size
+    for host, (start, stop) in enumerate(pairwise(starts)):
+        last = (host + 1) * order.per_host - 1
+        segments[order.position(last, size)] = slice(start, stop)
+    total, reduce = np.empty_like(values), add if place == order.per_host - 1 else _pass_on
+    position = order.position(transport.rank, size)
+    transfers = all_reduce_transfers(values, total, segments, position, reduce, finish)
+    run_transfers(transfers, transport, order.backwards)
+    start = 0
+    for it in chain.from_iterable(slices):
+        result[it] = total[start : start + it.stop - it.start]
+        start += it.stop - it.start
+
+
+def _slices_of_hosts(source: Array, hosts: int, order: KnownOrder) -> list[list[slice]]:
+    """Return, for each host, the slices of `source` whose sums over hosts begin there."""
+    found: list[list[slice]] = [[] for _ in range(hosts)]
     most = BY_HOST_PIECE_BYTES // source.itemsize
-    for start in range(0, source.size, most):
-        piece, total = source[start : start + most], result[start : start + most]
-        for part in split_evenly(piece.size, order.per_host):
-            terms = gather(piece[part], transport).reshape(hosts, order.per_host, -1)
-            sums = terms[:, 0]
-            for rank in range(1, order.per_host):
-                for host in range(hosts):
-                    add(sums[host], terms[host, rank], out=sums[host])
-            segments = order.segments(sums.shape[1], source.itemsize, hosts)
-            for position, segment in enumerate(segments):
-                found = sums[direction * position % hosts, segment]
-                for further in range(1, hosts):
-                    own = sums[direction * (position + further) % hosts, segment]
-                    add(own, found, out=own)
-                    found = own
-                total[part][segment] = found
+    for begin in range(0, source.size, most):
+        for part in split_evenly(min(most, source.size - begin), order.per_host):
+            first = begin + part.start
+            segments = order.segments(part.stop - part.start, source.itemsize, hosts)
+            for position, it in enumerate(segments):
+                host = order.position(position, hosts)  # its own inverse
+                found[host].append(slice(first + it.start, first + it.stop))
+    return found
+
+
+def _pass_on(own: Array, arrived: Array, /, *, out: Array) -> None:
+    np.copyto(out, arrived)
 
 
 def scale_as_horovod(total: Array, size: int) -> None:

@@ -26,7 +26,8 @@ from hvdtrain.ring.orders import (
     reproduce,
     scale_as_horovod,
 )
-from tests.rings import rank_data, run_in_process
+from hvdtrain.ring.transports import Transport
+from tests.rings import Counting, rank_data, run_in_process
 
 MIB = 1 << 20
 NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}
@@ -97,6 +98,23 @@ def test_gloos_order_by_host_element_by_element(hosts: int, ranks: int, dtype: t
             for step in range(2, hosts + 1):
                 value = value + sums[(block - step) % hosts]
             assert result[index] == value, (length, index)
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (2, 4), (4, 2)])
+def test_an_order_by_host_sends_little(hosts: int, ranks: int) -> None:
+    """Fails if what a rank sends to reproduce a sum by host grows with the number of ranks."""
+    size, length = hosts * ranks, 840_000
+
+    def sent_by(transport: Transport) -> int:
+        counting = Counting(transport)
+        values = rank_data(transport.rank, length, np.float32)
+        reproduce(values, counting, GLOO_RING.by_host(ranks))
+        return sum(counting.sent)
+
+    sent = run_in_process(size, sent_by)
+    within_host = 4 * length  # but for its last rank
+    assert max(sent) <= within_host + 2 * 4 * length
+    assert sum(sent) == hosts * (ranks - 1) * within_host + 2 * (size - 1) * 4 * length
 
 
 def test_orders_are_found_by_name() -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import TransportError
 from hvdtrain.ring import Transport, all_gather, all_reduce, gamma, reduce_scatter, split_evenly
-from tests.rings import LONG, LONGEST, lengths_for, rank_data, run_in_process, run_tcp_ring
+from tests.rings import (
+    LONG,
+    LONGEST,
+    Counting,
+    lengths_for,
+    rank_data,
+    run_in_process,
+    run_tcp_ring,
+)
 
 RANKS = (1, 2, 3, 4, 5, 8, 9)
 TRANSPORTS = {"in_process": run_in_process, "tcp": run_tcp_ring}
@@ -123,20 +131,13 @@ def test_impossible_segments_are_refused(length: int, parts: int) -> None:
 def test_bytes_on_the_wire_are_the_rings() -> None:
     """Fails if a rank sends other than 2 (N - 1) messages of 1 / N of the buffer each."""
     size, length = 4, 4 * 250
-    sent: list[list[int]] = [[] for _ in range(size)]
 
-    class Counting:
-        def __init__(self, inner: Transport) -> None:
-            self.inner, self.rank, self.size = inner, inner.rank, inner.size
+    def sent_by(transport: Transport) -> list[int]:
+        counting = Counting(transport)
+        all_reduce(rank_data(transport.rank, length, np.float32), counting)
+        return counting.sent
 
-        def sendrecv(self, outgoing: np.ndarray, incoming: np.ndarray, **options: object) -> None:
-            sent[self.rank].append(outgoing.nbytes)
-            self.inner.sendrecv(outgoing, incoming, **options)
-
-        def close(self) -> None:
-            self.inner.close()
-
-    run_in_process(size, lambda t: all_reduce(rank_data(t.rank, length, np.float32), Counting(t)))
+    sent = run_in_process(size, sent_by)
     assert sent == [[4 * 250] * (2 * (size - 1))] * size
 
 
