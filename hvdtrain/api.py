@@ -60,13 +60,15 @@ def distribute(
     of backward passes before each step. `bucket_bytes`: gradients below this size are reduced
     together; None: 1 MiB, and more from 17 ranks on. Sparse gradients become dense.
 
-    Raises UsageError before `init` or for an unsupported optimizer; AgreedFailure, naming the
-    ranks, if one has built another model or optimizer than rank 0, or in another order; and
-    TrainingError if parameters differ afterwards.
+    Raises UsageError before `init` or for an unsupported optimizer or size; AgreedFailure, naming
+    the ranks, if one has other arguments than rank 0, or has built another model or optimizer, or
+    in another order; and TrainingError if parameters differ afterwards.
     """
     workers = _workers("distribute")
     if bucket_bytes is None:
         bucket_bytes = suitable_bucket_bytes(workers.ring_size)
+    elif type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise UsageError(f"distribute: bucket_bytes={bucket_bytes!r}: must be None, or an int >= 0")
     reduction = Reduction(bucket_bytes=bucket_bytes)
     return workers.distribute(optimizer, model, grad_accum_steps, reduction)
 

@@ -250,6 +250,21 @@ def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result
     return result
 
 
+def check_same_settings(exchange: Exchange, what: str, settings: Mapping[str, object]) -> None:
+    """Collective: raise AgreedFailure, naming the ranks, unless all have rank 0's settings.
+
+    With other ones, ranks would exchange tensors that others do not know, and wait for ever.
+    """
+    expected = exchange.broadcast_object(settings, f"hvdtrain.{what}.settings")
+
+    def check() -> None:
+        for name, value in settings.items():
+            if value != expected[name]:
+                raise UsageError(f"{what}: {name}={value!r}, on rank 0 {expected[name]!r}")
+
+    agree(exchange, f"{what}.settings", check)
+
+
 def adopt_optimizer_state(
     exchange: Exchange, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:

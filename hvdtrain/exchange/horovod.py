@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hvdtrain.exchange import (
     Reduction,
     adopt_optimizer_state,
     check_equal_on_all_ranks,
+    check_same_settings,
     make_gradients_dense,
 )
 from hvdtrain.exchange.buckets import Bucket, messages_of
@@ -133,11 +134,14 @@ class HorovodExchange:
     ) -> torch.optim.Optimizer:
         """Collective: let Horovod reduce gradients, and broadcast rank 0's state.
 
-        Raises what `broadcast_state` does, and UsageError if the optimizer is already distributed.
+        Raises what `broadcast_state` does, UsageError if the optimizer is already distributed, and
+        AgreedFailure if a rank's settings are not rank 0's.
         """
         if hasattr(optimizer, "carrier"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
+        settings = asdict(reduction) | {"grad_accum_steps": grad_accum_steps}
+        check_same_settings(self, "distribute", settings)
         self.broadcast_state(model, optimizer)  # first: it compares what buckets are made of
         messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
         buckets = [Bucket(it, grad_accum_steps) for it in messages if len(it) > 1]

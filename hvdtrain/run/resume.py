@@ -178,6 +178,12 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / "checkpoints")
+    before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
+    if state and str(before) != now:
+        say(
+            f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
+            "added in another order, so the last bits are not those of an uninterrupted run"
+        )
     resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
     return Resumable(directory, resumed, checkpoint)
 

@@ -54,9 +54,9 @@ inline SharedMemory* MemoryOf(const GlooRanks& host) {
     for (auto it = known.begin(); it != known.end();) {
       it = it->first.expired() ? known.erase(it) : std::next(it);
     }
-    auto take_from_first = [&](char* text, int bytes) {
+    auto take_from_first = [&](void* values, int bytes) {
       gloo::BroadcastOptions options(host);
-      options.setOutput(text, bytes);
+      options.setOutput(static_cast<char*>(values), bytes);
       options.setRoot(0);
       gloo::broadcast(options);
     };

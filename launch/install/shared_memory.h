@@ -11,19 +11,17 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/statvfs.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,33 +41,22 @@ public:
 
   // How ranks agree before they share memory. Both are collective.
   struct Agreement {
-    std::function<void(char* text, int bytes)> take_from_first; // rank 0's text, on all ranks
+    std::function<void(void* values, int bytes)> take_from_first; // rank 0's, on all ranks
     std::function<bool(bool is_true)> is_true_for_all;
   };
 
-  // Collective: without enough memory, or with HOROVOD_SHARED_MEMORY=0, none of the ranks has it.
+  // Collective: none of the ranks has the memory if one of them cannot have it, or has
+  // HOROVOD_SHARED_MEMORY=0. It has no name that could be left over, and goes with the last rank.
   SharedMemory(int rank, int size, const Agreement& agree) : rank_(rank), size_(size) {
     int64_t places = kRows * size * size;
     piece_bytes_ = std::min(kLongestPieceBytes, kMostBytes / places / 64 * 64);
-    bytes_ = size * sizeof(Progress) + places * piece_bytes_;
-    char path[64] = ""; // of a file that is in memory
+    bytes_ = sizeof(Token) + size * sizeof(Progress) + places * piece_bytes_;
+    Invitation invitation{};
     if (rank == 0 && IsWanted()) {
-      auto now = std::chrono::system_clock::now().time_since_epoch().count();
-      std::snprintf(path, sizeof(path), "/dev/shm/horovod-%d-%lld", getpid(), (long long)now);
-      file_ = MakeFile(path, bytes_);
-      if (file_ < 0) {
-        *path = 0;
-      }
+      invitation = Invite();
     }
-    agree.take_from_first(path, sizeof(path));
-    if (rank != 0 && *path) {
-      file_ = open(path, O_RDWR | O_CLOEXEC);
-    }
-    bool has_it = agree.is_true_for_all(Map() && Lock());
-    if (rank == 0 && *path) {
-      unlink(path); // the memory goes with the last rank, however it ends
-    }
-    if (!has_it) {
+    agree.take_from_first(&invitation, sizeof(invitation));
+    if (!agree.is_true_for_all(IsWanted() && Join(invitation))) {
       Release();
     }
   }
@@ -86,13 +73,15 @@ public:
 
   int64_t PieceBytes() const { return piece_bytes_; }
 
-  Progress& ProgressOf(int rank) const { return reinterpret_cast<Progress*>(begin_)[rank]; }
+  Progress& ProgressOf(int rank) const {
+    return reinterpret_cast<Progress*>(begin_ + sizeof(Token))[rank];
+  }
 
   // The place where a rank hands out its values of a piece of another rank's block, or gives the
   // sums of its own block.
   char* Place(int rank, int64_t piece, int block) const {
     int64_t row = rank * kRows + piece % kRows;
-    return begin_ + size_ * sizeof(Progress) + (row * size_ + block) * piece_bytes_;
+    return begin_ + sizeof(Token) + size_ * sizeof(Progress) + (row * size_ + block) * piece_bytes_;
   }
 
   // Return which other rank has ended or failed, or -1.
@@ -110,7 +99,7 @@ public:
   int64_t added_before = 0, given_before = 0; // pieces of all earlier sums
 
 private:
-  static constexpr int64_t kMostBytes = 16 << 20;       // Docker gives a container 64 MiB
+  static constexpr int64_t kMostBytes = 16 << 20;
   static constexpr int64_t kLongestPieceBytes = 1 << 18; // pieces stay in a core's cache
   static constexpr int64_t kShortestPieceBytes = 1 << 12;
 
@@ -119,36 +108,56 @@ private:
     return piece_bytes_ >= kShortestPieceBytes && !(chosen && std::strcmp(chosen, "0") == 0);
   }
 
-  // Return a new file of so many bytes, or -1 where they would not leave as many to others, such as
-  // Open MPI and processes that read data.
-  static int MakeFile(const char* path, int64_t bytes) {
-    int file = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-    if (file < 0) {
-      return -1;
+  struct alignas(64) Token {
+    uint64_t words[2];
+  };
+
+  // Where rank 0 has the memory, and what is written there.
+  struct Invitation {
+    int process, file; // 0: nowhere
+    Token token;
+  };
+
+  Invitation Invite() {
+    file_ = memfd_create("horovod", MFD_CLOEXEC);
+    if (file_ < 0 || !Reserve()) {
+      return {};
     }
-    struct statvfs room;
-    int error = fstatvfs(file, &room);
-    if (!error && room.f_blocks > 0 && int64_t(room.f_bavail * room.f_frsize) < 2 * bytes) {
-      error = ENOSPC;
+    std::random_device random;
+    auto word = [&] { return uint64_t(random()) << 32 | random(); };
+    Token token{word(), word()};
+    std::memcpy(begin_, token.words, sizeof(token.words));
+    return {getpid(), file_, token};
+  }
+
+  bool Reserve() {
+    int error;
+    do {
+      error = posix_fallocate(file_, 0, bytes_);
+    } while (error == EINTR);
+    return !error && Map();
+  }
+
+  // Processes with other numbers, as in another container, lead to other memory, or to none.
+  bool Join(const Invitation& invitation) {
+    if (invitation.process == 0) {
+      return false;
     }
-    if (!error) {
-      do {
-        error = posix_fallocate(file, 0, bytes);
-      } while (error == EINTR);
+    if (rank_ != 0) {
+      std::string path = "/proc/" + std::to_string(invitation.process) + "/fd/" +
+                         std::to_string(invitation.file);
+      struct stat found;
+      file_ = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+      if (file_ < 0 || fstat(file_, &found) != 0 || found.st_size != bytes_ || !Map()) {
+        return false;
+      }
     }
-    if (error) {
-      close(file);
-      unlink(path);
-      return -1;
-    }
-    return file;
+    const auto& words = invitation.token.words;
+    return std::memcmp(begin_, words, sizeof(words)) == 0 && Lock();
   }
 
   bool Map() {
-    void* begin = MAP_FAILED;
-    if (file_ >= 0) {
-      begin = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-    }
+    void* begin = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
     begin_ = begin == MAP_FAILED ? nullptr : static_cast<char*>(begin);
     return begin_;
   }

@@ -183,7 +183,9 @@ private:
     int rank, size;
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &size);
-    auto take_from_first = [&](char* text, int bytes) { MPI_Bcast(text, bytes, MPI_CHAR, 0, comm); };
+    auto take_from_first = [&](void* values, int bytes) {
+      MPI_Bcast(values, bytes, MPI_BYTE, 0, comm);
+    };
     auto is_true_for_all = [&](bool is_true) {
       int all = is_true;
       MPI_Allreduce(MPI_IN_PLACE, &all, 1, MPI_INT, MPI_MIN, comm);

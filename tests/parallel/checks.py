@@ -321,6 +321,9 @@ def clipping_is_that_of_one_process(exchange: Exchange) -> None:
         own = torch.from_numpy(Shares(size).of(np.arange(samples), exchange.rank))
         plain = torch.optim.SGD(alone.parameters(), lr=0.1)
         optimizer = torch.optim.SGD(together.parameters(), lr=0.1)
+        for wrong in (-1, 1.5, True, "auto"):
+            call = partial(hvdtrain.distribute, together, optimizer, accum_steps, wrong)
+            expect(UsageError, f"bucket_bytes={wrong!r}: must be None, or an int >= 0", call)
         optimizer = hvdtrain.distribute(together, optimizer, accum_steps)
         audit = hvdtrain.GradientAudit(together, optimizer, every=1, evidence=None)
         for step in range(3):
@@ -490,6 +493,11 @@ def ranks_must_build_the_same_model(exchange: Exchange) -> None:
             error = expect(AgreedFailure, found, both)
             assert str(error).startswith(f"rank {last}: "), error
             assert error.exit_code == 2
+    reduction = replace(SUM, bucket_bytes=0 if exchange.rank == last else 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = partial(exchange.distribute, optimizer, model, reduction=reduction)
+    error = expect(AgreedFailure, "distribute: bucket_bytes=0, on rank 0 64", both)
+    assert str(error).startswith(f"rank {last}: "), error
 
 
 def converted_models_are_refused(exchange: Exchange) -> None:

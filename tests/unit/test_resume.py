@@ -371,6 +371,14 @@ def test_a_live_run_is_not_resumed(unfinished: Path) -> None:
     directory.close()
 
 
+def test_other_buckets_are_told_of(unfinished: Path, capsys) -> None:
+    """Fails when a resumed run adds gradients in another order and does not say so."""
+    find(unfinished)
+    assert "--bucket-bytes" not in capsys.readouterr().out
+    find(unfinished, bucket_bytes="4096")
+    assert "--bucket-bytes 4096, and auto before" in capsys.readouterr().out
+
+
 def test_free_options_may_change(unfinished: Path) -> None:
     """Fails when an option that teaches nothing cannot be changed on resume."""
     stored = yaml.safe_load((unfinished / "config.yaml").read_text())
