@@ -103,7 +103,7 @@ class Agent:
             self._alive_sent_s = now
             state = self._worker.state if self._worker else ""
             self._send({"alive": self._pulse.report() | {"state": state}})
-        if self._connected and self._channel.is_silent:
+        if self._connected and self._channel.is_silent(now):
             self._lose()
 
     def _ended(self, code: int) -> None:

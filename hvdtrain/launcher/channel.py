@@ -76,7 +76,7 @@ class Channel:
         for rank, agent in list(self._agents.items()):
             if away_s > AWAY_S:  # this process did not read: blocked on a full pipe, say
                 agent.heard_s = now
-            elif agent.is_silent:
+            elif agent.is_silent(now):
                 self._drop(agent)
                 on_lost(rank)
 

@@ -22,7 +22,7 @@ from hvdtrain.launcher.processes import descendants, id_within, process_state, r
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
-NEXT_S = 0.5  # for a shell to end after its last command
+NEXT_S = 5.0  # for a shell to end after its last command
 REST_GRACE_S = 3.0  # for processes that the command leaves behind
 KILLED_S = 2.0  # longest wait for killed processes, which the kernel may hold
 CANNOT_START = 127  # exit code, as in shells

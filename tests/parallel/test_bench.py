@@ -132,14 +132,17 @@ def test_a_killed_bench_leaves_nothing_behind(tmp_path: Path) -> None:
     flags += ["--rounds=1000", "--controller=gloo", f"--output={tmp_path / 'plots'}"]
     # The shell's child is killed once it has processes that are stopped; `run` looks for the rest.
     program = (
-        "import subprocess, sys, time, psutil\n"
+        "import os, subprocess, sys, time\n"
+        "from hvdtrain.launcher.processes import marked, process_state\n"
+        "from tests.parallel.launching import MARK\n"
         "bench = subprocess.Popen(sys.argv[1:])\n"
         "def stopped():\n"
-        "    found = [p for p in psutil.process_iter(['status', 'cmdline'])]\n"
-        "    return [p for p in found if p.info['status'] == psutil.STATUS_STOPPED]\n"
+        "    own = marked(MARK, os.environ[MARK])\n"
+        "    return sum(process_state(pid) == 'T' for pid in own)\n"
         "until = time.monotonic() + 90\n"
-        "while len(stopped()) < 4 and time.monotonic() < until: time.sleep(0.05)\n"
-        "assert len(stopped()) >= 4 and bench.poll() is None\n"
+        "while stopped() < 4:\n"
+        "    assert bench.poll() is None and time.monotonic() < until\n"
+        "    time.sleep(0.05)\n"
         "bench.kill()\n"
         "bench.wait()\n"
     )

@@ -9,6 +9,7 @@ A start takes a tenth of a second instead of three. Each pytest process has one 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import selectors
@@ -118,22 +119,24 @@ def run_code(
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server() -> subprocess.Popen[bytes]:
     python = [sys.executable, "-c", SERVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(python, text=True, cwd="/", env=environment(), bufsize=1, **pipes)  # type: ignore[call-overload]
+    # Unbuffered: a buffer could hold the second line already while the pipe is waited on.
+    server = subprocess.Popen(python, cwd="/", env=environment(), bufsize=0, **pipes)  # type: ignore[call-overload]
     atexit.register(server.communicate)  # the end of its input ends it
     return server  # type: ignore[no-any-return]
 
 
 def _ask(request: str, timeout_s: float) -> int:
     server = _server()
-    server.stdin.write(request + "\n")
+    server.stdin.write(request.encode() + b"\n")
     child = int(server.stdout.readline())
     with selectors.DefaultSelector() as selector:
         selector.register(server.stdout, selectors.EVENT_READ)
         if not selector.select(timeout_s):
-            os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(child, signal.SIGKILL)
             server.stdout.readline()
             raise AssertionError(f"no end after {timeout_s} s: {request}")
     return int(server.stdout.readline())

@@ -365,14 +365,14 @@ def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
         assert find_strategy(spec.system) is strategy
 
 
-def test_a_worker_is_distinguished_from_processes_that_name_it() -> None:
+def test_a_worker_is_distinguished_from_processes_that_name_it(tmp_path: Path) -> None:
     """Fails if horovodrun or mpirun, whose arguments hold the same words, would get the signal."""
     words = ["-m", "hvdtrain.cli", "train"]
     naming = [sys.executable, "-c", "import time; time.sleep(60)", *words]
     with subprocess.Popen(naming) as process:
         assert not is_train(process.pid)
         process.kill()
-    with subprocess.Popen([sys.executable, *words], stdout=-3, stderr=-3) as process:
+    with subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=-3, stderr=-3) as process:
         deadline = time.monotonic() + 20  # until it has become that
         while not (found := is_train(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -205,9 +205,9 @@ def test_the_wrong_token_is_refused(launcher: Launcher) -> None:
 
 def test_a_silent_stranger_is_disconnected(launcher: Launcher, monkeypatch) -> None:
     """Fails when connections that never answer are kept, or keep agents from being let in."""
-    monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
     with call(launcher) as stranger:
         launcher.let_in(0).close()
+        monkeypatch.setattr(channel_module, "HANDSHAKE_TIMEOUT_S", 0.3)
         assert launcher.is_refused(stranger)
     assert not [rank for rank, _ in launcher.heard if rank]
 
@@ -252,6 +252,7 @@ def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:
     """
     silent, speaking = launcher.let_in(0), launcher.let_in(1)
     monkeypatch.setattr(protocol, "LOST_AFTER_S", 2.0)
+    monkeypatch.setattr(channel_module, "AWAY_S", 0.5)  # in proportion
 
     def one_is_lost() -> bool:
         speaking.send({"alive": {}})

@@ -73,10 +73,10 @@ def test_good_hosts(sshd: Sshd, listening: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_this_machine_alone_is_quick(listening: int) -> None:
-    """Fails when the quick part takes more than the two seconds that a launch may spend."""
+    """Fails when the quick part, with which each launch begins, waits for a time limit."""
     began = time.monotonic()
     found = check([HERE], SshOptions(), listening)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < LIMIT_S
     assert wrong(found) == []
     assert found.interface is None
 
@@ -178,8 +178,8 @@ def test_a_host_that_never_answers(sshd: Sshd) -> None:
         SshSetup([HERE, THERE], options) as ssh,
     ):
         began = time.monotonic()
-        found = preflight([HERE, THERE], ssh, 0, None, 2.0)
-    assert time.monotonic() - began < 10
+        found = preflight([HERE, THERE], ssh, 0, None, 8.0)
+    assert time.monotonic() - began < 40
     assert "no answer in time" in the_one(found).text
     assert set(found.facts) == {"localhost"}
 

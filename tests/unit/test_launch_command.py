@@ -268,7 +268,7 @@ def test_a_dry_run_contacts_no_host(tmp_path: Path, monkeypatch, capsys) -> None
     flags = ("--hostfile", "hosts", "--network-interface", "lo", "--controller", "mpi", "--verbose")
     before_s = time.monotonic()
     argv, _ = dry_run(*(monkeypatch, capsys, "-np", "5", *flags, "--", sys.executable, "x.py"))
-    assert time.monotonic() - before_s < 5
+    assert time.monotonic() - before_s < 20
     assert looked_up == ["nowhere.invalid"]  # ann there may be another user of this machine
     assert argv[argv.index("-H") + 1] == "192.0.2.7:2,nowhere.invalid:1,hvdtrain-host-3:2"
     assert argv[1:4] == ["-np", "5", "--mpi"] and "--verbose" in argv

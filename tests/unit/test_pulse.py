@@ -141,8 +141,9 @@ def test_silence_is_measured(pipe: Pipe) -> None:
     time.sleep(0.3)
     pulse.show(loss=1.0)
     assert 0.3 <= pipe.hear()["silent_s"] < 20
+    began_s = time.monotonic()
     pulse.beat()
-    assert pipe.hear()["silent_s"] < 0.3
+    assert pipe.hear()["silent_s"] < time.monotonic() - began_s + 0.1
 
 
 def test_own_time_is_time_without_the_exchange(pipe: Pipe) -> None:

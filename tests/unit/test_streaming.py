@@ -26,7 +26,7 @@ from tests.unit import readable
 from tests.unit.readable import Numbers, Squares
 
 ROOT = Path(hvdtrain.__file__).parents[1]
-GONE_S = 10.0  # readers have so long to end once the training process is gone
+GONE_S = 60.0  # readers have so long to end once the training process is gone
 BATCHES = [np.array(numbers, dtype=np.int64) for numbers in ([5, 3, 9], [], [0], [39, 38, 1, 2])]
 
 # A training process with two readers, which prints their numbers and waits to be killed.
