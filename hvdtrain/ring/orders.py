@@ -9,7 +9,7 @@ E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, roun
 of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E. Block j is S / N adjacent pieces
 (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
 
-**Gloo by host, as `launch/setup` builds Horovod** (launch/install/gloo_sums.h), on H hosts of L
+**Gloo by host, as `launch/setup` builds Horovod** (launch/install/gloo_by_host.h), on H hosts of L
 ranks each. A tensor has pieces of 4 MiB, and a piece L parts (`split_evenly`). Of each part, the
 terms of a host are added in the order of its ranks, then the sums of the hosts by Gloo's ring over
 H. Fewer elements than ranks are summed by Gloo's ring over all.
@@ -56,7 +56,7 @@ from hvdtrain.ring.operations import Array, Reduce, reduction, split_evenly
 from hvdtrain.ring.transports import Transport
 
 GLOO_LARGEST_PIECE_BYTES = 1 << 20  # gloo/allreduce.h: kMaxSegmentSize
-BY_HOST_PIECE_BYTES = 4 << 20  # gloo_sums.h: kPieceBytes
+BY_HOST_PIECE_BYTES = 4 << 20  # gloo_by_host.h: kPieceBytes
 ON = ("1", "true", "yes", "on", "enabled")
 # Other components could replace `tuned` in the reduction, or change its algorithm.
 FOREIGN_COMPONENTS = ("OMPI_MCA_coll", "OMPI_MCA_coll_tuned_dynamic_rules_filename") + tuple(

@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.errors import HvdtrainError
 
 # Files beside this one, added to `horovod/common`.
-ADDED = ("waiting.h", "shared_memory.h", "sleeping_mpi.h", "gloo_sums.h")
+ADDED = ("sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -46,9 +46,8 @@ _IDLE = (
     "others compute on"
 )
 _SPINNING = "Open MPI spins until the slowest rank arrives, on a core that others compute on"
-_ON_HOSTS = (
-    "within a host memory is faster than messages, and with several workers a host, a ring of all "
-    "ranks sends up to twice the bytes over its link"
+_BY_HOST = (
+    "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
 )
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
 # Without an operation of this rank none can begin on any other, but for those of process sets
@@ -78,7 +77,7 @@ def _sleeping_controller(operation: str) -> Edit:
         "horovod/common/mpi/mpi_controller.cc",
         "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, WaitFor::kRanks)\n"
+        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::WaitFor::kRanks)\n"
         f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
@@ -188,7 +187,7 @@ EDITS = (
     std::memcpy(buffer_data, fused_input_data, buffer_len);
   }
   int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       WaitFor::kMessages)
+                       SleepingMpi::WaitFor::kMessages)
                .Allreduce(buffer_data, num_elements,
                           mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
 """,
@@ -199,20 +198,20 @@ EDITS = (
         "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
         "                         ReduceOp reduce_op) = 0;\n",
         "  virtual void Allreduce(void* buffer_data, int num_elements,\n"
-        "                         ReduceOp reduce_op, GlooSum way) = 0;\n",
-        _ON_HOSTS,
+        "                         ReduceOp reduce_op, bool by_host) = 0;\n",
+        _BY_HOST,
     ),
     Edit(
         "horovod/common/ops/gloo_operations.h",
         "                 ReduceOp reduce_op) override;\n",
-        "                 ReduceOp reduce_op, GlooSum way) override;\n",
-        _ON_HOSTS,
+        "                 ReduceOp reduce_op, bool by_host) override;\n",
+        _BY_HOST,
     ),
     Edit(
-        "horovod/common/ops/gloo_operations.h",
-        '#include "../gloo/gloo_context.h"\n',
-        '#include "../gloo/gloo_context.h"\n#include "../gloo_sums.h"\n',
-        _ON_HOSTS,
+        "horovod/common/ops/gloo_operations.cc",
+        '#include "../common.h"\n',
+        '#include "../common.h"\n#include "../gloo_by_host.h"\n',
+        _BY_HOST,
     ),
     Edit(
         "horovod/common/ops/gloo_operations.cc",
@@ -221,27 +220,28 @@ EDITS = (
   gloo::AllreduceOptions opts(gloo_context_->ctx);
 """,
         """\
-                                  ReduceOp reduce_op, GlooSum way) {
-  if (SumOverGloo(way, *gloo_context_, static_cast<T*>(buffer_data), num_elements)) {
+                                  ReduceOp reduce_op, bool by_host) {
+  if (by_host) {
+    GlooByHost<T>(gloo_context_->local_ctx, gloo_context_->cross_ctx)
+        .Sum(static_cast<T*>(buffer_data), (size_t) num_elements);
     return;
   }
   gloo::AllreduceOptions opts(gloo_context_->ctx);
 """,
-        _ON_HOSTS,
+        _BY_HOST,
     ),
     Edit(
         "horovod/common/ops/gloo_operations.cc",
         "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp);\n",
-        "  GlooSum way = glooOp == ReduceOp::SUM\n"
-        "                    ? ChooseSum(*process_set.controller, num_elements)\n"
-        "                    : GlooSum::kByRing;\n"
-        "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp, way);\n",
-        _ON_HOSTS,
+        "  bool by_host = glooOp == ReduceOp::SUM &&\n"
+        "                 IsSummedByHost(*process_set.controller, num_elements);\n"
+        "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp, by_host);\n",
+        _BY_HOST,
     ),
     Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
-        '#include "handle_manager.h"\n#include "../common/waiting.h"\n',
+        '#include "handle_manager.h"\n#include "../common/sleeping_mpi.h"\n',
         _ASKED,
     ),
     Edit(

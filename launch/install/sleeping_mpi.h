@@ -14,19 +14,35 @@
 #define HOROVOD_SLEEPING_MPI_H
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
-#include <utility>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
 #include <vector>
 
 #include "mpi.h"
 #include "shared_memory.h"
-#include "waiting.h"
 
 namespace horovod {
 namespace common {
 
+inline long long NowUs() {
+  auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
+}
+
+// When a thread of this process last asked whether an operation has ended.
+inline std::atomic<long long>& LastAskedUs() {
+  static std::atomic<long long> at_us{0};
+  return at_us;
+}
+
 class SleepingMpi {
 public:
+  enum class WaitFor { kRanks, kMessages };
+
   SleepingMpi(MPI_Comm comm, WaitFor wait_for) : comm_(comm), wait_for_(wait_for) {
     MPI_Comm_rank(comm, &rank_);
     MPI_Comm_size(comm, &size_);
@@ -46,14 +62,38 @@ public:
       return code_;
     }
     // Sums of bits, for which ranks are waited for, are never so long.
-    SharedMemory* memory = wait_for_ == WaitFor::kMessages ? MemoryOf(comm_) : nullptr;
+    SharedMemory* memory = wait_for_ == WaitFor::kMessages ? SharedMemory::Of(comm_) : nullptr;
     memory ? InMemory(count, *memory) : Ring(count);
     return code_;
   }
 
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
+  static constexpr int64_t kAhead = 2; // pieces
+  static_assert(kAhead < SharedMemory::kRows, "a rank would wait for itself");
   static constexpr int kTag = 1601;
+  static constexpr long long kShortestUs = 50, kAskedAgainUs = 3000;
+
+  // How long a rank looks all the time, and how long it sleeps at the most after that.
+  struct Patience {
+    long long spin_us, longest_us;
+  };
+
+  Patience Now() const {
+    if (wait_for_ == WaitFor::kRanks) { // which compute
+      return {50, 1000};
+    }
+    // The computing thread leaves its core to this one while it asks for the result. Each sleep
+    // costs a wake-up then, and a rank with a core of its own sends a piece in 0.1 ms.
+    bool is_free = NowUs() - LastAskedUs() < kAskedAgainUs;
+    return {is_free ? (HasOwnCore() ? 2000 : 200) : 50, 250};
+  }
+
+  static bool HasOwnCore() {
+    static const char* ranks = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
+    static const bool has = !ranks || std::atoll(ranks) <= std::thread::hardware_concurrency();
+    return has;
+  }
 
   void Double(int64_t count) {
     int adjacent = 1;
@@ -128,11 +168,18 @@ private:
     }
   }
 
-  // The sums of the ring, of which each rank forms its own block.
+  // The sums of the ring. Each rank hands out its values of the other blocks, adds those of its own
+  // block, and takes the sums of the others, a few pieces later each time.
   void InMemory(int64_t count, SharedMemory& memory) {
-    auto wait = [&](auto is_done) {
+    const int64_t longest = memory.PieceBytes() / item_bytes_, before = memory.pieces_before;
+    const int64_t pieces = ((count + size_ - 1) / size_ + longest - 1) / longest;
+    auto of = [&](int block, int64_t number) { return PieceOf(count, block, number, longest); };
+    auto place = [&](int rank, int64_t number, int block) {
+      return memory.Place(rank, before + number, block);
+    };
+    auto until = [&](std::atomic<int64_t>& progress, int64_t number) {
       AwaitUntil([&] {
-        if (is_done()) {
+        if (progress.load(std::memory_order_acquire) > before + number) {
           return true;
         }
         int is_there; // Open MPI may have kept a message of an earlier operation back, until asked
@@ -140,68 +187,46 @@ private:
         return false;
       });
     };
-    using Sums = SumInMemory<decltype(wait)>;
-    std::vector<typename Sums::Span> blocks;
-    for (int rank = 0; rank < size_; ++rank) {
-      Piece block = PieceOf(count, rank, 0, count);
-      blocks.push_back({block.at, block.items * item_bytes_});
-    }
-    Sums(memory, blocks, wait).Sum([&](auto own, auto terms) {
-      for (int step = 1; step < size_; ++step) {
-        void* term = terms((rank_ + step) % size_);
-        MPI_Reduce_local(term, own.at, static_cast<int>(own.bytes / item_bytes_), type_, op_);
+    auto note = [&](std::atomic<int64_t>& progress) {
+      progress.fetch_add(1, std::memory_order_release);
+    };
+    SharedMemory::Progress& own = memory.ProgressOf(rank_);
+    for (int64_t step = 0; step < pieces + 2 * kAhead; ++step) {
+      if (int64_t number = step; number < pieces) {
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).added, number - SharedMemory::kRows); // the place is free
+          Piece piece = of(rank, number);
+          std::memcpy(place(rank_, number, rank), piece.at, piece.items * item_bytes_);
+        });
+        note(own.handed_out);
       }
-    });
-  }
-
-  // Collective: return the memory that a communicator's ranks share; null on all of them if they are
-  // not on one host, or have none. It lives as long as the communicator.
-  static SharedMemory* MemoryOf(MPI_Comm comm) {
-    static const int key = NewKey();
-    void* found;
-    int is_known;
-    MPI_Comm_get_attr(comm, key, &found, &is_known);
-    if (!is_known) {
-      found = AreOnOneHost(comm) ? MakeMemory(comm) : nullptr;
-      MPI_Comm_set_attr(comm, key, found);
+      if (int64_t number = step - kAhead; number >= 0 && number < pieces) {
+        Piece piece = of(rank_, number);
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).handed_out, number);
+          MPI_Reduce_local(place(rank, number, rank_), piece.at, piece.items, type_, op_);
+        });
+        ForOthers([&](int rank) { until(memory.ProgressOf(rank).taken, number - SharedMemory::kRows); });
+        std::memcpy(place(rank_, number, rank_), piece.at, piece.items * item_bytes_);
+        note(own.added);
+      }
+      if (int64_t number = step - 2 * kAhead; number >= 0) {
+        ForOthers([&](int rank) {
+          until(memory.ProgressOf(rank).added, number);
+          Piece piece = of(rank, number);
+          std::memcpy(piece.at, place(rank, number, rank), piece.items * item_bytes_);
+        });
+        note(own.taken);
+      }
     }
-    auto memory = static_cast<SharedMemory*>(found);
-    return memory && memory->IsThere() ? memory : nullptr;
+    memory.pieces_before += pieces;
   }
 
-  static bool AreOnOneHost(MPI_Comm comm) {
-    MPI_Comm host;
-    int size, on_host;
-    MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_size(comm, &size);
-    MPI_Comm_size(host, &on_host);
-    MPI_Comm_free(&host);
-    return on_host == size && size > 1;
-  }
-
-  static SharedMemory* MakeMemory(MPI_Comm comm) {
-    int rank, size;
-    MPI_Comm_rank(comm, &rank);
-    MPI_Comm_size(comm, &size);
-    auto take_from_first = [&](void* values, int bytes) {
-      MPI_Bcast(values, bytes, MPI_BYTE, 0, comm);
-    };
-    auto is_true_for_all = [&](bool is_true) {
-      int all = is_true;
-      MPI_Allreduce(MPI_IN_PLACE, &all, 1, MPI_INT, MPI_MIN, comm);
-      return all == 1;
-    };
-    return new SharedMemory(rank, size, {take_from_first, is_true_for_all});
-  }
-
-  static int NewKey() {
-    int key;
-    auto forget = [](MPI_Comm, int, void* memory, void*) {
-      delete static_cast<SharedMemory*>(memory);
-      return MPI_SUCCESS;
-    };
-    MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, forget, &key, nullptr);
-    return key;
+  // Call `use` with each other rank, from the next one on.
+  template <typename Use> void ForOthers(Use use) {
+    for (int step = 1; step < size_; ++step) {
+      use((rank_ + step) % size_);
+    }
   }
 
   struct Piece {
@@ -253,7 +278,17 @@ private:
   }
 
   template <typename IsDone> void AwaitUntil(IsDone is_done) {
-    common::AwaitUntil(wait_for_, is_done, [](long long) {});
+    long long began_us = NowUs();
+    while (!is_done()) {
+      long long waited_us = NowUs() - began_us;
+      Patience patience = Now();
+      if (waited_us < patience.spin_us) {
+        std::this_thread::yield();
+      } else {
+        auto rest_us = std::max(kShortestUs, std::min(patience.longest_us, waited_us / 8));
+        std::this_thread::sleep_for(std::chrono::microseconds(rest_us));
+      }
+    }
   }
 
   char* Scratch(int64_t items) {

@@ -70,29 +70,3 @@ def test_a_rank_that_leaves_others_in_the_ring(tmp_path: Path) -> None:
     assert "rank 2: ring: rank 1 closed its connection" in finished.output, finished.output
     assert finished.output.count("rank 0: ring: rank ") == 1, finished.output
     assert "MPI_FINALIZE" not in finished.output, finished.output
-
-
-MIDDLE = """
-import os, signal, threading
-import horovod.torch as hvd
-import torch
-from horovod.common.exceptions import HorovodInternalError
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends as soon as one has ended
-hvd.init()
-if hvd.rank() == 1:
-    threading.Timer(1.0, os._exit, (3,)).start()
-values = torch.ones(30_000_000)
-try:
-    while True:
-        hvd.allreduce_(values.fill_(1), name="values", op=hvd.Sum)
-except HorovodInternalError:
-    print(f"rank {hvd.rank()} noticed", flush=True)
-"""
-
-
-def test_a_rank_that_ends_in_the_middle_of_a_sum() -> None:
-    """Fails if the others wait for it in shared memory: after 5 s the launcher kills them."""
-    finished = horovodrun(3, "gloo", [sys.executable, "-c", MIDDLE])
-    assert finished.exit_code != 0
-    assert all(f"rank {rank} noticed" in finished.output for rank in (0, 2)), finished.output

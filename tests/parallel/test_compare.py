@@ -49,12 +49,10 @@ def test_every_system_on_two_workers(tmp_path: Path) -> None:
     assert {name for name, row in rows.items() if row["status"] == "agrees"} == judged
     assert all(rows[name]["difference"] <= 1e-9 for name in judged)
     assert rows["parameter_server_async"]["figures"].keys() == {"staleness_mean", "staleness_max"}
-    sources = {name: row["traffic_source"] for name, row in rows.items()}
-    assert (sources["ddp"], sources["horovod"], sources["ring"]) == (
-        "sockets",
-        "formula",
-        "counted",
-    )
+    assert {name for name, row in rows.items() if row["traffic_source"] == "sockets"} == {
+        "ddp",
+        "horovod",
+    }
     for name in judged - {"data_parallel", "model_parallel"}:
         check_traffic(rows[name])
     sent = {rank: t["sent"] for rank, t in rows["model_parallel"]["traffic"].items()}

@@ -71,7 +71,7 @@ def test_gloos_order_element_by_element(size: int, dtype: type) -> None:
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (2, 3), (3, 2)])
 def test_gloos_order_by_host_element_by_element(hosts: int, ranks: int, dtype: type) -> None:
     """Fails if a piece, a part or its order within a host or over hosts is another than that of
-    gloo_sums.h; or if fewer elements than ranks are not summed by the ring over all.
+    gloo_by_host.h; or if fewer elements than ranks are not summed by the ring over all.
     """
     size, itemsize = hosts * ranks, np.dtype(dtype).itemsize
     piece_length = 4 * MIB // itemsize

@@ -30,6 +30,7 @@ class Horovod(RingTraffic):
 
     what = "the training step of hvdtrain train, on Horovod, under horovodrun"
     under_horovodrun = True
+    measured = "sockets"
 
     def __init__(self, work: Work, place: Place) -> None:
         super().__init__(work, place)
@@ -70,13 +71,14 @@ class Horovod(RingTraffic):
         return super().parameters()
 
     def traffic(self) -> Mapping[str, Traffic] | None:
-        """Return None: workers on one machine exchange through shared memory."""
-        return None
+        """Return the socket traffic; None under MPI, whose local workers use shared memory."""
+        return super().traffic() if self._exchange.controller == "gloo" else None
 
     def notes(self) -> list[str]:
+        controller = self._exchange.controller
         overlap = "the part of the exchange that overlaps backward is timed as compute"
-        memory = "bytes by formula: workers on one machine exchange through shared memory"
-        return [f"controller {self._exchange.controller}", overlap, memory]
+        memory = "bytes by formula: MPI workers on one machine exchange through shared memory"
+        return [f"controller {controller}", overlap, *([memory] if controller == "mpi" else [])]
 
     def close(self) -> None:
         self._exchange.close()
