@@ -178,14 +178,19 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / "checkpoints")
+    if state:
+        _tell_of_other_buckets(config, stored)
+    resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
+    return Resumable(directory, resumed, checkpoint)
+
+
+def _tell_of_other_buckets(config: TrainConfig, stored: dict[str, Any]) -> None:
     before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
-    if state and str(before) != now:
+    if config.batch.virtual_workers is None and str(before) != now:  # else: the order is irrelevant
         say(
             f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
             "added in another order, so the last bits are not those of an uninterrupted run"
         )
-    resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
-    return Resumable(directory, resumed, checkpoint)
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:

@@ -372,11 +372,18 @@ def test_a_live_run_is_not_resumed(unfinished: Path) -> None:
 
 
 def test_other_buckets_are_told_of(unfinished: Path, capsys) -> None:
-    """Fails when a resumed run adds gradients in another order and does not say so."""
+    """Fails when a resumed run adds gradients in another order and does not say so, or says so of
+    virtual workers, whose sums have the same bits in any order.
+    """
     find(unfinished)
     assert "--bucket-bytes" not in capsys.readouterr().out
     find(unfinished, bucket_bytes="4096")
     assert "--bucket-bytes 4096, and auto before" in capsys.readouterr().out
+    config = unfinished / "config.yaml"
+    stored = yaml.safe_load(config.read_text()) | {"virtual_workers": 2}
+    config.write_text(yaml.safe_dump(stored))
+    assert find(unfinished, bucket_bytes="4096", virtual_workers=2).resumed.state is not None
+    assert "--bucket-bytes" not in capsys.readouterr().out
 
 
 def test_free_options_may_change(unfinished: Path) -> None:
