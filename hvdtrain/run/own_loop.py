@@ -299,6 +299,8 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     for name, given in {**options, **replaced}.items():
         if name in OPTIONS:
             value = os.fspath(given) if isinstance(given, os.PathLike) else given
+            if type(value) is int and train_options()[name].type is str:
+                value = str(value)  # as of a flag: bucket_bytes=0
             if problem := type_problem(name, value):
                 problems.append(f"hvdtrain.Loop: {problem}")
             else:

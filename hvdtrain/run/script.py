@@ -26,7 +26,8 @@ Evaluate = Callable[[torch.nn.Module, Any], Sums]
 OPTIONS = (
     *("device", "global_batch_size", "batch_size", "grad_accum_steps"),
     *("virtual_workers", "rank_weights", "clip_grad", "model_ema", "model_ema_decay"),
-    *("epochs", "max_steps", "amp", "compression", "sync_bn", "deterministic"),
+    *("epochs", "max_steps", "amp", "compression", "bucket_bytes"),
+    *("sync_bn", "deterministic"),
     *("audit_every", "audit", "audit_parts", "trace_every", "hash_every"),
     *("output", "experiment", "seed", "log_interval", "eval_interval", "eval_every"),
     *("checkpoint_interval", "keep_checkpoints", "profile", "log_to", "resume"),

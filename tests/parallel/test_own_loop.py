@@ -56,19 +56,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("size", "controller", "values"),
     [
         (2, "mpi", {"rank_weights": "0,1"}),
-        (3, "gloo", {"audit_every": 5, "audit": "exact"}),
+        (3, "gloo", {"audit_every": 5, "audit": "exact", "bucket_bytes": 0}),
     ],
 )
 def test_own_loop_learns_the_same_on_any_number_of_workers(
     alone: Path, size: int, controller: str, values: dict[str, object], tmp_path: Path
 ) -> None:
-    """Fails if tokens of uneven shares weigh differently, an empty share fails, or gradients are
-    not audited.
+    """Fails if tokens of uneven shares weigh differently, an empty share fails, gradients are not
+    audited, or the size of buckets that is asked for is not used.
     """
     done = train("own_loop.py", tmp_path / "x", size, controller, **values)
     expected, (summary, weights) = summary_and_weights(alone), summary_and_weights(tmp_path / "x")
     assert largest_difference(weights, expected[1]) < TOLERANCE
     assert summary["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=TOLERANCE)
+    assert summary["bucket_bytes"] == values.get("bucket_bytes", 1 << 20)
     assert summary["audit"]["checked"] == (3 if "audit_every" in values else 0)
     assert done.output.count("final loss") == size  # the script's own last line
 
