@@ -85,7 +85,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
     directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
     try:
-        return _read(config, directory)
+        return _read(config, directory, exchange.size)
     except BaseException:
         directory.close()
         raise
@@ -165,7 +165,7 @@ def _way_to(path: Path) -> str:
     return "Give those of the run to resume, and --resume auto"
 
 
-def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
+def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
     path = directory.path / "config.yaml"
     try:
         stored = yaml.safe_load(path.read_text("utf-8"))
@@ -178,7 +178,7 @@ def _read(config: TrainConfig, directory: RunDirectory) -> Resumable:
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / "checkpoints")
-    if state:
+    if state and size > 2:  # two terms have one order
         _tell_of_other_buckets(config, stored)
     resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
     return Resumable(directory, resumed, checkpoint)

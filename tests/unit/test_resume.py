@@ -166,9 +166,11 @@ def unfinished(folder: Path, tmp_path: Path) -> Path:
     return run
 
 
-def find(run: Path, **changes: Any) -> Resumable:
+def find(run: Path, size: int = 1, **changes: Any) -> Resumable:
     options = OPTIONS | {"output": str(run.parent)} | changes
-    found = find_resumable(build_config(options), SingleProcess())
+    exchange = SingleProcess()
+    exchange.size = size
+    found = find_resumable(build_config(options), exchange)
     assert found is not None
     if found.resumed.finished is None:
         found.make_ready()
@@ -373,16 +375,17 @@ def test_a_live_run_is_not_resumed(unfinished: Path) -> None:
 
 def test_other_buckets_are_told_of(unfinished: Path, capsys) -> None:
     """Fails when a resumed run adds gradients in another order and does not say so, or says so of
-    virtual workers, whose sums have the same bits in any order.
+    virtual workers or two ranks, whose sums have the same bits in any order.
     """
-    find(unfinished)
+    find(unfinished, 3)
+    find(unfinished, 2, bucket_bytes="4096")
     assert "--bucket-bytes" not in capsys.readouterr().out
-    find(unfinished, bucket_bytes="4096")
+    find(unfinished, 3, bucket_bytes="4096")
     assert "--bucket-bytes 4096, and auto before" in capsys.readouterr().out
     config = unfinished / "config.yaml"
     stored = yaml.safe_load(config.read_text()) | {"virtual_workers": 2}
     config.write_text(yaml.safe_dump(stored))
-    assert find(unfinished, bucket_bytes="4096", virtual_workers=2).resumed.state is not None
+    assert find(unfinished, 3, bucket_bytes="4096", virtual_workers=2).resumed.state is not None
     assert "--bucket-bytes" not in capsys.readouterr().out
 
 
