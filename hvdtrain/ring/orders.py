@@ -42,7 +42,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -260,12 +260,12 @@ def _add_by_host(
     """
     size, place = transport.size, transport.rank % order.per_host
     slices = _slices_of_hosts(source, size // order.per_host, order)
-    values, starts = np.concatenate([source[it] for own in slices for it in own]), [0]
-    for own in slices:
-        starts.append(starts[-1] + sum(it.stop - it.start for it in own))
+    by_host = list(chain.from_iterable(slices))
+    values = np.concatenate([source[it] for it in by_host])
+    ends = accumulate(sum(it.stop - it.start for it in own) for own in slices)
     run_transfers(chain_transfers(values, place, order.per_host, add), transport)
     segments = [slice(0, 0)] * size
-    for host, (start, stop) in enumerate(pairwise(starts)):
+    for host, (start, stop) in enumerate(pairwise([0, *ends])):
         last = (host + 1) * order.per_host - 1
         segments[order.position(last, size)] = slice(start, stop)
     total, reduce = np.empty_like(values), add if place == order.per_host - 1 else _pass_on
@@ -273,9 +273,9 @@ def _add_by_host(
     transfers = all_reduce_transfers(values, total, segments, position, reduce, finish)
     run_transfers(transfers, transport, order.backwards)
     start = 0
-    for it in chain.from_iterable(slices):
-        result[it] = total[start : start + it.stop - it.start]
-        start += it.stop - it.start
+    for it in by_host:
+        stop = start + it.stop - it.start
+        result[it], start = total[start:stop], stop
 
 
 def _slices_of_hosts(source: Array, hosts: int, order: KnownOrder) -> list[list[slice]]:
