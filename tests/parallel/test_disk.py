@@ -15,7 +15,7 @@ import pytest
 from tests.parallel.experiments import summary_and_weights, train
 from tests.parallel.launching import BIN, Finished, hvdtrain, run
 
-FLAGS = ["--global-batch-size=64", "--max-steps=40", "--checkpoint-interval=5", "--resume=auto"]
+FLAGS = ["--global-batch-size=64", "--max-steps=120", "--checkpoint-interval=5", "--resume=auto"]
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 # $disk: where it is mounted; the arguments: one run of the training. Its exit code is printed.
@@ -77,5 +77,5 @@ def test_a_disk_that_fails(
     assert "resume: continuing from" in ruined.output, ruined.output
     assert "second: 0" in ruined.output, ruined.output
     assert f'"params_sha256": "{undisturbed}"' in ruined.output, ruined.output
-    assert ruined.output.rstrip().endswith("step-00000040"), ruined.output
+    assert ruined.output.rstrip().endswith("step-00000120"), ruined.output
     assert list((tmp_path / "disk").iterdir()) == []  # nothing was written beside the mounted disk
