@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -81,15 +82,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 LOOP_OPTIONS = "HVDTRAIN_OPTIONS"  # options of a script's loop that replace its own, as JSON
 
 
-def type_problem(name: str, value: Any) -> str | None:
-    """Return what is wrong with the type of an option's value, given in Python, if anything."""
+def from_python(name: str, given: Any) -> Any:
+    """Return an option's value that is given in Python; text may be given as a path or an int.
+
+    Raises ValueError if it is of another type than the option.
+    """
     option = train_options()[name]
+    value = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if option.type is str and type(value) is int:
+        value = str(value)  # as of a flag: bucket_bytes=0
     accepted = (int, float) if option.type is float else option.type
     is_truth = isinstance(value, bool)
     fits = isinstance(value, accepted) and is_truth == (option.type is bool)
     if fits or (value is None and option.optional):
-        return None
-    return f"{name}={value!r}: expected {option.type.__name__}, not {type(value).__name__}"
+        return value
+    kind = type(value).__name__
+    raise ValueError(f"{name}={value!r}: expected {option.type.__name__}, not {kind}")
 
 
 BOOLEANS = {"true": True, "false": False}

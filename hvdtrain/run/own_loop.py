@@ -33,9 +33,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import (
     LOOP_OPTIONS,
     build_config,
+    from_python,
     nearest,
     train_options,
-    type_problem,
 )
 from hvdtrain.data import Split, Splits, TensorSplit
 from hvdtrain.data.adapters import split_of
@@ -298,13 +298,10 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     known = {}
     for name, given in {**options, **replaced}.items():
         if name in OPTIONS:
-            value = os.fspath(given) if isinstance(given, os.PathLike) else given
-            if type(value) is int and train_options()[name].type is str:
-                value = str(value)  # as of a flag: bucket_bytes=0
-            if problem := type_problem(name, value):
-                problems.append(f"hvdtrain.Loop: {problem}")
-            else:
-                known[name] = value
+            try:
+                known[name] = from_python(name, given)
+            except ValueError as error:
+                problems.append(f"hvdtrain.Loop: {error}")
     config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
     restarted = os.environ.get(RESTART, "0") != "0"
     return replace(config, run=replace(config.run, resume="auto")) if restarted else config
