@@ -178,15 +178,16 @@ def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / "checkpoints")
-    if state and size > 2:  # two terms have one order
-        _tell_of_other_buckets(config, stored)
+    if state:
+        _tell_of_other_buckets(config, stored, size)
     resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
     return Resumable(directory, resumed, checkpoint)
 
 
-def _tell_of_other_buckets(config: TrainConfig, stored: dict[str, Any]) -> None:
+def _tell_of_other_buckets(config: TrainConfig, stored: dict[str, Any], size: int) -> None:
     before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
-    if config.batch.virtual_workers is None and str(before) != now:  # else: the order is irrelevant
+    order_counts = size > 2 and config.batch.virtual_workers is None
+    if order_counts and str(before) != now:
         say(
             f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
             "added in another order, so the last bits are not those of an uninterrupted run"
