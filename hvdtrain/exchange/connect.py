@@ -39,8 +39,7 @@ def connect_workers() -> HorovodExchange:
         from hvdtrain.exchange.horovod import HorovodExchange
     except ImportError as error:
         raise PreflightError(
-            f"Horovod cannot be loaded here: {error}. Run launch/setup, or install "
-            "hvdtrain[distributed]"
+            f"Horovod cannot be loaded here: {error}. Run hvdtrain install-horovod"
         ) from error
     return HorovodExchange()
 

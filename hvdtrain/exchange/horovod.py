@@ -64,7 +64,7 @@ REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 Tensors = list[torch.Tensor]
 
-BY_HOST = "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE"  # read by the builds of `launch/setup`
+BY_HOST = "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE"  # read by the builds of hvdtrain.horovod_build
 
 # Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
 ENVIRONMENT_DEFAULTS = {
@@ -290,7 +290,7 @@ class HorovodExchange:
         shutdown.join(ABANDON_TIMEOUT_S)
 
     def summation_order(self) -> KnownOrder:
-        built_in = getattr(horovod, "MPI_ORDER", "")  # of the builds of `launch/setup`
+        built_in = getattr(horovod, "MPI_ORDER", "")  # of the builds of hvdtrain.horovod_build
         library = library_version() if self.controller == "mpi" and not built_in else ""
         try:
             return known_order(
@@ -375,7 +375,7 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
 def prove() -> None:
     """Collective: exit with code 1 unless an all-reduce gives its known result.
 
-    `launch/setup` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each controller.
+    `hvdtrain install-horovod` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each controller.
     """
     exchange = HorovodExchange()
     ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64)

@@ -99,8 +99,7 @@ class Commanded:
                 )
             except FileNotFoundError as error:
                 raise ChildFailure(
-                    f"{error.filename} is not installed. Run launch/setup, or install "
-                    "hvdtrain[distributed]"
+                    f"{error.filename} is not installed. Run hvdtrain install-horovod"
                 ) from error
 
     def exit_code(self) -> int | None:

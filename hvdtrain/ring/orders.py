@@ -9,13 +9,13 @@ E bytes an element the buffer has S = max(ceil(bytes / 1 MiB), 2 N) pieces, roun
 of N, of ceil(bytes / S) bytes each, rounded up to a multiple of E. Block j is S / N adjacent pieces
 (the last blocks may be short or empty). Its sum begins at rank j - 1 and ends at rank j.
 
-**Gloo by host, as `launch/setup` builds Horovod** (launch/install/gloo_by_host.h), on H hosts of L
-ranks each. A tensor has pieces of 4 MiB, and a piece L parts (`split_evenly`). Of each part, the
+**Gloo by host, as our Horovod adds** (hvdtrain/horovod_build/native/gloo_by_host.h), on H hosts of
+L ranks each. A tensor has pieces of 4 MiB, and a piece L parts (`split_evenly`). Of each part, the
 terms of a host are added in the order of its ranks, then the sums of the hosts by Gloo's ring over
 H. Fewer elements than ranks are summed by Gloo's ring over all.
 
-**MPI, as `launch/setup` builds Horovod** (launch/install/sleeping_mpi.h). This is the ring of this
-package: `split_evenly`, block k summed from rank k rightwards, in memory that ranks share too.
+**MPI, as our Horovod adds** (hvdtrain/horovod_build/native/sleeping_mpi.h). This is the ring of
+this package: `split_evenly`, block k summed from rank k rightwards, in memory that ranks share too.
 Messages of up to 4096 bytes a rank, or fewer elements than ranks, are summed by recursive doubling
 instead.
 

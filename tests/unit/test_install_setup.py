@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,8 +14,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from launch.install import machine
-from launch.install.machine import Mpi, Requirement
+from hvdtrain.horovod_build.mpi import Mpi, find_system_mpi
+from hvdtrain.horovod_build.requirements import (
+    Requirement,
+    explain_missing,
+    missing_requirements,
+)
+from launch.install import system
 from tests.unit.programs import put
 
 program = importlib.import_module("launch.install.__main__")
@@ -33,13 +40,13 @@ def test_missing_requirements_are_reported_at_once(monkeypatch: pytest.MonkeyPat
     parts = [("make", "make"), ("ssh client", "openssh-client"), ("C++ compiler", "g++")]
     requirements = tuple(Requirement(n, "why", p, lambda: None) for n, p in parts)
     there = Requirement("venv", "why", "python3-venv", lambda: "/usr/bin/venv")
-    missing = machine.missing_requirements((requirements[0], there, *requirements[1:]))
+    missing = missing_requirements((requirements[0], there, *requirements[1:]))
     assert missing == list(requirements)
-    text = machine.explain_missing(missing)
+    text = explain_missing(missing)
     assert all(f"  {name}: not found (why)" in text for name, _ in parts)
-    assert "apt-get install -y make openssh-client g++" in text.splitlines()[-2]
+    assert "apt-get install -y make openssh-client g++" in text.splitlines()[-1]
     assert "venv" not in text
-    monkeypatch.setattr(machine, "missing_requirements", lambda _: missing)
+    monkeypatch.setattr(program, "missing_requirements", lambda _: missing)
     monkeypatch.setattr(sys, "argv", ["setup", "--check"])
     assert program.main() == 3
     assert text in capsys.readouterr().err
@@ -56,18 +63,18 @@ def test_installed_services_stay_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise PreflightError("apt-get install failed")
 
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    machine.install_packages(["iproute2", "openssh-server", "munge"], run, policy)
+    system.install_packages(["iproute2", "openssh-server", "munge"], run, policy)
     update, install, disable = seen
     assert update[0][:2] == ["apt-get", "update"]
     assert install[0][-3:] == ["iproute2", "openssh-server", "munge"] and not install[1]
     services = ["ssh.service", "ssh.socket", "munge.service"]
     assert disable[0] == ["systemctl", "--quiet", "disable", *services]
     with pytest.raises(PreflightError):
-        machine.install_packages(["broken"], run, policy)
+        system.install_packages(["broken"], run, policy)
     assert not policy.exists()
     policy.write_text("#!/bin/sh\nexit 0\n")
     policy.chmod(0o755)
-    machine.install_packages(["g++"], run, policy)
+    system.install_packages(["g++"], run, policy)
     assert policy.read_text() == "#!/bin/sh\nexit 0\n"
     assert len(seen) == 3 + 2 + 2  # nothing to disable in the last two
 
@@ -89,9 +96,9 @@ def test_packages_are_installed_where_asked(
     there = Requirement("venv", "why", "python3-venv", lambda: "/usr/bin/venv")
     make = Requirement("make", "why", "make", lambda: None)
     tool = Requirement("ip", "why", "iproute2", lambda: None)
-    monkeypatch.setattr(machine, "REQUIREMENTS", (there, make))
-    monkeypatch.setattr(machine, "TEST_REQUIREMENTS", (there, tool))
-    monkeypatch.setattr(machine, "install_packages", lambda names, run: installed.extend(names))
+    monkeypatch.setattr(system, "REQUIREMENTS", (there, make))
+    monkeypatch.setattr(system, "TEST_REQUIREMENTS", (there, tool))
+    monkeypatch.setattr(system, "install_packages", lambda names, run: installed.extend(names))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(program, "_report", lambda checkout: 0)
     monkeypatch.setattr(sys, "argv", ["setup", "--check", *flags])
@@ -109,10 +116,10 @@ def test_packages_that_bring_daemons_have_their_services_listed() -> None:
     """
     daemons = {
         requirement.debian_package
-        for requirement in machine.TEST_REQUIREMENTS
+        for requirement in system.TEST_REQUIREMENTS
         if requirement.name.endswith(("d", "server"))
     }
-    assert daemons == set(machine.SERVICES)
+    assert daemons == set(system.SERVICES)
 
 
 def write_tools(folder: Path, answer: str, tools: tuple[str, ...] = ("mpirun", "mpicxx")) -> Path:
@@ -140,74 +147,83 @@ def test_find_system_mpi(
     """Fails when an MPI that does not fit is taken, or Open MPI 4 is not."""
     folder = write_tools(tmp_path / "bin", answer, tools)
     monkeypatch.setenv("PATH", f"{tmp_path / 'none'}{os.pathsep}{os.pathsep}{folder}")
-    assert machine.find_system_mpi(outside=tmp_path / "venv") == expected
+    assert find_system_mpi(outside=tmp_path / "venv") == expected
 
 
 def test_find_system_mpi_looks_outside_the_environment(tmp_path: Path, monkeypatch) -> None:
     """Fails when pip's Open MPI counts as the system's, hides it, or halves are mixed."""
     own = write_tools(tmp_path / "venv" / "bin", "mpirun (Open MPI) 4.1.8")
     monkeypatch.setenv("PATH", str(own))
-    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+    assert find_system_mpi(outside=tmp_path / "venv") is None
     system = write_tools(tmp_path / "bin", "mpirun (Open MPI) 4.1.4")
     monkeypatch.setenv("PATH", f"{own}{os.pathsep}{system}")
-    assert machine.find_system_mpi(outside=tmp_path / "venv") == MPI
+    assert find_system_mpi(outside=tmp_path / "venv") == MPI
     other = write_tools(tmp_path / "other", "mpirun (Open MPI) 4.1.4", ("mpirun",))
     monkeypatch.setenv("PATH", f"{other}{os.pathsep}{system}")
-    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+    assert find_system_mpi(outside=tmp_path / "venv") is None
 
 
 def test_find_system_mpi_passes_over_other_environments(tmp_path: Path, monkeypatch) -> None:
     """Fails when Horovod is built for an Open MPI that goes away with another environment."""
     other = write_tools(tmp_path / "other" / "bin", "mpirun (Open MPI) 4.1.8")
     monkeypatch.setenv("PATH", str(other))
-    assert machine.find_system_mpi(outside=tmp_path / "venv") == Mpi("4.1.8", "system")
+    assert find_system_mpi(outside=tmp_path / "venv") == Mpi("4.1.8", "system")
     (tmp_path / "other" / "pyvenv.cfg").touch()
-    assert machine.find_system_mpi(outside=tmp_path / "venv") is None
+    assert find_system_mpi(outside=tmp_path / "venv") is None
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A checkout that seems to be set up, of two files and an empty interpreter."""
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.setattr(program, "find_system_mpi", lambda outside: MPI)
     (tmp_path / "launch").mkdir()
     (tmp_path / "setup.py").write_text("setup()\n")
     made = program.Checkout(tmp_path)
-    made.constraints.write_text("torch==2.13.0\n")
+    made.constraints.write_text("torch==2.13.0\nopenmpi==4.1.8\n")
     made.python.parent.mkdir(parents=True)
     made.python.touch()
-    made.stamp.write_text(made.fingerprint(MPI) + "\n")
+    made.stamp.write_text(json.dumps({"inputs": made.fingerprint(), "tools": False}))
     return made
 
 
-def test_fingerprint_depends_on_what_setup_depends_on(checkout) -> None:
-    """Fails when a changed pin, requirement or MPI leaves the environment as it is."""
-    assert checkout.is_up_to_date(MPI)
+def test_fingerprint_depends_on_what_setup_depends_on(checkout, monkeypatch) -> None:
+    """Fails when a changed pin, requirement or MPI leaves the environment as it is; or when tools
+    for tests, once installed, are asked for again by a set-up without them.
+    """
+    assert checkout.is_up_to_date()
     for other in (None, Mpi("4.1.5", "system"), Mpi("4.1.4", "pip")):
-        assert not checkout.is_up_to_date(other)
+        monkeypatch.setattr(program, "find_system_mpi", lambda outside, mpi=other: mpi)
+        assert not checkout.is_up_to_date()
+    monkeypatch.setattr(program, "find_system_mpi", lambda outside: MPI)
     for path in (checkout.constraints, checkout.root / "setup.py"):
         before = path.read_text()
         path.write_text(before + "# changed\n")
-        assert not checkout.is_up_to_date(MPI)
+        assert not checkout.is_up_to_date()
         path.write_text(before)
-        assert checkout.is_up_to_date(MPI)
+        assert checkout.is_up_to_date()
+    with_tools = dataclasses.replace(checkout, test_tools=True)
+    assert not with_tools.is_up_to_date()
+    checkout.stamp.write_text(json.dumps({"inputs": checkout.fingerprint(), "tools": True}))
+    assert checkout.is_up_to_date() and with_tools.is_up_to_date()
+    assert not dataclasses.replace(checkout, for_gpus=True).is_up_to_date()
     checkout.python.unlink()
-    assert not checkout.is_up_to_date(MPI)
+    assert not checkout.is_up_to_date()
 
 
 def test_setup_that_breaks_off_is_not_up_to_date(checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when the old stamp still vouches for an environment that was changed halfway."""
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise PreflightError("pip was interrupted")
 
-    monkeypatch.setattr(machine, "find_system_mpi", lambda outside: MPI)
-    monkeypatch.setattr(program, "_run", fail)
+    monkeypatch.setattr(program, "run", fail)
     pins = checkout.constraints.read_text()
     checkout.constraints.write_text(pins + "numpy==2.0\n")
     with pytest.raises(PreflightError):
         program.set_up(checkout)
     checkout.constraints.write_text(pins)
-    assert not checkout.is_up_to_date(MPI)
+    assert not checkout.is_up_to_date()
 
 
 def run_setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -238,7 +254,7 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
 def test_check_reports_and_changes_nothing(tmp_path: Path) -> None:
     """Fails when --check calls a bare checkout ready, or writes anything into it."""
     (tmp_path / "hvdtrain").mkdir()
-    for name in ("launch", "hvdtrain/launcher"):
+    for name in ("launch", "hvdtrain/horovod_build"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("hvdtrain/__init__.py", "hvdtrain/errors.py", "setup.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -246,7 +262,7 @@ def test_check_reports_and_changes_nothing(tmp_path: Path) -> None:
     done = run_setup(tmp_path, "--check")
     assert done.returncode == 3, done.stderr
     assert f"fail  {tmp_path / '.venv'} is not set up: run launch/setup" in done.stdout
-    for requirement in machine.REQUIREMENTS:
+    for requirement in system.REQUIREMENTS:
         assert f"ok    {requirement.name}: " in done.stdout
     assert "ok    MPI: " in done.stdout
     assert read_tree(tmp_path) == before

@@ -1,5 +1,5 @@
-"""launch/setup: the edits of Horovod's source, the wheel's cache, and the message of a failed
-build.
+"""The Horovod that is built here: the edits of its source, the wheel's cache, the steps of the
+build, and the message of a failed one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
-from launch.install import horovod_source, horovod_wheel
-from launch.install.horovod_source import ADDED, EDITS, SourceEditError, apply_edits
-from launch.install.horovod_wheel import WheelInputs, cached_wheel, obtain_wheel
-from launch.install.machine import Mpi
+from hvdtrain.horovod_build import build as building
+from hvdtrain.horovod_build.build import Progress, Steps, first_error
+from hvdtrain.horovod_build.edits import (
+    ADDED,
+    NATIVE,
+    SourceEditError,
+    apply_edits,
+    edits_for,
+)
+from hvdtrain.horovod_build.wheel import WheelInputs, cached_wheel, obtain_wheel
 
-MPI = Mpi("4.1.4", "system")
+EDITS = edits_for(has_mpi=True)
 INPUTS = WheelInputs(
-    *("horovod", "edits", "2.13.0", None, "cpython-311", "x86_64", "glibc-2.36", MPI.identity),
+    *("horovod", "edits", "2.13.0", False, 17, "cpython-311", "x86_64", "glibc-2.36"),
+    mpi="openmpi-4.1.4-system",
+    cuda="cuda-13.0",
     compiler="g++ 12.2.0",
-    flags=(("HOROVOD_WITH_MPI", "1"),),
 )
 
 
@@ -51,16 +58,27 @@ def test_apply_edits_makes_every_edit(tmp_path: Path) -> None:
     others include is not there.
     """
     files = write_source(tmp_path)
-    apply_edits(tmp_path)
+    apply_edits(tmp_path, EDITS)
     for name, path in files.items():
         assert path.read_text() == text_of(name, "new")
     added = {name: tmp_path / "horovod/common" / name for name in ADDED}
     for name, path in added.items():
-        assert path.read_text() == Path(horovod_source.__file__).with_name(name).read_text()
-        included = any(f'#include "{name}"' in other.read_text() for other in added.values())
-        includes = [edit.path for edit in EDITS if f'#include "../{name}"' in edit.new]
-        folders = {Path(path).parent.parent.as_posix() for path in includes}
-        assert included != bool(includes) and folders <= {"horovod/common"}
+        assert path.read_text() == (NATIVE / name).read_text()
+        assert any(f'#include "{name}"' in other.read_text() for other in added.values()) or any(
+            f'/{name}"' in edit.new for edit in EDITS
+        )
+
+
+def test_a_build_without_mpi_says_so() -> None:
+    """Fails when horovodrun of a build without MPI would start workers over MPI, or a build with
+    it would not; or when an edit other than that differs, or includes mpi.h in what Gloo needs.
+    """
+    without = edits_for(has_mpi=False)
+    (differing,) = [pair for pair in zip(EDITS, without, strict=True) if pair[0] != pair[1]]
+    assert [edit.new.count("return True") for edit in differing] == [2, 1]
+    assert "def mpi_built(verbose=False):\n    return False\n" in differing[1].new
+    assert not any('sleeping_mpi.h"' in edit.new for edit in without if "/mpi" not in edit.path)
+    assert "mpi.h" not in (NATIVE / "last_asked.h").read_text()
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])
@@ -76,7 +94,7 @@ def test_apply_edits_refuses_another_source(tmp_path: Path, edit, damage: str) -
         path.write_text("something else\n" if damage == "absent" else edit.old * 2)
     before = read_tree(tmp_path)
     with pytest.raises(SourceEditError) as caught:
-        apply_edits(tmp_path)
+        apply_edits(tmp_path, EDITS)
     assert edit.path in str(caught.value)
     assert ("2 times" if damage == "twice" else "0 times") in str(caught.value)
     assert read_tree(tmp_path) == before
@@ -85,15 +103,14 @@ def test_apply_edits_refuses_another_source(tmp_path: Path, edit, damage: str) -
 def test_apply_edits_names_all_problems(tmp_path: Path) -> None:
     """Fails when only the first of several files is named."""
     with pytest.raises(SourceEditError) as caught:
-        apply_edits(tmp_path)
+        apply_edits(tmp_path, EDITS)
     assert all(edit.path in str(caught.value) for edit in EDITS)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelInputs)])
 def test_key_depends_on_every_field(field: str) -> None:
     """Fails when two different wheels could share a place in the cache."""
-    value = getattr(INPUTS, field)
-    other = (("HOROVOD_WITH_MPI", "0"),) if field == "flags" else f"{value}+"
+    other = f"{getattr(INPUTS, field)}+"
     assert dataclasses.replace(INPUTS, **{field: other}).key != INPUTS.key
     assert dataclasses.replace(INPUTS).key == INPUTS.key
 
@@ -112,25 +129,29 @@ def test_cached_wheel_needs_the_exact_key(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_two_builds_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when the second set-up does not wait for the first one's wheel, or a failure stays."""
+    """Fails when the second set-up does not wait for the first one's wheel, or does not say so;
+    when a failed build counts, or what it did is lost; or if its folder stays after the build.
+    """
     builds: list[Path] = []
+    said: list[str] = []
 
-    def build(scratch: Path, *rest: object) -> Path:
-        builds.append(scratch)
+    def build(work: Path, log: Path) -> Path:
+        builds.append(work)
         if len(builds) == 1:
-            raise PreflightError("the first build fails, and must leave nothing")
+            (work / "half").touch()
+            raise PreflightError("the first build fails")
+        assert (work / "half").exists()
         time.sleep(0.3)
-        (scratch / "horovod-0.28.1-py3.whl").write_bytes(b"wheel")
-        return scratch / "horovod-0.28.1-py3.whl"
+        (work / "horovod-0.28.1-py3.whl").write_bytes(b"wheel")
+        return work / "horovod-0.28.1-py3.whl"
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(horovod_wheel, "_build", build)
     with pytest.raises(PreflightError):
-        obtain_wheel(INPUTS, Path("python"), MPI)
-    assert cached_wheel(INPUTS) is None
+        obtain_wheel(INPUTS, build, said.append)
+    assert cached_wheel(INPUTS) is None and said == []
     wheels: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: wheels.append(obtain_wheel(INPUTS, Path("python"), MPI)))
+        threading.Thread(target=lambda: wheels.append(obtain_wheel(INPUTS, build, said.append)))
         for _ in range(2)
     ]
     for thread in threads:
@@ -138,8 +159,72 @@ def test_two_builds_at_once_build_once(tmp_path: Path, monkeypatch: pytest.Monke
     for thread in threads:
         thread.join(20)
     assert len(builds) == 2
+    assert len(said) == 1 and "waiting" in said[0]
     assert [wheel.read_bytes() for wheel in wheels] == [b"wheel"] * 2
-    assert not any(scratch.exists() for scratch in builds)
+    assert not any(work.exists() for work in builds)
+
+
+def test_a_build_has_no_space_in_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a compiler wrapper, which does not quote, gets a path with a space."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
+
+    def build(work: Path, log: Path) -> Path:
+        assert " " not in str(work) and work.is_dir() and log.parent.is_dir()
+        (work / "horovod-1.whl").touch()
+        return work / "horovod-1.whl"
+
+    wheel = obtain_wheel(INPUTS, build, print)
+    assert wheel.is_relative_to(tmp_path) and wheel.exists()
+
+
+def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a cache that cannot be written ends in a traceback."""
+    (tmp_path / "hvdtrain").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(PreflightError, match=r"hvdtrain/horovod/.* cannot be written.*XDG_CACHE"):
+        obtain_wheel(INPUTS, lambda work, log: work, print)
+
+
+def test_a_step_is_done_once(tmp_path: Path) -> None:
+    """Fails when a step that has ended is repeated after an interruption, one that failed is not,
+    or the error that is shown is that of an earlier step.
+    """
+    steps = Steps(tmp_path, tmp_path / "build.log", print)
+    target = tmp_path / "tools"
+    fails = ["sh", "-c", f"echo 'error: one'; mkdir -p {target}; exit 3"]
+    with pytest.raises(PreflightError, match=r"could not fill it \(exit code 3\): error: one"):
+        steps.once("fill it", target, fails)
+    steps.once("fill it", target, ["sh", "-c", f"echo x >>{target}/runs"])
+    steps.once("fill it", target, ["sh", "-c", f"echo x >>{target}/runs"])
+    assert (target / "runs").read_text() == "x\n"
+    with pytest.raises(PreflightError, match="error: two"):
+        steps.run("go on", ["sh", "-c", "echo 'error: two'; exit 1"])
+
+
+def test_progress_is_printed_by_quarters(tmp_path: Path) -> None:
+    """Fails when make's percentages are not found in the log, each of them becomes a line of a
+    file, or the time that is left is missing.
+    """
+    log, said = tmp_path / "build.log", []
+    log.write_text("[ 99%] of an earlier build\n")
+    progress = Progress(log, log.stat().st_size, said.append)
+    for percent in (0, 3, 26, 27, 50, 75, 76, 100):
+        with log.open("a") as file:
+            file.write(f"  [{percent:3d}%] Building CXX object a.cc.o\nfile.cc:3: [50%] of it\n")
+        progress.look()
+    assert [line.split(" after")[0] for line in said] == [
+        f"compiling: {percent} %" for percent in (26, 75, 100)
+    ]
+    assert "s left" in said[0] and "left" not in said[-1]
+
+
+def test_compilers_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a small machine would compile more files at once than its memory holds."""
+    monkeypatch.setattr(building.os, "sched_getaffinity", lambda pid: set(range(8)))
+    for gib, expected in ((1, 1), (5, 2), (64, 8)):
+        page = {"SC_PHYS_PAGES": gib << 18, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr(building.os, "sysconf", page.__getitem__)
+        assert building.parallel_compilers() == expected
 
 
 PIP_ENDS = """\
@@ -191,4 +276,4 @@ ERROR: No matching distribution found for horovod==0.28.1
 )
 def test_first_error_is_the_cause(log: str, expected: str) -> None:
     """Fails when a warning, a later error or pip's own last words are shown instead."""
-    assert horovod_wheel.first_error(log).startswith(expected)
+    assert first_error(log).startswith(expected)

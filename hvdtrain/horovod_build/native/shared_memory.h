@@ -1,4 +1,4 @@
-// Memory that all ranks of a host share, for sums. `launch/setup` adds this file to Horovod's source.
+// Memory that all ranks of a host share, for sums. Added to Horovod's source.
 //
 // A message between processes of a host goes through the kernel, page by page. Through memory that
 // both have mapped it is a plain copy, which takes a quarter of the time.

@@ -1,4 +1,4 @@
-// MPI collectives that sleep while they wait. `launch/setup` adds this file to Horovod's source.
+// MPI collectives that sleep while they wait. Added to Horovod's source.
 //
 // Open MPI's own spin until the last rank has arrived, also in the middle of an operation. Where
 // workers or other programs occupy all cores, that takes time from those for which they wait.
@@ -22,22 +22,12 @@
 #include <thread>
 #include <vector>
 
+#include "last_asked.h"
 #include "mpi.h"
 #include "shared_memory.h"
 
 namespace horovod {
 namespace common {
-
-inline long long NowUs() {
-  auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-}
-
-// When a thread of this process last asked whether an operation has ended.
-inline std::atomic<long long>& LastAskedUs() {
-  static std::atomic<long long> at_us{0};
-  return at_us;
-}
 
 class SleepingMpi {
 public:

@@ -1,15 +1,17 @@
-"""The edits of Horovod 0.28.1's published source, and their application."""
+"""The edits of Horovod 0.28.1's published source, each with its reason, and their application."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 
-# Files beside this one, added to `horovod/common`.
-ADDED = ("sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
+NATIVE = Path(__file__).with_name("native")  # files of ours, added to `horovod/common`
+ADDED = ("last_asked.h", "sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -24,9 +26,11 @@ class Edit:
     why: str
 
 
-# Paths of the libraries of torch and of pip's Open MPI, relative to the wheel's folder
-# (site-packages/horovod/torch/), so that the cached wheel works in any virtual environment.
-RELATIVE_RPATH = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../../.."
+# Paths of the libraries of torch, of NVIDIA's wheels beside it, and of PyPI's Open MPI, relative to
+# the wheel's folder (site-packages/horovod/torch/), so that the cached wheel works in any
+# environment.
+LIBRARIES = ("torch/lib", "nvidia/nccl/lib", "nvidia/cu13/lib", "nvidia/cuda_runtime/lib", "../..")
+RELATIVE_RPATH = ";".join(rf"\$ORIGIN/../../{folder}" for folder in LIBRARIES)
 
 _ASK = """\
 def {0}_built(verbose=False):
@@ -38,9 +42,33 @@ def {0}_built(verbose=False):
             return result
     return None
 """
-_KNOW = "def {}_built(verbose=False):\n    return True\n"
+_KNOW = "def {}_built(verbose=False):\n    return {}\n"
 _BOTH = "{}\n\n@_cache\n{}"
+_FIND_CUDA = (
+    "import torch; from torch.utils.cpp_extension import {0}_HOME; print(True if "
+    "((torch.version.{1} is not None) and ({0}_HOME is not None)) else False)"
+)
+_CHOSEN = "import os; print(os.environ.get('HOROVOD_GPU') == '{0}')"
+_NCCL_FAILS = """\
+            gpu_context->WaitForEvents(evt_queue, entries, timeline,
+                                       error_check_callback);
+          }
+        } else {
+"""
+_NCCL_FAILURE_IS_RETURNED = """\
+            try {
+              gpu_context->WaitForEvents(evt_queue, entries, timeline,
+                                         error_check_callback);
+            } catch (std::exception& e) {
+              global_state->shut_down = true;
+              gpu_evt_failed = true;
+              gpu_evt_err_msg = e.what();
+            }
+          }
+        } else {
+"""
 
+_NEWER_GCC = "gcc 13 and newer do not include it by way of other headers"
 _IDLE = (
     "Horovod's thread wakes up every millisecond where nothing is to be reduced, on a core that "
     "others compute on"
@@ -87,28 +115,116 @@ EDITS = (
     Edit(
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n",
-        "set(CMAKE_CXX_STANDARD 17)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
+        "set(CMAKE_CXX_STANDARD $ENV{HVDTRAIN_CXX_STANDARD})\n"
+        "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
         "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
         f'set(CMAKE_INSTALL_RPATH "{RELATIVE_RPATH}")\n',
-        "torch's headers need C++17; the libraries are found wherever the wheel is installed",
+        "torch's headers need C++17, from torch 2.14 on C++20; the libraries are found wherever "
+        "the wheel is installed",
     ),
     Edit(
         "horovod/torch/CMakeLists.txt",
         "    set(CMAKE_CXX_STANDARD 14)\n",
-        "    set(CMAKE_CXX_STANDARD 17)\n",
-        "torch's headers need C++17",
+        "    set(CMAKE_CXX_STANDARD $ENV{HVDTRAIN_CXX_STANDARD})\n",
+        "torch's headers need C++17, from torch 2.14 on C++20",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "SHARED ${SOURCES} ${PYTORCH_SOURCES})",
+        "SHARED ${PYTORCH_SOURCES} ${SOURCES})",
+        "the two files that take longest to compile begin first",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_paths()['include'])",
+        "Python 3.12 and newer have no distutils",
+    ),
+    Edit(
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable\n",
+        "from shutil import which as find_executable\n",
+        "Python 3.12 and newer have no distutils, and horovodrun imports this file",
+    ),
+    Edit(
+        "horovod/common/common.h",
+        "#include <memory>\n#include <string>\n#include <unordered_map>\n",
+        "#include <memory>\n#include <stdexcept>\n#include <string>\n#include <unordered_map>\n",
+        f"it uses std::logic_error; {_NEWER_GCC}",
+    ),
+    Edit(
+        "horovod/common/group_table.h",
+        "#include <queue>\n#include <unordered_map>\n",
+        "#include <queue>\n#include <string>\n#include <unordered_map>\n",
+        f"it uses std::string; {_NEWER_GCC}",
+    ),
+    Edit(
+        "third_party/gloo/gloo/types.h",
+        "#include <iostream>\n",
+        "#include <cstdint>\n#include <iostream>\n",
+        f"it uses uint8_t; {_NEWER_GCC}",
+    ),
+    Edit(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        "  const size_type count_;\n",
+        "  size_type count_;\n",
+        "an assignment in the same class changes it, which gcc 14 refuses",
+    ),
+    Edit(
+        "setup.py",
+        "if not os.environ.get('HOROVOD_WITHOUT_PYTORCH'):\n"
+        "    require_list.append('cffi>=1.4.0')\n",
+        "",
+        "nothing uses cffi",
+    ),
+    Edit(
+        "setup.py",
+        "      setup_requires=require_list if is_build_action() else [],\n",
+        "",
+        "setuptools would install these from an index, which a machine without a network has not",
+    ),
+    Edit(
+        "setup.py",
+        "cmake_build_args = ['--config', config]\n",
+        "cmake_build_args = ['--config', config, '--target', 'pytorch']\n",
+        "what torch does not use is left out: kernels and a Gloo for the other C++ ABI",
+    ),
+    Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        _FIND_CUDA.format("CUDA", "cuda"),
+        _CHOSEN.format("CUDA"),
+        "a torch with CUDA is also used on CPUs, where there may be no CUDA to build with",
+    ),
+    Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        _FIND_CUDA.format("ROCM", "hip"),
+        _CHOSEN.format("ROCM"),
+        "a torch with ROCm is also used on CPUs",
+    ),
+    Edit(
+        "cmake/Modules/FindNCCL.cmake",
+        '    set(NCCL_LIBNAME "nccl")\n',
+        '    set(NCCL_LIBNAME "libnccl.so.2" "nccl")\n',
+        "the NCCL beside torch's wheels has no libnccl.so, only libnccl.so.2",
+    ),
+    Edit(
+        "horovod/torch/cuda_util.cc",
+        'dlopen("libcuda.so", RTLD_LAZY)',
+        'dlopen("libcuda.so.1", RTLD_LAZY)',
+        "libcuda.so belongs to the development package; drivers in containers have libcuda.so.1",
+    ),
+    Edit(
+        "horovod/common/ops/gpu_operations.cc",
+        _NCCL_FAILS,
+        _NCCL_FAILURE_IS_RETURNED,
+        "an error of NCCL is raised in a thread of Horovod's own, which ends the process, instead "
+        "of being returned by the operation",
     ),
     Edit(
         "horovod/common/gloo/gloo_controller.cc",
         "  global_ranks_.reserve(size_);\n",
         "  global_ranks_.resize(size_);\n",
         "reserve leaves the vector empty, so the stall inspector looks at no rank under Gloo",
-    ),
-    Edit(
-        "horovod/common/util.py",
-        _BOTH.format(_ASK.format("mpi", "MPI"), _ASK.format("gloo", "Gloo")),
-        _BOTH.format(_KNOW.format("mpi"), _KNOW.format("gloo")),
-        "horovodrun would import torch, for seconds, to learn that this wheel has MPI and Gloo",
     ),
     Edit(
         "horovod/__init__.py",
@@ -241,7 +357,7 @@ EDITS = (
     Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
-        '#include "handle_manager.h"\n#include "../common/sleeping_mpi.h"\n',
+        '#include "handle_manager.h"\n#include "../common/last_asked.h"\n',
         _ASKED,
     ),
     Edit(
@@ -257,7 +373,25 @@ class SourceEditError(HvdtrainError):
     """Source other than the one for which the edits were written."""
 
 
-def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
+def edits_for(*, has_mpi: bool) -> tuple[Edit, ...]:
+    """Return all edits of a build with MPI, or without."""
+    known = Edit(
+        "horovod/common/util.py",
+        _BOTH.format(_ASK.format("mpi", "MPI"), _ASK.format("gloo", "Gloo")),
+        _BOTH.format(_KNOW.format("mpi", has_mpi), _KNOW.format("gloo", True)),
+        "horovodrun would import torch, for seconds, to learn whether this wheel has MPI and Gloo",
+    )
+    return (*EDITS, known)
+
+
+def edits_sha256(*, has_mpi: bool) -> str:
+    """Return a hash of the edits, and of the files that are added."""
+    added = [(NATIVE / name).read_text("utf-8") for name in ADDED]
+    edits = json.dumps([*(asdict(edit) for edit in edits_for(has_mpi=has_mpi)), *added])
+    return hashlib.sha256(edits.encode()).hexdigest()
+
+
+def apply_edits(source_root: Path, edits: tuple[Edit, ...]) -> None:
     """Apply all edits under `source_root` and add `ADDED`, or do nothing.
 
     Raises SourceEditError, listing every edit whose expected text does not occur exactly once.
@@ -283,4 +417,4 @@ def apply_edits(source_root: Path, edits: tuple[Edit, ...] = EDITS) -> None:
     for path, text in edited.items():
         path.write_text(text, "utf-8")
     for name in ADDED:
-        shutil.copy(Path(__file__).with_name(name), source_root / "horovod" / "common" / name)
+        shutil.copy(NATIVE / name, source_root / "horovod" / "common" / name)

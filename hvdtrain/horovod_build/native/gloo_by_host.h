@@ -1,5 +1,4 @@
-// Sums over Gloo, first within each host, then over the hosts. `launch/setup` adds this file to
-// Horovod's source.
+// Sums over Gloo, first within each host, then over the hosts. Added to Horovod's source.
 //
 // With H hosts of L ranks, a ring over all N = H L ranks sends 2 (N - 1) / N of a message over the
 // network link of each host, in 2 (N - 1) turns. Here it is 2 (H - 1) / H, in 2 (H - 1) turns: rank l

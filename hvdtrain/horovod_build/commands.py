@@ -1,0 +1,77 @@
+"""Commands that are run to their end, with a message that says why one failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hvdtrain.errors import PreflightError
+
+SHOWN_LINES = 15
+
+
+def run(
+    command: list[str],
+    what: str,
+    environment: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> str:
+    """Return the standard output of a command. Raises PreflightError, with the last lines, when it
+    fails or exceeds `timeout_s`. `what`: the action, for the message.
+    """
+    with started(command, what, environment) as running:
+        return running.finish(timeout_s)
+
+
+@contextmanager
+def started(
+    command: list[str], what: str, environment: dict[str, str] | None = None
+) -> Iterator[Running]:
+    """Start a command, to be finished within the block; it is killed if the block raises."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise PreflightError(f"could not {what}: {command[0]}: {error.strerror}") from error
+    try:
+        yield Running(process, what)
+    finally:
+        end(process)
+
+
+class Running:
+    """A command that was started."""
+
+    def __init__(self, process: subprocess.Popen[str], what: str) -> None:
+        self._process, self._what = process, what
+
+    def finish(self, timeout_s: float | None = None) -> str:
+        """Wait for the end; return the standard output. Raises PreflightError, as `run` does."""
+        try:
+            output, errors = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise PreflightError(
+                f"could not {self._what}: timed out after {timeout_s:g} s"
+            ) from error
+        if code := self._process.returncode:
+            tail = "\n".join((output + errors).strip().splitlines()[-SHOWN_LINES:])
+            raise PreflightError(f"could not {self._what} (exit code {code}):\n{tail}")
+        return str(output)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process and its children, which have a session of their own, unless it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

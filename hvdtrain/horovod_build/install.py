@@ -1,0 +1,127 @@
+"""The installation of Horovod: choose what to build with, build or take it, install, check."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import PreflightError
+from hvdtrain.horovod_build.build import Build
+from hvdtrain.horovod_build.commands import run
+from hvdtrain.horovod_build.cuda import Cuda, find_cuda, has_gpu
+from hvdtrain.horovod_build.edits import HOROVOD_VERSION
+from hvdtrain.horovod_build.environment import NEWEST_TORCH, Environment, Torch
+from hvdtrain.horovod_build.mpi import INSTALL_HINT, Mpi, find_mpi
+from hvdtrain.horovod_build.requirements import (
+    build_requirements,
+    explain_missing,
+    missing_requirements,
+)
+from hvdtrain.horovod_build.wheel import cached_wheel, obtain_wheel, wheel_inputs
+
+ALL_REDUCE_TIMEOUT_S = 120
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What Horovod is built for and with."""
+
+    environment: Environment
+    torch: Torch
+    mpi: Mpi | None
+    cuda: Cuda | None
+
+    @property
+    def text(self) -> str:
+        device = f"GPUs (CUDA {self.cuda.version}, NCCL {self.cuda.nccl})" if self.cuda else "CPUs"
+        mpi = f"Open MPI {self.mpi.version}" if self.mpi else "no MPI"
+        return f"Horovod {HOROVOD_VERSION} for torch {self.torch.version}, {device}, Gloo, {mpi}"
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        return ("gloo", "mpi") if self.mpi else ("gloo",)
+
+
+def choose(
+    environment: Environment, say: Say, *, cuda: bool | None = None, with_mpi: bool = True
+) -> Choice:
+    """Return what to build for this machine and environment.
+
+    `cuda`: True demands it, also without a GPU; None: where torch has it and the machine a GPU.
+    `with_mpi`: False leaves MPI out where there is one. Raises PreflightError.
+    """
+    torch = environment.require_torch()
+    mpi = find_mpi(environment) if with_mpi else None
+    choice = Choice(environment, torch, mpi, find_cuda(environment, torch, cuda))
+    if torch.release > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        say(f"torch {torch.version} is newer than {newest}, the newest that was tried: trying it")
+    if with_mpi and mpi is None:
+        say(
+            "no Open MPI 4 here: Horovod gets Gloo alone. For Open MPI too, which is faster on one "
+            f"host: {INSTALL_HINT}, and run this again"
+        )
+    if cuda is None and torch.cuda is None and has_gpu():
+        say(
+            f"this machine has a GPU, but torch {torch.version} is a build for CPUs: so is this "
+            "Horovod. For the GPU install a CUDA build of torch, and run this again"
+        )
+    return choice
+
+
+def obtain(choice: Choice, say: Say) -> Path:
+    """Return the wheel of a choice, from the cache or built now. Raises PreflightError."""
+    inputs = wheel_inputs(choice.environment, choice.torch, choice.mpi, choice.cuda)
+    if found := cached_wheel(inputs):
+        say(f"{choice.text}: the wheel is in the cache")
+        return found
+    requirements = build_requirements(choice.environment.python_header)
+    if missing := missing_requirements(requirements):
+        raise PreflightError(explain_missing(missing))
+    say(f"building {choice.text}: a few minutes, once")
+    started = time.monotonic()
+    build = Build(choice.environment, choice.torch, choice.mpi, choice.cuda, say)
+    wheel = obtain_wheel(inputs, build.run, say)
+    say(f"built in {time.monotonic() - started:.0f} s; kept as {wheel}")
+    return wheel
+
+
+def install(choice: Choice, wheel: Path, say: Say) -> None:
+    """Install the wheel in place of any other Horovod; check it on two processes."""
+    choice.environment.reinstall(wheel)
+    check(choice, say)
+
+
+def write_wheel(wheel: Path, folder: Path) -> Path:
+    """Copy the wheel into `folder`, for other hosts and images. Raises PreflightError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, folder))
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def check(choice: Choice, say: Say) -> None:
+    """Run an all-reduce over two processes with each controller of the installed Horovod.
+
+    Raises PreflightError when one fails, or Horovod lacks a part that was to be built.
+    """
+    scripts = choice.environment.scripts
+    variables = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    horovodrun = str(scripts / "horovodrun")
+    built = run([horovodrun, "--check-build"], "run horovodrun --check-build", variables)
+    parts = ["PyTorch", "Gloo", *["MPI"] * bool(choice.mpi), *["NCCL"] * bool(choice.cuda)]
+    if absent := [part for part in parts if f"[X] {part}" not in built]:
+        raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{built}")
+    for controller in choice.controllers:
+        command = [horovodrun, "-np", "2", f"--{controller}", str(choice.environment.python)]
+        command += ["-m", "hvdtrain.exchange.horovod"]
+        what = f"all-reduce over 2 processes with {controller}"
+        run(command, what, variables, timeout_s=ALL_REDUCE_TIMEOUT_S)
+    say(f"passed: all-reduce over 2 processes with {' and '.join(choice.controllers)}")
