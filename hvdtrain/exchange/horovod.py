@@ -375,7 +375,8 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
 def prove() -> None:
     """Collective: exit with code 1 unless an all-reduce gives its known result.
 
-    `hvdtrain install-horovod` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each controller.
+    `hvdtrain install-horovod` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each
+    controller.
     """
     exchange = HorovodExchange()
     ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64)
