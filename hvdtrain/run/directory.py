@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -229,6 +228,8 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
 
 def _is_live(run: Path) -> bool:
     """Return whether a job holds the lock, or the lock cannot be examined."""
+    import fcntl  # not on Windows, where `--help` imports this module
+
     try:
         with open_to_read(run / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -255,6 +256,8 @@ def _keeps_anything(run: Path) -> bool:
 
 def _take(lock: IO[str], wait_s: float) -> None:
     """Take the lock. Raises BlockingIOError if a live job holds it for longer than `wait_s`."""
+    import fcntl
+
     deadline = time.monotonic() + wait_s
     while True:
         try:
