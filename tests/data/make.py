@@ -45,7 +45,7 @@ def main() -> None:
         target.mkdir()
         for name in KEPT:
             shutil.copy(run / name, target)
-        shutil.copytree(run / KEPT_FOLDER, target / KEPT_FOLDER)
+        shutil.copytree(run / KEPT_FOLDER, target / KEPT_FOLDER, copy_function=shutil.copyfile)
         (target / ARITHMETIC).write_text(arithmetic() + "\n")
 
 
