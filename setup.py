@@ -8,11 +8,17 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "hvdtrain/__init__.py").read_text())
 
+# A package index shows the README without the files that it links to: links become plain text, and
+# pictures go, with their captions.
+README = (HERE / "README.md").read_text("utf-8")
+DESCRIPTION = re.sub(r"^!\[.*\n(\*.*\n)?", "", README, flags=re.MULTILINE)
+DESCRIPTION = re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]+\)", r"\1", DESCRIPTION)
+
 setup(
     name="hvdtrain",
     version=VERSION,
     description="Data-parallel PyTorch training on Horovod, with gradients that are proven",
-    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["hvdtrain", "hvdtrain.*"]),
@@ -57,6 +63,7 @@ setup(
         "peft": ["peft>=0.19,<1", "transformers>=5,<6"],
         "test": [
             "alembic>=1.10,<2",
+            "build>=1.2,<2",
             "datasets>=5,<6",
             "hypothesis>=6.100,<7",
             "litdata>=0.2.76,<0.3",
@@ -70,6 +77,7 @@ setup(
             "sqlalchemy>=2,<3",
             "types-PyYAML>=6,<7",
             "types-tqdm>=4.66,<5",
+            "twine>=5,<8",
             "wandb>=0.22,<1",
         ],
     },

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hvdtrain.tasks import Sums as Sums
     from hvdtrain.tasks import Task as Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "hvdtrain.api": ("clip_grad_norm_", "distribute", "init"),

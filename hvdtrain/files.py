@@ -17,33 +17,32 @@ from typing import IO, Any
 
 from hvdtrain.errors import UsageError
 
-PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
     """Open an existing or new text file to append. Raises OSError unless it is a regular file."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | PLAIN, 0o666)
+        descriptor = _open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         reason = f"{path.name} is a symbolic link, which is not followed; remove it"
         raise OSError(errno.ELOOP, reason, str(path)) from error
-    _check_plain(descriptor, path)
     return os.fdopen(descriptor, "a", encoding="utf-8", errors=errors, newline=newline)
 
 
 def open_to_read(path: Path) -> IO[str]:
     """Open a text file for reading. Raises OSError unless it is a regular file and not a link."""
-    descriptor = os.open(path, os.O_RDONLY | PLAIN)
-    _check_plain(descriptor, path)
-    return os.fdopen(descriptor, encoding="utf-8", errors="replace")
+    return os.fdopen(_open_plain(path, os.O_RDONLY), encoding="utf-8", errors="replace")
 
 
-def _check_plain(descriptor: int, path: Path) -> None:
+def _open_plain(path: Path, flags: int) -> int:
+    """Return the descriptor of a regular file. Raises OSError for any other, and for a link."""
+    kept = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | kept, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} is not a regular file; remove it", str(path))
+    return descriptor
 
 
 def write_new(path: Path, content: str | bytes) -> None:

@@ -2,17 +2,20 @@
 
 A command's module has HELP, DESCRIPTION, `add_flags(parser)` and `run(arguments, problems,
 topology)`, which returns the exit code. `run` raises `problems`, those of unrecognised arguments,
-together with its own. It imports nothing slow before `run`, as `--help` imports every module.
+together with its own. It imports nothing slow before `run`, as `--help` imports every module, and
+nothing that only Linux has: `--help` and `--version` answer on any system.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 from argparse import HelpFormatter, RawDescriptionHelpFormatter
 from importlib import import_module
 
 from hvdtrain import __version__
 from hvdtrain.cli.flags import Parser
+from hvdtrain.errors import PreflightError
 from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
@@ -21,6 +24,9 @@ COMMANDS = (  # in the order of `hvdtrain --help`
     *("plan", "evaluate", "predict", "replay", "diff", "doctor", "report"),
     "install-horovod",
 )
+# Those that need nothing of Linux: they read what was trained, on one device.
+ANYWHERE = ("export", "evaluate", "predict", "diff", "report")
+SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}  # by sys.platform
 
 
 def main() -> int:
@@ -29,11 +35,22 @@ def main() -> int:
     try:
         topology = Topology.from_environment()
         arguments, unknown = make_parser().parse_known_args()
+        refuse_elsewhere(arguments.subcommand, sys.platform)
         return int(arguments.run(vars(arguments), arguments.explain(unknown), topology))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
         return report_failure(error, topology)
+
+
+def refuse_elsewhere(command: str, platform: str) -> None:
+    """Raise PreflightError for a command that needs Linux on another system, by `sys.platform`."""
+    if platform == "linux" or command in ANYWHERE:
+        return
+    raise PreflightError(
+        f"hvdtrain {command} needs Linux, and this is {SYSTEMS.get(platform, platform)}: run it on "
+        f"a Linux machine, in WSL2 or in a Linux container. Here only {', '.join(ANYWHERE)} run"
+    )
 
 
 def make_parser() -> Parser:
@@ -58,5 +75,5 @@ def make_parser() -> Parser:
             allow_abbrev=False,
         )
         command.add_flags(own)
-        own.set_defaults(run=command.run, explain=own.explain)
+        own.set_defaults(subcommand=name, run=command.run, explain=own.explain)
     return parser

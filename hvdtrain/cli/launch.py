@@ -36,7 +36,7 @@ from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
-from hvdtrain.launcher.verdict import STOPPED, JobOutcome
+from hvdtrain.launcher.verdict import JobOutcome, is_of_stop
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, counted, moment, say
 from hvdtrain.run.directory import CONFIG, RunDirectory, free_folder, numbering
@@ -348,7 +348,7 @@ def _leave_summary(
         if own and not str(held.get("error")).startswith(PeerFailure.__name__):
             return
         with closing(RunDirectory(folder, reopen=True)) as directory:
-            status = "stopped" if outcome.exit_code in STOPPED else "failed"
+            status = "stopped" if is_of_stop(outcome.exit_code) else "failed"
             found = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
             found |= {"ended": moment()} | ({} if own else {"started": moment(started_s)})
             directory.write_summary({"world_size": launch.plan.workers} | held | found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import fcntl
 import ipaddress
 import re
 import socket
@@ -17,6 +16,8 @@ _MOST_BYTES = 1024 * _RECORD.size
 
 def interfaces() -> list[tuple[str, str]]:
     """Return (interface, IPv4 address) pairs in the system's order; raise OSError on failure."""
+    import fcntl  # not on Windows, where `--help` imports this module
+
     buffer = array.array("B", bytes(_MOST_BYTES))
     request = struct.pack("iL", _MOST_BYTES, buffer.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -17,7 +17,6 @@ from hvdtrain.slurm import in_job
 # A batch system may signal every process of a job, and the batch script pass its signal on too:
 # signals this close to the first one count as one.
 TOGETHER_S = 1.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _IGNORE_SIGTERM = """\
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -107,7 +106,7 @@ class StopRequests:
         self.numbers: list[int] = []
         self._workers_run = False
         self._first_s = 0.0
-        for number in SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._handle)
 

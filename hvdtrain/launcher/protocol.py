@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import json
 import os
-import pwd
 import secrets
 import socket
 import tempfile
@@ -155,6 +154,8 @@ def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
     There are several, since workers get the launcher's HOME and XDG_CACHE_HOME, which may not be
     valid on this host. The host's name separates hosts that share a home directory.
     """
+    import pwd  # not on Windows, where `--help` imports this module
+
     home = pwd.getpwuid(os.getuid()).pw_dir
     cache = Path(environment.get("XDG_CACHE_HOME", ""))
     caches = [cache] if cache.is_absolute() else []

@@ -8,7 +8,6 @@ unknown host is refused). The generated configuration maps aliases to users and 
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import shlex
 import shutil
@@ -139,6 +138,8 @@ def is_local(host: Host) -> bool:
 
 
 def _is_own_user(host: Host) -> bool:
+    import pwd  # not on Windows, where `--help` imports this module
+
     return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
 
 

@@ -16,7 +16,6 @@ from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
 OTHERS_SHOWN = 8  # further ranks in a message
 LINES_SHOWN = 12
 FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
-STOPPED = tuple(128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 _SSH_LOST = re.compile(r"Process (\d+) exit with status code 255\b")
 _HINTS = {
     "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
@@ -83,11 +82,16 @@ def judge(seen: Evidence) -> JobOutcome:
         return outcome(EXIT_FAILED, _explain_horovodrun(seen), True)
     code = first.exit_code or EXIT_FAILED
     code = code if code > 0 else 128 - code
-    if first.speaks and first.exit_code in STOPPED:
+    if first.speaks and is_of_stop(first.exit_code):
         name = signal.Signals(code - 128).name
         return outcome(code, f"stopped by {name} to a worker: every worker has ended")
     text, wrong = _explain_failure(seen, first), first.wrong_rank
     return outcome(code, text, code not in FINAL or wrong is not None, wrong_rank=wrong)
+
+
+def is_of_stop(exit_code: int | None) -> bool:
+    """Return whether an exit code is that of a worker which a signal has stopped."""
+    return exit_code in {128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:

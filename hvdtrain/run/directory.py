@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import json_ready, open_kept, open_to_read, write_new
+from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
 
 LOCK = ".lock"
@@ -75,11 +75,11 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the summary of the run."""
-        self._write(SUMMARY, json.dumps(json_ready(summary), indent=2) + "\n")
+        self._write(SUMMARY, json.dumps(stamped(SUMMARY, json_ready(summary)), indent=2) + "\n")
 
     def write_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Write the newest evaluation in full, replacing the previous one."""
-        self._write(EVALUATION, json.dumps(json_ready(evaluation)) + "\n")
+        self._write(EVALUATION, json.dumps(stamped(EVALUATION, json_ready(evaluation))) + "\n")
 
     def append(self, name: str, record: dict[str, Any]) -> None:
         """Add one JSON object, on a line of its own, to a `.jsonl` file."""
@@ -87,7 +87,7 @@ class RunDirectory:
             stream = self._streams.get(name)
             if stream is None:
                 stream = self._streams[name] = open_kept(self.path / name)
-            stream.write(json.dumps(json_ready(record)) + "\n")
+            stream.write(json.dumps(stamped(name, json_ready(record))) + "\n")
             stream.flush()
 
     def sync(self, name: str) -> None:
@@ -95,6 +95,13 @@ class RunDirectory:
         with self._naming_failures():
             if stream := self._streams.get(name):
                 os.fsync(stream.fileno())
+
+    def refuse_newer(self) -> None:
+        """Raise UsageError if a newer version of hvdtrain has written any of the records."""
+        for path in self.path.glob("*.jsonl"):
+            for number, line in enumerate(_lines(path) if path.name in FORMATS else (), start=1):
+                with suppress(ValueError):  # a line that is cut is no record
+                    refuse_newer(path, json.loads(line), number)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
@@ -229,6 +236,8 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
 
 def _is_live(run: Path) -> bool:
     """Return whether a job holds the lock, or the lock cannot be examined."""
+    import fcntl  # not on Windows, where `--help` imports this module
+
     try:
         with open_to_read(run / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -255,6 +264,8 @@ def _keeps_anything(run: Path) -> bool:
 
 def _take(lock: IO[str], wait_s: float) -> None:
     """Take the lock. Raises BlockingIOError if a live job holds it for longer than `wait_s`."""
+    import fcntl
+
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -17,9 +17,10 @@ from hvdtrain.config.options import Option, as_flat_dict, train_options
 from hvdtrain.data.splits import difference
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
+from hvdtrain.formats import refuse_newer
 from hvdtrain.log import say
 from hvdtrain.pulse import RESTART
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.directory import SUMMARY, RunDirectory
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
 from hvdtrain.train.base import refuse_another_base, saved_base
@@ -173,6 +174,7 @@ def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
         raise UsageError(f"--resume: {path} cannot be read: {error}") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("global_batch_size"), int):
         raise UsageError(f"--resume: {path} is not the configuration of a run")
+    directory.refuse_newer()
     _refuse_another_experiment(config, stored, directory.path)
     batch_size: int = stored["global_batch_size"]
     if finished := _finished_summary(config, stored, directory.path):
@@ -235,7 +237,8 @@ def _finished_summary(
     config: TrainConfig, stored: dict[str, Any], path: Path
 ) -> dict[str, Any] | None:
     try:
-        summary = json.loads((path / "summary.json").read_text("utf-8"))
+        summary = json.loads((path / SUMMARY).read_text("utf-8"))
+        refuse_newer(path / SUMMARY, summary)
     except (OSError, ValueError):
         return None
     wanted = as_flat_dict(config)

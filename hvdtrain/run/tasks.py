@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -248,7 +249,8 @@ def _of_host(path: str, host: int, config: TrainConfig) -> str:
 
 def _classification(config: TrainConfig, settings: Settings, workers_here: int) -> Task:
     chosen = config.data
-    cores = len(os.sched_getaffinity(0))
+    # Elsewhere only evaluate and predict run, and the process itself reads.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     readers = min(cores // workers_here, MOST_READERS) if chosen.workers is None else chosen.workers
     options = ReadOptions(
         image_size=chosen.image_size or IMAGE_SIZES.get(settings.model),

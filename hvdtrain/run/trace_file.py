@@ -21,6 +21,7 @@ from hvdtrain.audit.trace import Setting, TraceRecord
 from hvdtrain.config.options import train_options
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
+from hvdtrain.formats import FIELD, refuse_newer, stamped
 from hvdtrain.log import counted, say
 from hvdtrain.ring.orders import KnownOrder, order_named
 from hvdtrain.run.directory import CONFIG, SUMMARY, TRACE, RunDirectory
@@ -51,7 +52,8 @@ class TraceFile:
 
     def append(self, record: TraceRecord) -> None:
         """Add a record to the chain."""
-        chained = json_ready(asdict(record) | {"previous": self.head["sha256"]})
+        linked = json_ready(asdict(record) | {"previous": self.head["sha256"]})
+        chained = stamped(TRACE, linked)
         self._directory.append(TRACE, chained)
         records = self.head["records"] + 1
         self.head = {"step": record.step, "records": records, "sha256": digest_of(chained)}
@@ -89,6 +91,7 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            refuse_newer(path, record, number)
             before = _as_record(record, before).step
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UsageError(
@@ -218,7 +221,7 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     """
     if not isinstance(values, dict) or not isinstance(values["previous"], str):
         raise TypeError("not an object with the SHA-256 of the previous record")
-    own = {name: value for name, value in values.items() if name != "previous"}
+    own = {name: value for name, value in values.items() if name not in ("previous", FIELD)}
     record = TraceRecord(**own | {"setting": Setting(**own["setting"])})
     setting = record.setting
     whole = (record.step, setting.total_steps, setting.threads, setting.since, setting.bucket_bytes)
@@ -253,6 +256,8 @@ def _read(path: Path, needed: bool = True) -> dict[str, Any]:
     """Return the content of a YAML or JSON file. Raises UsageError."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
+        if path.name == SUMMARY:
+            refuse_newer(path, content)
     except FileNotFoundError as error:
         if not needed:
             return {}

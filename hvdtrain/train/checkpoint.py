@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
 from hvdtrain.files import write_new
+from hvdtrain.formats import refuse_newer, stamped
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
@@ -193,15 +194,19 @@ def load_weights(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the verified manifest of a checkpoint. Raises DamagedCheckpoint."""
+    """Return the verified manifest of a checkpoint. Raises DamagedCheckpoint, and UsageError for a
+    newer format: its own digest is made alike in all formats.
+    """
     place = path / MANIFEST_FILE
     try:
         manifest: dict[str, Any] = json.loads(place.read_text("utf-8"))
-        digest = manifest.pop("manifest_sha256")
+        is_whole = manifest.pop("manifest_sha256") == _digest_of(manifest)
+        if is_whole:
+            refuse_newer(place, manifest)
         manifest["files"][MODEL_FILE], manifest["files"][STATE_FILE]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
-    if digest != _digest_of(manifest):
+    if not is_whole:
         raise DamagedCheckpoint(f"{place} is not what was written")
     return manifest
 
@@ -213,12 +218,13 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     save_file(snapshot.weights, partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
-    manifest: dict[str, Any] = {
+    content = {
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
         "takeaway": dict(takeaway),
         "files": {name: _describe(partial / name) for name in (MODEL_FILE, STATE_FILE)},
     }
+    manifest = stamped(MANIFEST_FILE, content)
     manifest["manifest_sha256"] = _digest_of(manifest)
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):

@@ -63,10 +63,10 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
     try:
         save_file(weights, partial, metadata={"format": "pt"})
         content = hashlib.sha256()
-        with partial.open("rb") as stream:
+        with partial.open("r+b") as stream:
             while block := stream.read(1 << 20):
                 content.update(block)
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # on Windows only of a file that is open to write
         umask = os.umask(0)  # it can only be read by setting it
         os.umask(umask)
         partial.chmod(0o666 & ~umask)  # safetensors creates files readable only by their owner

@@ -211,14 +211,15 @@ def test_config_summary_and_records(tmp_path: Path) -> None:
     text = (directory.path / "config.yaml").read_text()
     assert yaml.safe_load(text) == config and text.index("z:") < text.index("a:")
     bad = {"loss": math.nan, "deep": {"list": [1.5, math.inf, (-math.inf, "NaN")]}}
-    null = {"loss": None, "deep": {"list": [1.5, None, [None, "NaN"]]}}
+    null = {"format": 1, "loss": None, "deep": {"list": [1.5, None, [None, "NaN"]]}}
     directory.write_summary({"status": "failed"})
     directory.write_summary(bad)
     assert json.loads((directory.path / "summary.json").read_text()) == null
     directory.append("metrics.jsonl", {"step": 1, "text": "two\nlines"})
     directory.append("metrics.jsonl", bad)
     lines = (directory.path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": 1, "text": "two\nlines"}, null]
+    first = {"format": 1, "step": 1, "text": "two\nlines"}
+    assert [json.loads(line) for line in lines] == [first, null]
     directory.close()
     left = {"config.yaml", "summary.json", "metrics.jsonl", ".lock"}
     assert {path.name for path in directory.path.iterdir()} == left

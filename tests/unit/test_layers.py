@@ -39,6 +39,7 @@ LAYERS = {
     "hvdtrain.config": 1,
     "hvdtrain.errors": 0,
     "hvdtrain.files": 0,
+    "hvdtrain.formats": 0,
     "hvdtrain.listener": 0,
     "hvdtrain.log": 0,
     "hvdtrain.plugins": 0,

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hvdtrain.errors import UsageError
+from hvdtrain.formats import refuse_newer
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -130,6 +131,8 @@ def _read_mapping(path: Path, notes: list[str]) -> Record:
     text = path.read_text("utf-8", errors="replace")
     try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.name != CONFIG:
+            refuse_newer(path, value)
     except (ValueError, RecursionError, yaml.YAMLError):
         value = None
     if isinstance(value, dict):
@@ -143,7 +146,7 @@ def _read_records(path: Path, notes: list[str]) -> list[Record]:
     if not path.exists():
         return []
     lines = path.read_text("utf-8", errors="replace").splitlines()
-    records = [_parse_record(line) for line in lines]
+    records = [_parse_record(path, i, line) for i, line in enumerate(lines, start=1)]
     bad = [i for i, record in enumerate(records, start=1) if record is None]
     if bad == [len(lines)]:
         notes.append(f"{path.name}:{bad[0]}: the last line was cut short, and was left out")
@@ -153,10 +156,13 @@ def _read_records(path: Path, notes: list[str]) -> list[Record]:
     return [record for record in records if record is not None]
 
 
-def _parse_record(line: str) -> Record | None:
-    """Return the object of a line; None where it is truncated or has no step."""
+def _parse_record(path: Path, place: int, line: str) -> Record | None:
+    """Return the object of a line; None where it is truncated or has no step. Raises UsageError for
+    a newer format.
+    """
     try:
         record = json.loads(line)
+        refuse_newer(path, record, place)
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(record, dict) and not math.isnan(number(record, "step"))

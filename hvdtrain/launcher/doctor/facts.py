@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import pwd
 import re
 import shutil
 import socket
@@ -20,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from resource import RLIM_INFINITY, RLIMIT_MEMLOCK, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit
 from typing import Any
 
 from hvdtrain import __version__
@@ -119,6 +117,8 @@ def source_hash(folder: Path) -> str:
 
 def user() -> dict[str, Any]:
     """Return name, uid and home folder of the user that runs the probe."""
+    import pwd  # not on Windows, where `--help` imports this module
+
     entry = pwd.getpwuid(os.getuid())
     return {"name": entry.pw_name, "uid": entry.pw_uid, "home": entry.pw_dir}
 
@@ -297,6 +297,8 @@ def space(folder: Path) -> dict[str, Any]:
 
 def limits() -> dict[str, int | None]:
     """Return the soft limits of this process; None: unlimited."""
+    from resource import RLIM_INFINITY, RLIMIT_MEMLOCK, RLIMIT_NOFILE, RLIMIT_NPROC, getrlimit
+
     ids = {"open_files": RLIMIT_NOFILE, "locked_memory": RLIMIT_MEMLOCK, "processes": RLIMIT_NPROC}
     softs = {name: getrlimit(number)[0] for name, number in ids.items()}
     return {name: None if soft == RLIM_INFINITY else soft for name, soft in softs.items()}

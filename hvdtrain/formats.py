@@ -1,0 +1,45 @@
+"""Versions of the formats of a run's files: one number for each kind of file.
+
+A reader refuses a newer format than its own, by name, and reads all before it. A file without a
+number has format 0, that of hvdtrain 0.1.0. The number grows when an earlier reader would
+misunderstand the file, not whenever a value is added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+FIELD = "format"
+FORMATS = {  # what this version writes, by the file's name
+    "manifest.json": 1,  # with the other files of its checkpoint
+    "trace.jsonl": 1,  # each record: those of an earlier start of the run stay as they are
+    "metrics.jsonl": 1,
+    "audit.jsonl": 1,
+    "summary.json": 1,
+    "evaluation.json": 1,
+}
+
+
+def stamped(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file, or of a line of one, with the number of its format in front."""
+    return {FIELD: FORMATS[name], **content}
+
+
+def refuse_newer(path: Path, content: Any, line: int | None = None) -> None:
+    """Raise UsageError if a file, or a line of it, is of a newer format than this version reads.
+
+    Raises ValueError if the number is none. What is not an object is left to the reader.
+    """
+    found = content.get(FIELD, 0) if isinstance(content, dict) else 0
+    if type(found) is not int or found < 0:
+        raise ValueError(f"{FIELD} {found!r} is not a version")
+    if found > FORMATS[path.name]:
+        place = path if line is None else f"{path}:{line}"
+        raise UsageError(
+            f"{place}: was written by a newer hvdtrain (format {found}; this one reads up to "
+            f"{FORMATS[path.name]}): upgrade hvdtrain"
+        )
