@@ -119,6 +119,33 @@ def test_the_wheel_holds_the_package_alone(dist: Path, wheel: Path) -> None:
     assert needed | {"README.md", "LICENSE", "setup.py", "pyproject.toml"} <= sources
 
 
+@pytest.mark.parametrize(("installer", "version"), [("pip", "2.6.0"), ("uv", "2.14.0")])
+def test_the_torch_that_is_there_stays(
+    installer: str, version: str, wheel: Path, tmp_path: Path
+) -> None:
+    """Fails when installing the wheel would replace an older or a newer torch, or bring a
+    torchvision, which is for one torch; or would install nothing at all.
+    """
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    torch = packages / f"torch-{version}.dist-info"
+    torch.mkdir()
+    text = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    for name, content in {"METADATA": text, "INSTALLER": "pip\n", "RECORD": ""}.items():
+        (torch / name).write_text(content)
+    commands = {
+        "pip": ["pip", "--python", str(python), "install", "--dry-run"],
+        "uv": ["uv", "pip", "install", "--dry-run", "--python", str(python)],
+    }
+    command = [sys.executable, "-m", *commands[installer], str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    installed = done.stdout.rpartition("Would install")[2] if installer == "pip" else done.stderr
+    assert re.search(rf"\bhvdtrain(-|==){hvdtrain.__version__}", installed), installed
+    assert not re.search(r"\btorch(vision)?(-|==)\d", installed), installed
+
+
 def test_the_wheel_trains_outside_the_checkout(environment: Path, tmp_path: Path) -> None:
     """Fails when the package needs the checkout, or the two ways to start workers end with other
     parameters.
