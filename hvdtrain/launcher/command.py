@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,11 @@ HOST_NAMES = frozenset(
     + ("XDG_RUNTIME_DIR", "_")
 )
 HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
+# Variables that select some of a host's GPUs, by numbers or UUIDs that are others on another host.
+GPU_SELECTION = frozenset(
+    ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES")
+    + ("NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+)
 # Rank 0's address, set by the launcher once hosts are selected.
 MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 
@@ -171,7 +177,8 @@ def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[s
     """Return the user's, this host's and horovodrun's variables, plus RANK, MASTER_ADDR and so on.
 
     `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. The host's
-    cores are divided among its workers, unless the user sets OMP_NUM_THREADS.
+    cores are divided among its workers, unless the user sets OMP_NUM_THREADS. The user's selection
+    of GPUs applies to the host where launch was called; other hosts have their own.
     """
     place = Topology.from_environment(environment)
     local_size = environment.get("HOROVOD_LOCAL_SIZE")
@@ -183,10 +190,11 @@ def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[s
         for name, value in environment.items()
         if name in HOST_NAMES or name.startswith((*HOST_PREFIXES, *HOROVODRUN_PREFIXES))
     }
+    of_other_hosts = GPU_SELECTION if orders.hostname != socket.gethostname() else frozenset()
     of_user = {
         name: value
         for name, value in orders.environment.items()
-        if name not in HOST_NAMES and not name.startswith(HOST_PREFIXES)
+        if name not in HOST_NAMES | of_other_hosts and not name.startswith(HOST_PREFIXES)
     }
     of_job = {
         "RANK": str(place.rank),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -174,6 +175,7 @@ class LaunchJob:
             token=token,
             command=self._plan.restarted if start else self._plan.command,
             folder=str(Path.cwd()),
+            hostname=socket.gethostname(),
             environment={
                 **os.environ,
                 **path,

@@ -222,7 +222,8 @@ class Orders:
     token: str  # shared by the launcher and the agents
     command: list[str]  # of each worker
     folder: str  # working directory of the workers
-    environment: dict[str, str]  # the user's, where launch was called
+    hostname: str  # of the machine where launch was called
+    environment: dict[str, str]  # the user's, there
 
     @property
     def ring_token(self) -> str:

@@ -33,13 +33,14 @@ class Job:
         self.cache = cache
         self.workers = workers
         self.folder = cache
+        self.hostname = socket.gethostname()  # of the machine where launch was called
         self.agents: list[subprocess.Popen[bytes]] = []
         self.heard: list[tuple[int, Message]] = []
         self.lost: list[int] = []
 
     def order(self, command: Sequence[str], **environment: str) -> Path:
         """Leave the orders where agents look for them; returns the file."""
-        orders = Orders(TOKEN, list(command), str(self.folder), environment)
+        orders = Orders(TOKEN, list(command), str(self.folder), self.hostname, environment)
         content = {
             "channel": ["127.0.0.1", self.channel.port],
             "job": JOB,

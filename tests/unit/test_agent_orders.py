@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.agent import CANNOT_START
+from hvdtrain.launcher.command import GPU_SELECTION
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from tests.unit.agents import JOB, LIMIT_S, TOKEN, Job, hostname, parse_environment
@@ -96,6 +97,34 @@ def test_whose_variables_win(job: Job) -> None:
     assert found["HOROVOD_RANK"] == found["RANK"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("launched_here", "of_host", "expected"),
+    [
+        (True, {}, {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}),
+        (False, {}, {}),
+        (False, {"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "5"}),
+    ],
+)
+def test_whose_selection_of_gpus_counts(
+    job: Job,
+    launched_here: bool,
+    of_host: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails when GPUs selected where `launch` was called hide those of another host, replace its own
+    selection, or are lost for the workers of the launching host itself.
+    """
+    for name in GPU_SELECTION:
+        monkeypatch.delenv(name, raising=False)
+    if not launched_here:
+        job.hostname = f"not-{hostname()}"
+    job.order([sys.executable, "-c", SHOW], CUDA_VISIBLE_DEVICES="2,3", HIP_VISIBLE_DEVICES="1")
+    job.start(**of_host)
+    found = environment_of(job)
+    assert {name: it for name, it in found.items() if name in GPU_SELECTION} == expected
+
+
 def test_secrets_are_in_the_file_alone(job: Job) -> None:
     """Fails when the job's token or the user's secrets show on a command line or in the agent's own
     environment, which its user's other programs may print; or when others may read the file.
@@ -114,7 +143,7 @@ def test_secrets_are_in_the_file_alone(job: Job) -> None:
     assert secret.encode() not in shown and TOKEN.encode() not in shown
     own = Path(f"/proc/{worker}/environ").read_bytes()
     assert secret.encode() in own and TOKEN.encode() not in own
-    ring = Orders(TOKEN, [], "", {}).ring_token.encode()
+    ring = Orders(TOKEN, [], "", "", {}).ring_token.encode()
     assert b"%s=%s\0" % (RING_TOKEN.encode(), ring) in own and ring not in shown
     assert not any(ring in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (agent, worker))
 
