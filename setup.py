@@ -54,6 +54,8 @@ setup(
         # Libraries that hvdtrain does not import: a task makes splits of their data sets.
         "datasets": ["datasets>=5,<6"],
         "shards": ["litdata>=0.2.76,<0.3"],
+        # What the driver reports of GPUs, for `doctor` and for the figures of a running job.
+        "gpu": ["nvidia-ml-py>=12.535,<14"],
         # Of `--log-to`. mlflow-skinny is MLflow without its server; the other two packages are for
         # its local store, a database.
         "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
@@ -69,6 +71,7 @@ setup(
             "litdata>=0.2.76,<0.3",
             "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",
+            "nvidia-ml-py>=12.535,<14",
             "pdoc>=15,<17",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",

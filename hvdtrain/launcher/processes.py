@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,19 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     except OSError:
         return ""
+
+
+def run_child(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Return exit code and output of a short command. Raises subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+        check=False,
+    )
 
 
 def has_ended(pid: int) -> bool:

@@ -112,8 +112,8 @@ def test_whose_selection_of_gpus_counts(
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fails when GPUs selected where `launch` was called hide those of another host, replace its own
-    selection, or are lost for the workers of the launching host itself.
+    """Fails when GPUs selected where `launch` was called hide those of another host, replace its
+    own selection, or are lost for the workers of the launching host itself.
     """
     for name in GPU_SELECTION:
         monkeypatch.delenv(name, raising=False)

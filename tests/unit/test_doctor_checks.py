@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from hvdtrain.launcher.doctor import (
     failed,
     format_findings,
     format_verdict,
+    gpu_checks,
     machine_checks,
 )
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, last_words
@@ -38,17 +38,18 @@ def good(host: str) -> dict[str, Any]:
         "python": "3.11.7",
         "executable": "/env/bin/python",
         "packages": {"torch": "2.13.0", "torchvision": "0.28.0", "horovod": "0.28.1"},
-        "horovod_built_for": "2.13.0",
+        "torch_build": {"version": "2.13.0+cpu", "cuda": None},
+        "horovod_built_for": "2.13.0+cpu",
         "hvdtrain": {"version": "0.1.0", "folder": "/src/hvdtrain", "sha256": "ab"},
         "user": {"name": "carol", "uid": 1000, "home": "/home/carol"},
         "working_directory": {"path": "/work", "usable": True},
         "interfaces": [("lo", "127.0.0.1"), ("eth0", f"10.0.0.{HOSTS.index(host) + 1}")],
         "channel": {"address": "10.0.0.9", "interface": "eth0", "tried": []},
         "mpi": "Open MPI 4.1.8",
-        "gpus": {"list": [], "problem": None},
+        "gpus": {"list": [], "problem": None, "health": False, "selected": None},
         "horovod_loads": {
             "problem": None, "torch": "2.13.0", "cuda": None,
-            "gloo": True, "mpi": True, "nccl": False,
+            "gloo": True, "mpi": True, "nccl": False, "gpu_tensors": False,
         },
         "torchvision_problem": None,
         "cores": {"all": 8, "usable": 8},
@@ -66,10 +67,6 @@ def good(host: str) -> dict[str, Any]:
         },
         "speeds": {},
     }  # fmt: skip
-
-
-GPU = {"name": "H200", "driver": "570.1", "memory_mb": "143771"}
-TWO_GPUS = {"list": [GPU, GPU], "problem": None}
 
 
 def facts_of(change: Callable[[dict[str, Any]], object] = lambda beta: None) -> dict[str, Facts]:
@@ -105,7 +102,7 @@ CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "torchvision": machine_checks.check_torchvision_loads,
     "mpi": lambda facts: machine_checks.check_mpi(facts, needed=False),
     "mpi needed": lambda facts: machine_checks.check_mpi(facts, needed=True),
-    "gpus": lambda facts: machine_checks.check_gpus(facts, SLOTS),
+    "gpus": lambda facts: gpu_checks.check_gpus(facts, SLOTS),
     "cores": lambda facts: machine_checks.check_cores(facts, SLOTS),
     "memory": lambda facts: machine_checks.check_memory(facts, SLOTS),
     "container": lambda facts: machine_checks.check_container(facts, SLOTS),
@@ -138,6 +135,7 @@ BAD = [
         *("warn", "beside torch: RuntimeError: operator", "the same package index"),
     ),
     ("built_for", put("horovod_built_for", "2.12.0"), "warn", "torch 2.12.0, but", "launch/setup"),
+    ("built_for", put("horovod_built_for", "2.13.0+cu130"), "warn", "+cu130, but torch 2", "setup"),
     ("hvdtrain", put("hvdtrain", "version", "0.2.0"), "fail", "0.2.0, but 0.1.0", "same code"),
     ("hvdtrain", put("hvdtrain", "sha256", "cd"), "fail", "not the same code", "same code"),
     ("user", put("user", "name", "dave"), "warn", "logs in as dave", "dave@beta"),
@@ -234,19 +232,14 @@ def test_open_mpi_5_is_refused() -> None:
     assert [(item.status, "fit Open MPI 4" in item.text) for item in found] == [("fail", True)]
 
 
-@pytest.mark.parametrize(
-    ("loads", "slots", "text"),
-    [
-        ({"torch": "2.13.0", "cuda": "12.8", "nccl": True}, 3, "3 slots, but 2 GPUs"),
-        ({"torch": "2.13.0+cpu", "cuda": None, "nccl": False}, 2, "a build without CUDA"),
-        ({"torch": "2.13.0", "cuda": "12.8", "nccl": False}, 2, "without NCCL"),
-    ],
-)
-def test_gpus(loads: dict[str, Any], slots: int, text: str) -> None:
-    """Fails when GPUs that cannot be used, or are too few, go unnoticed."""
-    facts = {"alpha": Facts({"gpus": TWO_GPUS, "horovod_loads": loads})}
-    (found,) = machine_checks.check_gpus(facts, {"alpha": slots})
-    assert (found.status, text in found.text) == ("warn", True)
+def test_a_version_without_its_build_is_no_other_one() -> None:
+    """Fails when the version of torch's package, which lacks the build, is compared with it."""
+    built = {"horovod_built_for": "2.14.1+cu130", "packages": {"torch": "2.14.1"}}
+    build = {"torch_build": {"version": "2.14.1+cu130", "cuda": "13.0"}}
+    assert checks.check_built_for({"alpha": Facts(built | build)}) == []
+    other = {"torch_build": {"version": "2.14.1+cu128", "cuda": "12.8"}}
+    (found,) = checks.check_built_for({"alpha": Facts(built | other)})
+    assert "for torch 2.14.1+cu130, but torch 2.14.1+cu128" in found.text
 
 
 def test_the_host_with_least_is_shown() -> None:
@@ -254,15 +247,6 @@ def test_the_host_with_least_is_shown() -> None:
     facts = facts_of(put("memory", "available", 5 * GIB))
     (found,) = machine_checks.check_memory(facts, SLOTS)
     assert (found.status, found.text) == ("ok", "5.0 GiB or more free")
-
-
-def test_gpu_drivers_that_differ() -> None:
-    """Fails when hosts with different drivers pass."""
-    other = copy.deepcopy(TWO_GPUS)
-    other["list"][0]["driver"] = "535.1"  # type: ignore[index]
-    facts = {"alpha": Facts({"gpus": TWO_GPUS}), "beta": Facts({"gpus": other})}
-    (found,) = machine_checks.check_gpus(facts, SLOTS)
-    assert "alpha 570.1, beta 535.1" in found.text
 
 
 def test_a_user_that_the_hostfile_names_is_meant() -> None:
@@ -425,14 +409,14 @@ class GoodSession:
 
 
 def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when a check of the two modules is never called, or one complains of good hosts."""
+    """Fails when a check of the three modules is never called, or one complains of good hosts."""
 
     @contextmanager
     def sessions_of(hosts: list[Host], ssh: SshSetup) -> Iterator[dict[str, GoodSession]]:
         yield {host.address: GoodSession(host) for host in hosts}
 
     defined, called = set[str](), set[str]()
-    for module in (checks, machine_checks):
+    for module in (checks, gpu_checks, machine_checks):
         for name in [name for name in vars(module) if name.startswith("check_")]:
 
             def noting(*given: Any, name: str, check: Any, **named: Any) -> Any:

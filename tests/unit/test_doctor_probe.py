@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -181,20 +182,30 @@ def test_interfaces_are_those_of_psutil() -> None:
 
 
 def test_programs_that_report_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when the answers of mpirun or nvidia-smi are misread (no GPU here: they are fake)."""
+    """Fails when the answers of mpirun are misread."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(facts.shutil, "which", which_in(tmp_path))
     assert facts.mpi_version() is None
-    assert facts.gpus() == {"list": [], "problem": None}
     put(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    put(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1, 143771'")
     assert facts.mpi_version() == "Open MPI 4.1.4"
-    gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_mb": "143771"}
-    assert facts.gpus()["list"] == [gpu]
     put(tmp_path, "mpirun", "echo 'HYDRA build details:'")
-    put(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     assert facts.mpi_version() == "HYDRA build details:"
-    assert facts.gpus()["problem"] == "Driver/library version mismatch"
+
+
+def test_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when the build (+cu130) or its CUDA is lost, or torch is imported for it."""
+    loaded = str(metadata.version("torch"))
+    found = facts.torch_build()
+    assert found is not None and str(found["version"]).partition("+")[0] == loaded.partition("+")[0]
+    version = "__version__ = '2.14.1+cu130'\ncuda = '13.0'\n"
+    broken = {"torch/__init__.py": "raise ImportError", "torch/version.py": version}
+    write(tmp_path, broken)
+    program = "from hvdtrain.launcher.doctor.facts import torch_build; print(torch_build())"
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | path, capture_output=True, check=True
+    )
+    assert done.stdout == b"{'version': '2.14.1+cu130', 'cuda': '13.0'}\n"
 
 
 def which_in(folder: Path) -> Callable[[str], str | None]:

@@ -47,7 +47,11 @@ LAYERS = {
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,
 }
-LIBRARIES = {"hvdtrain.config.options": {"yaml"}, "hvdtrain.launcher.view": {"rich"}}  # used late
+LIBRARIES = {  # used late
+    "hvdtrain.config.options": {"yaml"},
+    "hvdtrain.launcher.view": {"rich"},
+    "hvdtrain.launcher.doctor.gpu_facts": {"pynvml"},
+}
 VERSION = "hvdtrain.__version__"  # a plain constant
 TORCH_STARTS_AT = 2
 ONLY_IMPORTERS = {"horovod": "hvdtrain.exchange.horovod", "mpi4py": "hvdtrain.ring.transports.mpi"}

@@ -1,10 +1,12 @@
 """Checks of this machine and of every host: named, ok / warn / fail, each with its fix.
 
 probe            runs on each host: gathers facts, listens, connects to the other hosts
-facts            its facts: software, user, paths, cores, memory, limits, disks, GPUs
+facts            its facts: software, user, paths, cores, memory, limits, disks
+gpu_facts        its facts: GPUs, as the driver reports them
 sessions         the launcher's end of a probe; the findings for hosts that do not answer
 checks           facts -> findings: software, users, paths, the network between hosts
-machine_checks   facts -> findings: cores, memory, disks, GPUs, libraries, clocks
+machine_checks   facts -> findings: cores, memory, disks, libraries, clocks
+gpu_checks       facts -> findings: GPUs, beside torch and Horovod
 ring             `hvdtrain verify` over all hosts
 burn_in          `--burn-in`: trainings with a known answer on all cores, and their comparison
 cores            the host's end of it: one training on each core, run by the probe

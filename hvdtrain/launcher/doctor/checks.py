@@ -116,7 +116,8 @@ def check_built_for(facts: ByHost) -> list[Finding]:
     """Check that Horovod was compiled for the installed torch (check_horovod_loads is slower)."""
     findings = []
     for host, built in known(facts, "horovod_built_for"):
-        torch = facts[host].get("packages", {}).get("torch")
+        # Not the version of the package, which may lack the local part that names the build.
+        torch = (facts[host].get("torch_build") or {}).get("version")
         if built and torch and built != torch:
             text = f"Horovod was built for torch {built}, but torch {torch} is installed"
             findings.append(Finding("horovod", "warn", host, text, "rebuild it: launch/setup"))

@@ -23,6 +23,7 @@ from hvdtrain.launcher.doctor import (
     Finding,
     checks,
     failed,
+    gpu_checks,
     known,
     machine_checks,
 )
@@ -190,7 +191,12 @@ def _examine_answering(
             found.findings += checks.check_route(facts, usable, wishes.interface)
         found.shared = _share(facts, sessions, first)
     found.findings += [
-        *machine_checks.check_gpus(facts, slots),
+        *gpu_checks.check_gpus(facts, slots),
+        *gpu_checks.check_gpu_builds(facts),
+        *gpu_checks.check_gpu_errors(facts),
+        *gpu_checks.check_gpu_clocks(facts),
+        *gpu_checks.check_gpu_use(facts),
+        *gpu_checks.check_gpu_kinds(facts),
         *machine_checks.check_cores(facts, slots),
         *machine_checks.check_memory(facts, slots),
         *machine_checks.check_container(facts, slots),

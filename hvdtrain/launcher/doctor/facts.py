@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.launcher.addresses import interfaces
+from hvdtrain.launcher.doctor.gpu_facts import gpus
+from hvdtrain.launcher.processes import run_child
 
 Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")
@@ -51,6 +54,7 @@ def quick_sources(folder: str) -> Sources:
         "python": platform.python_version,
         "executable": lambda: sys.executable,
         "packages": package_versions,
+        "torch_build": torch_build,
         "horovod_built_for": horovod_built_for,
         "hvdtrain": lambda: {
             "version": __version__,
@@ -97,6 +101,19 @@ def package_versions() -> dict[str, str | None]:
     return versions
 
 
+def torch_build() -> dict[str, str | None] | None:
+    """Return the full version of the installed torch, and the CUDA that it is built for, if any.
+
+    The version of the package may lack the local part, which names the build: 2.14.1 of
+    2.14.1+cu130. None: not installed.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    names = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return {"version": str(names["__version__"]), "cuda": names.get("cuda")}
+
+
 def horovod_built_for() -> str | None:
     """Return the torch version that Horovod was compiled for, from its build metadata."""
     try:
@@ -128,26 +145,12 @@ def mpi_version() -> str | None:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return None
-    done = _run([mpirun, "--version"])
+    done = run_child([mpirun, "--version"], CHILD_LIMIT_S)
     found = re.search(r"\(Open MPI\) ([\w.]+)", done.stdout)
     if found:
         return f"Open MPI {found.group(1)}"
     lines = (done.stdout + done.stderr).strip().splitlines()
     return lines[0][:80] if lines else f"{mpirun} (exit code {done.returncode})"
-
-
-def gpus() -> dict[str, Any]:
-    """Return the NVIDIA GPUs that the driver reports. `problem`: why nvidia-smi failed, or None."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {"list": [], "problem": None}
-    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    done = _run([program, *query])
-    if done.returncode != 0:
-        return {"list": [], "problem": (done.stdout + done.stderr).strip()[:300]}
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line]
-    keys = ("name", "driver", "memory_mb")
-    return {"list": [dict(zip(keys, row, strict=False)) for row in rows], "problem": None}
 
 
 # Importing torch takes seconds; loading the same libraries takes a fraction of a second.
@@ -162,6 +165,7 @@ _LOAD_HOROVOD = """
 (native,) = (folder_of("horovod") / "torch").glob("mpi_lib_v2*.so")
 loaded = ctypes.CDLL(str(native))
 found = {name: bool(getattr(loaded, f"horovod_{name}_built")()) for name in ("gloo", "mpi", "nccl")}
+found["gpu_tensors"] = bool(loaded.horovod_cuda_built() or loaded.horovod_rocm_built())
 version = {}
 exec((folder_of("torch") / "version.py").read_text(), version)
 found |= {"torch": version["__version__"], "cuda": version["cuda"]}
@@ -170,6 +174,7 @@ sys.stdout.write("\\n" + json.dumps(found) + "\\n")
 _IMPORT_HOROVOD = """
 import json, sys, torch, horovod.torch as hvd
 found = {name: bool(getattr(hvd, f"{name}_built")()) for name in ("gloo", "mpi", "nccl")}
+found["gpu_tensors"] = bool(hvd.cuda_built() or hvd.rocm_built())
 found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
 sys.stdout.write("\\n" + json.dumps(found) + "\\n")
 """
@@ -196,23 +201,11 @@ def _try(loading: str, importing: str) -> tuple[str, str | None]:
     and the last line of the error, or None.
     """
     for program in (loading, importing):
-        done = _run([sys.executable, "-c", program])
+        done = run_child([sys.executable, "-c", program], CHILD_LIMIT_S)
         if done.returncode == 0:
             return done.stdout.strip().rpartition("\n")[2], None
     error = done.stderr.strip().rpartition("\n")[2]
     return "", error[:500] or f"it ended with code {done.returncode}"
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=CHILD_LIMIT_S,
-        check=False,
-    )
 
 
 def memory(root: Path = ROOT) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Facts, Finding, Status, known
+from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Finding, Status, known
 
 MIB, GIB = 1 << 20, 1 << 30
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
@@ -39,7 +39,7 @@ def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
             text = f"{slots[host]} slots, but {usable:g} usable cores{of}: workers will wait"
             fix = "give the host fewer slots, or its container or job more cores"
             findings.append(Finding("cores", "warn", host, text, fix))
-    return findings or _ok("cores", shown, "{} usable")
+    return findings or each_host("cores", shown, "{} usable")
 
 
 def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
@@ -80,7 +80,7 @@ def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
                 "OMPI_MCA_btl_vader_single_copy_mechanism=none"
             )
             findings.append(Finding("container", "warn", host, text, fix))
-    return findings or _ok("container", shown, "{}")
+    return findings or each_host("container", shown, "{}")
 
 
 def check_shm(facts: ByHost) -> list[Finding]:
@@ -153,43 +153,6 @@ def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Find
     return [Finding("shared", "warn", ALL_HOSTS, text, fix)]
 
 
-def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
-    """Check the GPUs: one for each slot, one driver version, a torch and Horovod that use them."""
-    findings, shown, drivers = [], {}, {}
-    for host, found in known(facts, "gpus"):
-        count = len(found["list"])
-        names = sorted({gpu["name"] for gpu in found["list"]})
-        shown[host] = f"{count} x {', '.join(names)}" if count else "no NVIDIA GPU"
-        if count:
-            drivers[host] = found["list"][0]["driver"]
-        for status, text, fix in _gpu_problems(facts[host], slots[host]):
-            findings.append(Finding("gpus", status, host, text, fix))
-    if len(set(drivers.values())) > 1:
-        text = f"different drivers: {_list_by_host(drivers)}"
-        findings.append(Finding("gpus", "warn", ALL_HOSTS, text, "install one driver everywhere"))
-    return findings or _ok("gpus", shown, "{}")
-
-
-def _gpu_problems(facts: Facts, slots: int) -> list[tuple[Status, str, str]]:
-    found, loads = facts.get("gpus"), facts.get("horovod_loads", {})
-    if found["problem"]:
-        return [("fail", f"nvidia-smi fails: {found['problem']}", "repair or remove the driver")]
-    count = len(found["list"])
-    if count == 0:
-        return []
-    problems: list[tuple[Status, str, str]] = []
-    if slots > count:
-        text = f"{slots} slots, but {count} GPUs: workers share them"
-        problems.append(("warn", text, f"give the host {count} slots"))
-    if "torch" in loads and not loads["cuda"]:
-        text = f"there are GPUs, but torch {loads['torch']} is a build without CUDA"
-        problems.append(("warn", text, "install a CUDA build of torch, then launch/setup"))
-    elif "torch" in loads and not loads["nccl"]:
-        text = "there are GPUs, but Horovod is built without NCCL: gradients pass through memory"
-        problems.append(("warn", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
-    return problems
-
-
 def check_horovod_loads(facts: ByHost) -> list[Finding]:
     """Check that Horovod's native library loads beside the installed torch."""
     findings, shown = [], {}
@@ -203,7 +166,7 @@ def check_horovod_loads(facts: ByHost) -> list[Finding]:
         else:
             built = [name for name in ("gloo", "mpi", "nccl") if found[name]]
             shown[host] = f"beside torch {found['torch']}, with {', '.join(built)}"
-    return findings or _ok("horovod loads", shown, "{}")
+    return findings or each_host("horovod loads", shown, "{}")
 
 
 def check_torchvision_loads(facts: ByHost) -> list[Finding]:
@@ -232,7 +195,7 @@ def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
             text = f"{version}: horovodrun's options fit Open MPI 4 only"
             findings.append(Finding("mpi", worst, host, text, "install Open MPI 4: launch/setup"))
     if len(different := set(filter(None, versions.values()))) > 1:
-        text = f"different versions: {_list_by_host(versions)}"
+        text = f"different versions: {list_by_host(versions)}"
         fix = "install one version everywhere, or use --controller gloo"
         findings.append(Finding("mpi", worst, ALL_HOSTS, text, fix))
     return findings or [Finding("mpi", "ok", ALL_HOSTS, version) for version in different]
@@ -253,11 +216,12 @@ def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
     return findings
 
 
-def _list_by_host(values: Mapping[str, Any]) -> str:
+def list_by_host(values: Mapping[str, Any]) -> str:
+    """Return pairs of host and value as text."""
     return ", ".join(f"{host} {value}" for host, value in values.items())
 
 
-def _ok(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:
+def each_host(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:
     """Return one finding if all hosts are alike, else one for each."""
     if len(set(shown.values())) == 1:
         return [Finding(check, "ok", ALL_HOSTS, text.format(next(iter(shown.values()))))]
