@@ -16,7 +16,8 @@ from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
-from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json, check_burn_in
+from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json
+from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in
 from hvdtrain.launcher.doctor.examination import Examination, Wishes, as_json, examine
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
@@ -51,8 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--burn-in",
         type=float,
         metavar="MINUTES",
-        help="then train on every core for so long, and compare the results bit by bit: finds a "
-        "processor or memory that computes wrong results",
+        help="then train on every core and GPU for so long, and compare the results bit by bit: "
+        "finds a processor, card or memory that computes wrong results",
     )
     parser.add_argument("--json", metavar="FILE", help="write all findings and facts to FILE")
 

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ SAMPLES, SIDE, CLASSES = 32, 32, 10
 LEAST_REPETITIONS = 2  # a single core is compared with itself
 ANSWERS_KEPT, NUMBERS_KEPT, DIGITS_KEPT = 20, 5, 8
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CPU = torch.device("cpu")
 
 
 def build_network() -> nn.Sequential:
@@ -52,17 +54,18 @@ def build_network() -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def train() -> dict[str, str]:
+def train(device: torch.device = CPU) -> dict[str, str]:
     """Train from the beginning; return name -> SHA-256 of each tensor, in order of computation."""
     digests: dict[str, str] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        digests[name] = hashlib.sha256(tensor.detach().contiguous().numpy().data).hexdigest()
+        digests[name] = digest_of(tensor)
 
     torch.manual_seed(1)
-    network = build_network()
+    network = build_network().to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-    samples, labels = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(CLASSES, (SAMPLES,))
+    drawn = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(CLASSES, (SAMPLES,))
+    samples, labels = (it.to(device) for it in drawn)
     note("input", samples)
     for step in range(1, STEPS + 1):
         values = samples
@@ -82,6 +85,11 @@ def train() -> dict[str, str]:
     return digests
 
 
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's values."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().data).hexdigest()
+
+
 def kind_of(core: int, root: Path = Path("/")) -> str:
     """Return what decides which bits are computed: processor, torch, and its instructions.
 
@@ -98,17 +106,16 @@ def kind_of(core: int, root: Path = Path("/")) -> str:
     return ", ".join([os.uname().machine, *found, f"caches {sizes}", *versions])
 
 
-def main() -> int:
-    """Repeat the training on one core until the time is over; return the exit code."""
-    core, seconds = int(sys.argv[1]), float(sys.argv[2])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the probe may be killed
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    kind, repetition, began = kind_of(core), 0, time.monotonic()
+def repeat(compute: Callable[[], dict[str, str]], kind: str, seconds: float) -> dict[str, Any]:
+    """Compute until the time is over, print the results so far each time, and return them.
+
+    `compute` returns a trace: name -> digest, in order of computation.
+    """
+    repetition, began = 0, time.monotonic()
     answers: dict[str, dict[str, Any]] = {}
+    results: dict[str, Any] = {"kind": kind, "answers": answers}
     while repetition < LEAST_REPETITIONS or time.monotonic() - began < seconds:
-        trace = train()
+        trace = compute()
         repetition += 1
         answer = hashlib.sha256("".join(trace.values()).encode()).hexdigest()
         if answer not in answers and len(answers) < ANSWERS_KEPT:
@@ -117,7 +124,24 @@ def main() -> int:
         if answer in answers:
             answers[answer]["count"] += 1
             answers[answer]["at"] = [*answers[answer]["at"], repetition][:NUMBERS_KEPT]
-        say(json.dumps({"kind": kind, "repetitions": repetition, "answers": answers}))
+        results["repetitions"] = repetition
+        say(json.dumps(results))
+    return results
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process with the probe, which may be killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    """Repeat the training on one core until the time is over; return the exit code."""
+    core, seconds = int(sys.argv[1]), float(sys.argv[2])
+    end_with_parent()
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    repeat(train, kind_of(core), seconds)
     return 0
 
 

@@ -42,7 +42,8 @@ def test_a_good_machine_passes(tmp_path: Path) -> None:
     assert found["ring"]["controller"] == found["ring"]["measured"]["controller"] == "mpi"
     assert found["ring"]["measured"]["workers"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
-    cores, (answer,) = found["burn_in"]["cores"]["localhost"], found["burn_in"]["right"].values()
+    cores = [it for it in found["burn_in"]["units"]["localhost"] if it["what"] == "core"]
+    answer = found["burn_in"]["right"][cores[0]["kind"]]
     assert [core["number"] for core in cores] == sorted(os.sched_getaffinity(0))
     assert all(core["answers"][answer]["count"] == core["repetitions"] > 1 for core in cores)
     assert f"localhost: {counted(len(cores), 'core')}, " in finished.output

@@ -8,18 +8,24 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pynvml
 import pytest
 
 from hvdtrain.lab.known_answer import kind_of
-from hvdtrain.launcher.doctor import Finding, cores, format_findings
-from hvdtrain.launcher.doctor.burn_in import BurnIn, Core, burn_in, check_burn_in
+from hvdtrain.launcher.doctor import Facts, Finding, format_findings, trainings
+from hvdtrain.launcher.doctor.burn_in import BurnIn, Unit, burn_in, burn_in_json
+from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in
+from hvdtrain.launcher.doctor.gpu_facts import read_nvml
 from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import marked
 from hvdtrain.launcher.ssh import SshSetup
+from tests.unit.recorded_nvml import install
 from tests.unit.sshd import ADDRESS, running_sshd
 from tests.unit.test_doctor_probe import ask
 
@@ -31,17 +37,17 @@ TRACES = {
 }
 
 
-def core(name: str, *answers: str, kind: str = "K", problem: str | None = None) -> Core:
+def core(name: str, *answers: str, kind: str = "K", problem: str | None = None) -> Unit:
     """`name`: host and number; the answers of all repetitions."""
     at = {answer: [n for n, it in enumerate(answers, 1) if it == answer] for answer in answers}
     given = {answer: {"count": len(numbers), "at": numbers} for answer, numbers in at.items()}
-    return Core(name[:-1], int(name[-1]), kind, False, problem, len(answers), given)
+    return Unit(name[:-1], "core", int(name[-1]), kind, False, problem, len(answers), given)
 
 
-def findings_of(*trained: Core) -> list[Finding]:
+def findings_of(*trained: Unit) -> list[Finding]:
     found = BurnIn(60, traces=dict(TRACES))
     for it in trained:
-        found.cores.setdefault(it.host, []).append(it)
+        found.units.setdefault(it.host, []).append(it)
     return check_burn_in(found)
 
 
@@ -131,7 +137,7 @@ ADVICE = "fix: take the host out of the hostfile, and test its memory"
         ),
     ],
 )
-def test_which_core_is_wrong(trained: list[Core], expected: list[str], absent: list[str]) -> None:
+def test_which_core_is_wrong(trained: list[Unit], expected: list[str], absent: list[str]) -> None:
     """Fails when a wrong core is not named, a good one is, or kinds are compared."""
     text = format_findings(findings_of(*trained))
     assert [part for part in expected if part not in text] == [], text
@@ -145,6 +151,117 @@ def test_a_host_without_results() -> None:
     assert [(it.status, it.host) for it in check_burn_in(found)] == [
         ("ok", "a"), ("fail", "b"), ("ok", ""),
     ]  # fmt: skip
+
+
+def gpu(name: str, *answers: str, sums: dict[str, Any] | None = None, **fields: Any) -> Unit:
+    """The same of a GPU; `sums`: of the all-reduce between those of its host."""
+    return replace(core(name, *answers, kind="G", **fields), what="GPU", sums=sums)
+
+
+def summed(seconds: float, **fields: Any) -> dict[str, Any]:
+    """An all-reduce of 1 GB between two GPUs."""
+    sums = {"backend": "nccl", "bytes": 10**9, "seconds": seconds, "devices": 2, "wrong": None}
+    return sums | fields
+
+
+FAST, SLOW = "bus bandwidth 200.00 GB/s", "bus bandwidth 50.00 GB/s, but 200.00 GB/s on a like host"
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected", "absent"),
+    [
+        pytest.param(
+            [core("a0", RIGHT), gpu("a0", RIGHT, RIGHT), gpu("a1", RIGHT, WRONG, RIGHT)],
+            [
+                "ok    burn-in         a: 1 core, 1 repetition, 0 wrong",
+                "fail  burn-in         a: 2 GPUs, 5 repetitions, 1 wrong; GPU 1 wrong in 1 of 3",
+                "(transient: 2), first in step 1, loss",
+                "fix: select other GPUs by CUDA_VISIBLE_DEVICES, and run the vendor's diagnosis",
+                "a: 1 core compared with itself only (K)",
+                "a: 2 GPUs compared with one another (G)",
+            ],
+            ["memtest"],
+            id="a card is wrong",
+        ),
+        pytest.param(
+            [gpu("a0", RIGHT), gpu("b0", WRONG)],
+            [
+                "a GPU 0 and b GPU 0 disagree, first in step 1, loss: no majority (G)",
+                "fix: to see which is wrong, burn in with more GPUs of this kind",
+            ],
+            ["ok"],
+            id="no majority",
+        ),
+        pytest.param(
+            [gpu("a0", RIGHT, problem="ended by SIGABRT")],
+            [
+                "a: 1 GPU, 1 repetition, 0 wrong; GPU 0 ended by SIGABRT",
+                "an Xid error of the drive",
+            ],
+            ["memtest"],
+            id="a process that was ended",
+        ),
+        pytest.param(
+            [
+                *(gpu(f"a{n}", RIGHT, sums=summed(it)) for n, it in enumerate([0.004, 0.005])),
+                *(gpu(f"b{n}", RIGHT, sums=summed(0.020)) for n in range(2)),
+                *(gpu(f"c{n}", RIGHT, sums=summed(0.030, devices=4)) for n in range(2)),
+            ],
+            [
+                f"ok    burn-in         a: all-reduce of 953 MiB between 2 GPUs (nccl): {FAST}",
+                f"warn  burn-in         b: all-reduce of 953 MiB between 2 GPUs (nccl): {SLOW}",
+                "fix: see the links between its GPUs",
+                "ok    burn-in         c: all-reduce of 953 MiB between 4 GPUs (nccl): bus band",
+            ],
+            [],
+            id="the slowest rank counts, and hosts with as many GPUs",
+        ),
+        pytest.param(
+            [gpu("a0", RIGHT, sums=summed(1, wrong="3 of 5")), gpu("a1", RIGHT, sums=summed(1))],
+            [
+                "fail  burn-in         a: the all-reduce between GPUs gives wrong sums: 3 of 5",
+                "fix",
+            ],
+            ["bus bandwidth"],
+            id="wrong sums",
+        ),
+        pytest.param(
+            [gpu("a0", RIGHT, sums={"missing": "no NCCL"}), gpu("a1", RIGHT, sums=summed(1))],
+            [
+                "warn  burn-in         a: the all-reduce between GPUs is not measured: no NCCL",
+                "fix",
+            ],
+            ["bus bandwidth"],
+            id="no sums",
+        ),
+    ],
+)
+def test_which_gpu_is_wrong(trained: list[Unit], expected: list[str], absent: list[str]) -> None:
+    """Fails when a wrong GPU is not named, is compared with cores, gets the advice for these, or
+    when slow or wrong sums between GPUs pass.
+    """
+    text = format_findings(findings_of(*trained))
+    assert [part for part in expected if part not in text] == [], text
+    assert [part for part in absent if part in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("situation", "text"),
+    [
+        ("healthy", "ok    burn-in         at work: not slowed down"),
+        ("hot", "warn  burn-in         a: at work: GPU 0, 1: slowed down: thermal, hardware"),
+        ("ecc errors", "fail  burn-in         a: at work: GPU 1: 3 memory errors since"),
+    ],
+)
+def test_gpus_at_work(situation: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when what a driver reports of GPUs during the burn-in is lost."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    install(situation)
+    found = BurnIn(60, {"a": [gpu("a0", RIGHT)]}, dict(TRACES))
+    found.gpus["a"] = Facts({"gpus": {"selected": None, **(read_nvml() or {})}})
+    assert text in format_findings(check_burn_in(found))
+    assert burn_in_json(found)["gpus"]["a"]["driver"] == "580.95.05"
 
 
 PROGRAM = """
@@ -161,32 +278,102 @@ time.sleep(60 if number == 3 else 0)
 """
 
 
+def wait_for(started: trainings.Trainings, ready: Callable[[dict[str, Any]], bool]) -> Any:
+    """The state of the trainings, once it is as wanted."""
+    deadline = time.monotonic() + LIMIT_S
+    while not ready(state := started.state()):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+    return state
+
+
 def test_processes_that_end_early_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when a process that dies or hangs is waited for, or its end is not explained."""
-    monkeypatch.setattr(cores, "TRAINING", (sys.executable, "-c", PROGRAM))
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    trainings = cores.Cores()
+    monkeypatch.setattr(trainings, "ON_CORE", (sys.executable, "-c", PROGRAM))
+    monkeypatch.setattr(trainings, "ON_DEVICE", (sys.executable, "-c", "print('[]')"))
+    monkeypatch.setattr(trainings.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    started = trainings.Trainings()
     try:
-        state = trainings.start(1.0)
-        deadline = time.monotonic() + LIMIT_S
-        while sum(it["running"] for it in state["cores"]) > 1 or not state["cores"][3]["answers"]:
-            assert time.monotonic() < deadline, state
-            time.sleep(0.02)
-            state = trainings.state()
-        monkeypatch.setattr(cores, "SILENT_S", 0.0)
-        state = trainings.state()
+        started.start(1.0)
+        wait_for(
+            started,
+            lambda state: (
+                sum(it["running"] for it in state["units"]) == 1
+                and state["units"][3]["answers"]
+                and not state["listing"]
+            ),
+        )
+        monkeypatch.setattr(trainings, "SILENT_S", 0.0)
+        state = started.state()
     finally:
-        trainings.end()
-    assert not any(it["running"] for it in state["cores"])
-    assert [it["problem"] for it in state["cores"][:3]] == [
+        started.end()
+    assert not any(it["running"] for it in state["units"])
+    assert [it["problem"] for it in state["units"][:3]] == [
         None,
         "ended by exit code 1 (no memory for it)",
         "ended by SIGKILL (a warning)",
     ]
-    assert state["cores"][3]["problem"].startswith("gave no result for ")
-    assert [it["repetitions"] for it in state["cores"]] == [1, 0, 1, 1]
+    assert state["units"][3]["problem"].startswith("gave no result for ")
+    assert [it["repetitions"] for it in state["units"]] == [1, 0, 1, 1]
     assert state["traces"] == {"x": {"input": "a"}}
-    assert state["cores"][0]["answers"] == {"x": {"count": 1, "at": [1]}}
+    assert state["units"][0]["answers"] == {"x": {"count": 1, "at": [1]}}
+
+
+LISTS = """
+import sys
+if sys.argv[1:] == ["list"]:
+    print('a warning\\n["gpu:0", "gpu:1"]')
+else:
+    sys.exit(" ".join(sys.argv[1:5]))
+"""
+
+
+def test_gpus_are_burnt_in_as_soon_as_they_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a GPU gets no process, or other arguments, or the cores wait for the GPUs."""
+    monkeypatch.setattr(trainings, "ON_CORE", (sys.executable, "-c", PROGRAM))
+    monkeypatch.setattr(trainings, "ON_DEVICE", (sys.executable, "-c", LISTS))
+    monkeypatch.setattr(trainings.os, "sched_getaffinity", lambda pid: {0})
+    started = trainings.Trainings()
+    try:
+        state = started.start(1.5)
+        assert [it["what"] for it in state["units"]] == ["core"] and state["listing"]
+        state = wait_for(
+            started, lambda it: len(it["units"]) == 3 and not any(u["running"] for u in it["units"])
+        )
+    finally:
+        started.end()
+    gpus = [it for it in state["units"] if it["what"] == "GPU"]
+    assert [(it["number"], it["problem"]) for it in gpus] == [
+        (0, "ended by exit code 1 (gpu:0 1.5 0 2)"),
+        (1, "ended by exit code 1 (gpu:1 1.5 1 2)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "limit_s", "problem"),
+    [
+        ("raise SystemExit('no libcuda')", 60.0, "torch cannot list the GPUs: no libcuda"),
+        ("import os; os._exit(3)", 60.0, "torch cannot list the GPUs: exit code 3"),
+        ("import time; time.sleep(60)", 0.2, "torch has not found the GPUs within 0 s"),
+    ],
+)
+def test_gpus_that_torch_does_not_find(
+    program: str, limit_s: float, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a host whose GPUs were not tested passes, or waits for them for ever."""
+    monkeypatch.setattr(trainings, "ON_CORE", (sys.executable, "-c", PROGRAM))
+    monkeypatch.setattr(trainings, "ON_DEVICE", (sys.executable, "-c", program))
+    monkeypatch.setattr(trainings.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(trainings, "LISTING_S", limit_s)
+    started = trainings.Trainings()
+    try:
+        started.start(1.0)
+        state = wait_for(started, lambda it: not it["listing"])
+    finally:
+        started.end()
+    assert state["problem"] == problem
+    found = BurnIn(60, {"a": [core("a0", RIGHT)]}, dict(TRACES), unlisted={"a": state["problem"]})
+    assert f"fail  burn-in         a: {problem}" in format_findings(check_burn_in(found))
 
 
 def test_trainings_end_with_their_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +381,7 @@ def test_trainings_end_with_their_probe(monkeypatch: pytest.MonkeyPatch) -> None
     mark = uuid.uuid4().hex
     monkeypatch.setenv("HVDTRAIN_TEST_MARK", mark)
     (answer,) = ask({"do": "burn_in", "seconds": 600})
-    started = answer["values"]["burn_in"]["cores"]
+    started = answer["values"]["burn_in"]["units"]
     assert [it["number"] for it in started] == sorted(os.sched_getaffinity(0))
     left = marked("HVDTRAIN_TEST_MARK", mark).keys() - {os.getpid()}
     for pid in left:
@@ -204,8 +391,9 @@ def test_trainings_end_with_their_probe(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_host_that_is_lost_on_the_way(tmp_path: Path) -> None:
     """Fails when a host that stops answering is waited for, not named, or its results are lost."""
-    running = {"number": 0, "kind": "K", "running": True, "problem": None, "repetitions": 1}
-    state = {"cores": [running | {"answers": {"x": {"count": 1, "at": [1]}}}], "traces": {}}
+    running = {"what": "core", "number": 0, "kind": "K", "running": True, "problem": None}
+    running |= {"repetitions": 1, "answers": {"x": {"count": 1, "at": [1]}}}
+    state = {"units": [running], "traces": {}, "listing": False, "problem": None}
     answer = json.dumps({"values": {"burn_in": state}, "errors": {}})
     (tmp_path / "answer").write_text(f"{MARKER}\n{answer}\n")
     command = f"ForceCommand read request; cat {tmp_path}/answer; read request; exit 9"

@@ -8,8 +8,9 @@ checks           facts -> findings: software, users, paths, the network between 
 machine_checks   facts -> findings: cores, memory, disks, libraries, clocks
 gpu_checks       facts -> findings: GPUs, beside torch and Horovod
 ring             `hvdtrain verify` over all hosts
-burn_in          `--burn-in`: trainings with a known answer on all cores, and their comparison
-cores            the host's end of it: one training on each core, run by the probe
+burn_in          `--burn-in`: trainings with a known answer on all cores and GPUs
+burn_in_checks   their results -> findings: which core or GPU is wrong
+trainings        the host's end of it: one training on each core and GPU, run by the probe
 examination      all checks, and `preflight`, the quick part with which `launch` begins
 """
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.addresses import interface_of
-from hvdtrain.launcher.doctor.cores import Cores
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
+from hvdtrain.launcher.doctor.gpu_facts import gpus
+from hvdtrain.launcher.doctor.trainings import Trainings
 from hvdtrain.launcher.processes import marked
 from hvdtrain.launcher.protocol import write_ticket
 
@@ -191,7 +192,7 @@ def sweep(mark: str) -> int:
     return len(found)
 
 
-CORES = Cores()
+TRAININGS = Trainings()
 HANDLERS: dict[str, Callable[[Request], Any]] = {
     "ping": lambda request: None,
     "reach": lambda request: reach_all(request["targets"]),
@@ -200,8 +201,9 @@ HANDLERS: dict[str, Callable[[Request], Any]] = {
     "make_file": make_file,
     "take_file": take_file,
     "sweep": lambda request: sweep(request["mark"]),
-    "burn_in": lambda request: CORES.start(request["seconds"]),
-    "burn_in_state": lambda request: CORES.state(),
+    "burn_in": lambda request: TRAININGS.start(request["seconds"]),
+    "burn_in_state": lambda request: TRAININGS.state(),
+    "gpus": lambda request: gpus(),
 }
 
 
@@ -217,7 +219,7 @@ def main() -> int:
             sys.stdout.write(f"\n{MARKER}\n{json.dumps(found)}\n")
             sys.stdout.flush()
     finally:
-        CORES.end()
+        TRAININGS.end()
     return 0
 
 

@@ -1,0 +1,164 @@
+"""The burn-in of one host, by its probe: a process on each core and each GPU repeats a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+# Commands, since this package does without torch.
+ON_CORE = (sys.executable, "-m", "hvdtrain.lab.known_answer")
+ON_DEVICE = (sys.executable, "-m", "hvdtrain.lab.burn_in_device")
+CORE, GPU = "core", "GPU"
+LISTING_S = 90.0  # longest time for torch to be imported, and to find the GPUs
+SILENT_S = 180.0  # longest time without a result: a core or GPU that hangs
+END_S = 2.0  # for the last lines of a process that has ended
+TRACES_SENT = 100  # per host, some KiB each
+
+
+class Training:
+    """The process that trains on one core or GPU, and its results so far."""
+
+    def __init__(self, what: str, number: int, command: Sequence[str]) -> None:
+        self._found: dict[str, Any] = {"what": what, "number": number, "kind": ""}
+        self._found |= {"repetitions": 0, "answers": {}, "sums": None}
+        self._problem: str | None = None
+        self._last_words = ""
+        self._heard_s = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                try:
+                    self._found = self._found | json.loads(line)
+                    self._heard_s = time.monotonic()
+                except (ValueError, TypeError):  # a warning, or the reason of its end
+                    self._last_words = line.strip()[:300] or self._last_words
+
+    def state(self) -> dict[str, Any]:
+        """Return all results so far. A process that hangs is ended."""
+        code, silent_s = self._process.poll(), time.monotonic() - self._heard_s
+        if code is None and silent_s > SILENT_S:
+            self._problem = f"gave no result for {silent_s:.0f} s"
+            code = self.end()
+        if code is not None:
+            self._reader.join(END_S)
+            self._problem = self._problem or self._explain(code)
+        return self._found | {"running": code is None, "problem": self._problem}
+
+    def _explain(self, code: int) -> str | None:
+        """Return what is wrong with the end of the process, or None."""
+        if code == 0 and self._found["repetitions"]:
+            return None
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"ended by {ended}" + (f" ({self._last_words})" if self._last_words else "")
+
+    def end(self) -> int:
+        """Kill the process, if it runs; return its exit code."""
+        self._process.kill()
+        self._reader.join(END_S)
+        return self._process.wait()
+
+
+class Trainings:
+    """The trainings on all cores of this host, and on the GPUs that torch finds."""
+
+    def __init__(self) -> None:
+        self._trainings: list[Training] = []
+        self._listing: subprocess.Popen[str] | None = None
+        self._listing_since_s = self._seconds = 0.0
+        self._problem: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self, seconds: float) -> dict[str, Any]:
+        """Start a process on each core that may be used; return the state. Raises OSError.
+
+        Those on GPUs start once torch, in another process, has found these.
+        """
+        self._seconds, self._listing_since_s = seconds, time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-burn-in-")
+        for core in sorted(os.sched_getaffinity(0)):
+            command = [*ON_CORE, str(core), str(seconds)]
+            self._trainings.append(Training(CORE, core, command))
+        self._listing = subprocess.Popen(
+            [*ON_DEVICE, "list"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return the results of each core and GPU, and the trace of each answer."""
+        self._start_devices()
+        units = [training.state() for training in self._trainings]
+        traces: dict[str, Any] = {}
+        for unit in units:
+            traces |= {answer: given["trace"] for answer, given in unit["answers"].items()}
+            unit["answers"] = {
+                answer: {"count": given["count"], "at": given["at"]}
+                for answer, given in unit["answers"].items()
+            }
+        return {
+            "units": units,
+            "traces": dict(list(traces.items())[:TRACES_SENT]),
+            "listing": self._listing is not None,
+            "problem": self._problem,
+        }
+
+    def _start_devices(self) -> None:
+        """Start a process on each GPU, once they are listed. Raises OSError."""
+        if self._listing is None or self._folder is None:
+            return
+        if self._listing.poll() is None:
+            if time.monotonic() - self._listing_since_s > LISTING_S:
+                self._problem = f"torch has not found the GPUs within {LISTING_S:.0f} s"
+                self._end_listing()
+            return
+        output, errors = self._listing.communicate()
+        code, self._listing = self._listing.returncode, None
+        try:
+            devices = json.loads(output.strip().rpartition("\n")[2])
+        except ValueError:
+            words = errors.strip().rpartition("\n")[2][:300]
+            self._problem = f"torch cannot list the GPUs: {words or f'exit code {code}'}"
+            return
+        for number, device in enumerate(devices):
+            among = [str(number), str(len(devices)), f"{self._folder.name}/store"]
+            command = [*ON_DEVICE, device, str(self._seconds), *among]
+            self._trainings.append(Training(GPU, number, command))
+
+    def _end_listing(self) -> None:
+        if self._listing is not None:
+            self._listing.kill()
+            self._listing.communicate()
+            self._listing = None
+
+    def end(self) -> None:
+        """Kill all processes."""
+        self._end_listing()
+        for training in self._trainings:
+            training.end()
+        if self._folder is not None:
+            self._folder.cleanup()
