@@ -19,7 +19,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HELP = "verify the collectives of this installation, under hvdtrain launch -np N"
 DESCRIPTION = """\
 Verify the collectives of this installation: operations by dtypes, sizes and ways of submission,
-against a ring in plain Python that shares no code with Horovod.
+against a ring in plain Python that shares no code with Horovod. Where Horovod takes GPU tensors and
+each rank has a GPU, all cases are run on these too, by NCCL if Horovod is built with it.
 
 A result must lie within the proven rounding bound (averages of integers: within one, as fractions
 are truncated; other integers, min, max, allgather and broadcast: equal), have the same bits on

@@ -45,6 +45,7 @@ from hvdtrain.exchange.distributed_optimizer import (
     parameters_of,
     reduce_before_step,
 )
+from hvdtrain.exchange.gpus import CPU, find_own_gpu
 from hvdtrain.exchange.waiting import (
     StallWatch,
     coarse_timer,
@@ -98,6 +99,10 @@ class HorovodExchange:
             raise PreflightError(f"Horovod cannot start: {error}") from error
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        # Without NCCL, GPU tensors are copied to the host for the operation.
+        self.takes_gpu_tensors = bool(hvd.cuda_built() or hvd.rocm_built())
+        self.has_nccl = bool(hvd.nccl_built())
         Topology.from_environment().check_joined(self.size)
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         self.repeatable = self.size <= 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
@@ -373,17 +378,30 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
 
 
 def prove() -> None:
-    """Collective: exit with code 1 unless an all-reduce gives its known result.
+    """Collective: exit with code 1 unless an all-reduce gives its known result; on the ranks' GPUs
+    too, if Horovod is built with NCCL and each rank has one.
 
     `hvdtrain install-horovod` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each
     controller.
     """
     exchange = HorovodExchange()
-    ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64)
-    total = exchange.sum_later(values + 1000 * exchange.rank, "hvdtrain.prove")()
+    gpu = find_own_gpu(exchange).device if exchange.has_nccl else None
+    wrong = [
+        str(device)
+        for device in (CPU, gpu)
+        if device is not None and not _adds_right(exchange, device)
+    ]
     exchange.close()
-    if ranks < 2 or not torch.equal(total, ranks * values + 1000 * sum(range(ranks))):
-        sys.exit(f"all-reduce over {ranks} ranks gave a wrong sum")
+    if exchange.size < 2 or wrong:
+        where = f" on {', '.join(wrong)}" if gpu else ""
+        sys.exit(f"all-reduce over {exchange.size} ranks gave a wrong sum{where}")
+
+
+def _adds_right(exchange: HorovodExchange, device: torch.device) -> bool:
+    """Collective: return whether an all-reduce of tensors on the device gives its known result."""
+    ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64, device=device)
+    total = exchange.sum_later(values + 1000 * exchange.rank, f"hvdtrain.prove.{device.type}")()
+    return torch.equal(total, ranks * values + 1000 * sum(range(ranks)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from hvdtrain.lab.devices import find_devices, synchronize
+from hvdtrain.exchange.gpus import find_devices, synchronize
 from hvdtrain.lab.known_answer import digest_of, end_with_parent, repeat, train
 from hvdtrain.log import say
 

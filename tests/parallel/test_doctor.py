@@ -15,6 +15,8 @@ import pytest
 
 from hvdtrain.log import counted
 from tests.parallel.bad_core import FIRST, write_fault
+from tests.parallel.bad_device import FIRST as BAD_DEVICE
+from tests.parallel.bad_device import write_devices
 from tests.parallel.launching import (
     CHECKOUT,
     MARK,
@@ -73,6 +75,33 @@ def test_burn_in_names_the_bad_cores(tmp_path: Path) -> None:
         there,
     )
     assert "fix: take the host out of the hostfile, and test its memory" in finished.output
+
+
+def test_burn_in_covers_every_device(tmp_path: Path) -> None:
+    """Fails when a device that torch finds is left out, a wrong bit of one goes unnoticed or
+    another one is named for it, or the all-reduce between devices is not measured. (The CPU stands
+    for two.)
+    """
+    write_devices(tmp_path, 2, {1: {2}})
+    file = tmp_path / "doctor.json"
+    flags = ["--no-ring", "--burn-in", "0.05", "--json", str(file), "--output", str(tmp_path)]
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+    finished = run(hvdtrain("doctor", *flags), variables=variables)
+    assert finished.exit_code == 3, finished.output
+    found = json.loads(file.read_text())["burn_in"]
+    first, second = [it for it in found["units"]["localhost"] if it["what"] == "GPU"]
+    assert (first["number"], second["number"]) == (0, 1)
+    assert first["repetitions"] >= 2 and list(first["answers"]) == [found["right"][first["kind"]]]
+    (wrong,) = re.findall(r"^fail  burn-in +localhost: (.*)", finished.output, re.MULTILINE)
+    assert re.fullmatch(
+        r"2 GPUs, \d+ repetitions, 1 wrong; GPU 1 wrong in 1 of \d+ repetitions \(transient: 2\), "
+        + BAD_DEVICE,
+        wrong,
+    )
+    sums = (
+        r"^ok    burn-in +localhost: all-reduce of 16 MiB between 2 GPUs \(gloo\): bus bandwidth "
+    )
+    assert re.search(sums, finished.output, re.MULTILINE), finished.output
 
 
 def test_a_stop_ends_the_burn_in(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.launching import Finished, check_exit_code, horovodrun, hvdtrain, run
+from tests.parallel.cpu_as_gpu import write_gpus
+from tests.parallel.launching import CHECKOUT, Finished, check_exit_code, horovodrun, hvdtrain, run
 
 SMALL = ("--sizes", "0,4,4100")
 
@@ -52,6 +55,55 @@ def test_a_fault_is_noticed() -> None:
     explained = "rank {} differs from the others: suspect delivery"
     assert any(explained.format(rank) in finished.output for rank in range(3)), finished.output
     assert "bitflip was injected in " in finished.output
+
+
+ONE_ROW = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4100")
+
+
+def test_tensors_on_gpus_are_verified(tmp_path: Path) -> None:
+    """Fails if the cases are not run on the ranks' GPUs as well, or the output does not say so.
+    (The CPU stands for them.)
+    """
+    write_gpus(tmp_path)
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+    file = str(tmp_path / "verify.json")
+    command = hvdtrain("verify", *ONE_ROW, "--json", file)
+    finished = horovodrun(2, "gloo", command, timeout_s=240, variables=variables)
+    assert finished.exit_code == 0, finished.output
+    content = json.loads(Path(file).read_text())
+    assert (content["gpu"], content["nccl"], content["gpu_not_verified"]) == ("cpu", True, None)
+    alone = [it for it in content["cases"] if it["submission"] == "alone" and it["bytes"] == 4100]
+    assert len(alone) == 2
+    assert "verify: now tensors on GPUs (by NCCL)" in finished.output
+    assert finished.output.count("  right") == 2
+
+
+def test_the_sums_of_set_up_are_checked_on_gpus(tmp_path: Path) -> None:
+    """Fails if the check of a new Horovod with NCCL leaves out the ranks' GPUs, or fails there."""
+    write_gpus(tmp_path)
+    lines = (tmp_path / "sitecustomize.py").read_text() + NOTING
+    (tmp_path / "sitecustomize.py").write_text(lines)
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}", "NOTED": str(tmp_path)}
+    command = [sys.executable, "-m", "hvdtrain.exchange.horovod"]
+    finished = horovodrun(2, "gloo", command, timeout_s=120, variables=variables)
+    assert finished.exit_code == 0, finished.output
+    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
+    assert {path.read_text() for path in tmp_path.glob("rank-*")} == {"22"}
+
+
+# Counts the sums that each rank begins.
+NOTING = """
+import os, sys
+if "hvdtrain.exchange.horovod" in sys.orig_argv and "horovodrun" not in " ".join(sys.orig_argv):
+    import horovod.torch as hvd
+    honest = hvd.allreduce_async
+    def noting(values, *given, **named):
+        if "prove" in named["name"]:
+            with open(f"{os.environ['NOTED']}/rank-{hvd.rank()}", "a") as file:
+                file.write("2")
+        return honest(values, *given, **named)
+    hvd.allreduce_async = noting
+"""
 
 
 def test_a_fault_that_changes_nothing() -> None:

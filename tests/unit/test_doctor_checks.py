@@ -437,17 +437,29 @@ def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [item for item in (*quick.findings, *found.findings) if item.status != "ok"] == []
 
 
+def case_of(count: int, submission: str, seconds: float, speed: float) -> dict[str, Any]:
+    """A case of `hvdtrain verify`."""
+    fields = {"bytes": count, "submission": submission, "seconds": seconds, "device": "cpu"}
+    return fields | {"bus_bandwidth_bytes_per_s": speed}
+
+
 CASES = [
-    {"bytes": 4, "submission": "together", "seconds": 9.0, "bus_bandwidth_bytes_per_s": 1.0},
-    {"bytes": 4, "submission": "alone", "seconds": 0.002, "bus_bandwidth_bytes_per_s": 3e3},
-    {"bytes": 4 << 20, "submission": "alone", "seconds": 1, "bus_bandwidth_bytes_per_s": 5e8},
+    case_of(4, "together", 9.0, 1.0),
+    case_of(4, "alone", 0.002, 3e3),
+    case_of(4 << 20, "alone", 1.0, 5e8),
 ]
+ON_GPUS = [it | {"device": "cuda"} for it in CASES[1:]]
 
 
 @pytest.mark.parametrize(
     ("code", "output", "measured", "status", "text"),
     [
         (0, "", {"wrong": 0, "cases": CASES}, "ok", "4 bytes in 2.0 ms, bus bandwidth 500 MB/s"),
+        (
+            *(0, "", {"wrong": 0, "nccl": True, "cases": [*CASES, *ON_GPUS]}, "ok"),
+            "500 MB/s; on GPUs by NCCL 4 bytes in 2.0 ms, bus bandwidth 500 MB/s",
+        ),
+        (0, "", {"wrong": 0, "cases": [*CASES, ON_GPUS[0]]}, "fail", "exit code 0: no output"),
         (0, "", None, "fail", "exit code 0: no output"),
         (None, "[0]<stderr>:waiting\n", None, "fail", "timed out: waiting"),
         (1, "[1]<stderr>:bash: x: command not found\nend", None, "fail", "x: command not found"),

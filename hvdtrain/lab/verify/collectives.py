@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hvdtrain.exchange.gpus import CPU, synchronize
 from hvdtrain.lab.verify.cases import Case
 from hvdtrain.ring import Transport, broadcast, split_evenly
 
@@ -24,12 +26,26 @@ class Runner:
     """A runner of cases that returns the installation's results unchanged."""
 
     spoiled = False  # whether a fault changed the last results on this rank
+    seconds = 0.0  # of the last submission on this rank, without copies to and from a GPU
 
-    def __init__(self, exchange: HorovodExchange) -> None:
+    def __init__(self, exchange: HorovodExchange, device: torch.device = CPU) -> None:
         self._exchange = exchange
+        self.device = device
 
     def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
-        """Collective: return the results. `step` counts the submissions of a case, from 0."""
+        """Collective: return the results, on the CPU, of tensors on the device.
+
+        `step` counts the submissions of a case, from 0.
+        """
+        there = [tensor.to(self.device) for tensor in inputs]
+        synchronize(self.device)
+        started = time.perf_counter()
+        results = self._submit(case, there, name)
+        synchronize(self.device)
+        self.seconds = time.perf_counter() - started
+        return [result.cpu() for result in results]
+
+    def _submit(self, case: Case, inputs: Tensors, name: str) -> Tensors:
         kind, op, submission = case.operation.kind, case.operation.reduction, case.submission
         if kind == "allreduce":
             return self._exchange.all_reduce(inputs, op, name, submission)
@@ -72,10 +88,15 @@ class FaultyRunner(Runner):
     """A runner that injects a fault of FAULTS into one tensor of every submission."""
 
     def __init__(
-        self, exchange: HorovodExchange, fault: str, transport: Transport, seed: int
+        self,
+        exchange: HorovodExchange,
+        fault: str,
+        transport: Transport,
+        seed: int,
+        device: torch.device = CPU,
     ) -> None:
         """`seed`: the same on every rank; `transport`: broadcasts the terms that faults drop."""
-        super().__init__(exchange)
+        super().__init__(exchange, device)
         self._fault = fault
         self._transport = transport
         self._dice = random.Random(seed)

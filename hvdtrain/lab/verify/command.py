@@ -15,6 +15,7 @@ import torch
 from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch, name_ranks
 from hvdtrain.exchange import agree
 from hvdtrain.exchange.connect import connect_workers
+from hvdtrain.exchange.gpus import CPU, find_own_gpu
 from hvdtrain.files import check_json, write_json
 from hvdtrain.lab.verify import VerifyOptions
 from hvdtrain.lab.verify.cases import Case, plan_cases
@@ -66,12 +67,22 @@ def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
             f"verify: {exchange.size} workers ({exchange.controller}), seed {options.seed}, "
             f"tensors submitted together or as a group are {fused}{fault}\n{COLUMNS}"
         )
-    results = _results(options, exchange, transport)
+    results = _results(options, exchange, transport, CPU)
+    gpu = find_own_gpu(exchange)
+    if gpu.device is not None:
+        if first:
+            say(f"verify: now tensors on GPUs ({_way(exchange)})")
+        results += _results(options, exchange, transport, gpu.device)
+    elif gpu.why and first:
+        say(f"verify: tensors on GPUs are not verified: {gpu.why}")
     transport.close()
     if first and options.json:
         content = {
             "workers": exchange.size,
             "controller": exchange.controller,
+            "gpu": str(gpu.device.type) if gpu.device else None,
+            "gpu_not_verified": gpu.why or None,
+            "nccl": exchange.has_nccl,
             "seed": options.seed,
             "fault": options.fault,
             "fusion_threshold_bytes": threshold,
@@ -83,14 +94,22 @@ def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
     return results
 
 
+def _way(exchange: HorovodExchange) -> str:
+    """Return how Horovod exchanges tensors on GPUs, for messages."""
+    return "by NCCL" if exchange.has_nccl else f"copied to the host, by {exchange.controller}"
+
+
 def _results(
-    options: VerifyOptions, exchange: HorovodExchange, transport: Transport
+    options: VerifyOptions,
+    exchange: HorovodExchange,
+    transport: Transport,
+    device: torch.device,
 ) -> list[Result]:
     """Collective: return all outcomes; rank 0 prints each row of the table once it is complete."""
     cases = plan_cases(options.operations, options.dtypes, options.sizes, exchange.size)
-    runner = Runner(exchange)
+    runner = Runner(exchange, device)
     if options.fault:
-        runner = FaultyRunner(exchange, options.fault, transport, options.seed)
+        runner = FaultyRunner(exchange, options.fault, transport, options.seed, device)
 
     def repeatable(case: Case) -> bool:
         return exchange.repeatable or case.submission == "alone"  # such a one is never fused
@@ -108,6 +127,8 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
     """Report success, or raise; the outcome is the same on every rank."""
     cases = counted(len(results), "case")
     total = f"{cases} on {exchange.size} workers ({exchange.controller})"
+    if on_gpus := sum(result.device != CPU.type for result in results):
+        total += f", {on_gpus:,} of them on GPUs ({_way(exchange)})"
     wrong = [result for result in results if not result.ok and not result.spoiled]
     if wrong:  # a fault of the installation itself
         raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))
@@ -162,7 +183,8 @@ def explain(result: Result, others: int) -> str:
 
     `others`: number of further cases that are wrong.
     """
-    lines = [f"verify: wrong result: {result.case}", *_places(result)]
+    on_gpu = "" if result.device == CPU.type else f", on {result.device}"
+    lines = [f"verify: wrong result: {result.case}{on_gpu}", *_places(result)]
     lines.append(f"  {_kind_of_fault(result)}")
     if others:
         lines.append(f"  wrong cases besides this one: {others}; see the table, or --json")
@@ -225,6 +247,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """Return a case for the JSON file; infinite ratios are the text "inf"."""
     case = result.case
     return {
+        "device": result.device,
         "operation": case.operation.name,
         "dtype": case.dtype,
         "bytes": case.bytes,

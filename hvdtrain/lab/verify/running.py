@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -42,6 +41,7 @@ class Result:
     case: Case
     by_rank: list[RankReport]
     repeatable_claimed: bool
+    device: str = "cpu"  # the type of the tensors' device
 
     @property
     def wrong(self) -> list[int]:
@@ -107,11 +107,11 @@ def run_cases(
     """
     for case in cases:
         report, runs = _run(case, runner, transport, seed)
-        result = Result(case, _gather(report, transport), repeatable(case))
+        result = Result(case, _gather(report, transport), repeatable(case), runner.device.type)
         if result.bit_equal is False and not result.wrong:
             difference = _difference_from_rank_0(runs, result, transport)
             report = replace(report, difference=difference)
-            result = Result(case, _gather(report, transport), result.repeatable_claimed)
+            result = replace(result, by_rank=_gather(report, transport))
         yield result
 
 
@@ -131,10 +131,9 @@ def _run(
     for step in range(1 + REPEATS):
         inputs = [torch.from_numpy(array) for array in (own if step else other)]
         all_reduce(np.zeros(size, np.int32), transport)  # waits for all ranks
-        started = time.perf_counter()
         results = runner.run(case, inputs, name, step)
         if step:
-            seconds.append(time.perf_counter() - started)
+            seconds.append(runner.seconds)
             runs.append([result.numpy() for result in results])
             spoiled |= runner.spoiled
     digests = [_digest(run) for run in runs]

@@ -123,13 +123,10 @@ def check_ring(ring: RingTrial) -> list[Finding]:
     """Check that all sums are right, and report latency and bandwidth."""
     where = f"{ring.workers} workers, {ring.controller}"
     report = ring.measured or {"cases": [], "wrong": 0}
-    alone = {case["bytes"]: case for case in report["cases"] if case["submission"] == "alone"}
-    if ring.exit_code == 0 and alone.keys() >= {SMALL, LARGE}:
-        bandwidth = alone[LARGE]["bus_bandwidth_bytes_per_s"]  # busbw of nccl-tests
-        text = (
-            f"{where}: all sums right; {SMALL} bytes in {alone[SMALL]['seconds'] * 1000:.1f} ms, "
-            f"bus bandwidth {bandwidth / 1e6:.0f} MB/s"
-        )
+    measured = _measured_alone(report["cases"])
+    if ring.exit_code == 0 and measured and all(map(_is_complete, measured.values())):
+        speeds = [_speed(report, device, alone) for device, alone in measured.items()]
+        text = f"{where}: all sums right; {'; '.join(speeds)}"
         return [Finding("ring", "ok", ALL_HOSTS, text)]
     reported = re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output)
     if ring.exit_code == EXIT_MISMATCH or report["wrong"] > 0 or reported:
@@ -143,6 +140,31 @@ def check_ring(ring: RingTrial) -> list[Finding]:
         fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
     text = f"{where}: {problem}: {last_words(ring.output)}"
     return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
+
+
+def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """Return device -> bytes -> the case of one tensor of this size."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for case in cases:
+        if case["submission"] == "alone":
+            found.setdefault(case["device"], {})[case["bytes"]] = case
+    return found
+
+
+def _is_complete(alone: Mapping[int, Mapping[str, Any]]) -> bool:
+    return alone.keys() >= {SMALL, LARGE}
+
+
+def _speed(report: Mapping[str, Any], device: str, alone: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return latency and bandwidth (busbw of nccl-tests) of the sums of one device's tensors."""
+    bandwidth = alone[LARGE]["bus_bandwidth_bytes_per_s"]
+    text = (
+        f"{SMALL} bytes in {alone[SMALL]['seconds'] * 1000:.1f} ms, "
+        f"bus bandwidth {bandwidth / 1e6:.0f} MB/s"
+    )
+    if device == "cpu":
+        return text
+    return f"on GPUs{' by NCCL' if report['nccl'] else ''} {text}"
 
 
 def last_words(output: str) -> str:

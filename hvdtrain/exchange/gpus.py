@@ -1,0 +1,81 @@
+"""The GPUs (or other accelerators of torch) whose tensors the ranks of a job can exchange."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hvdtrain.errors import name_ranks
+
+CPU = torch.device("cpu")
+SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # permits several ranks on a GPU, from NCCL 2.30 on
+
+
+class GpuExchange(Protocol):
+    """What is asked of an exchange here."""
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def takes_gpu_tensors(self) -> bool: ...
+
+    def all_gather_object(self, value: object, name: str) -> list[object]: ...
+
+
+@dataclass(frozen=True)
+class OwnGpu:
+    """This rank's GPU for collectives. None: `why` it has none; empty where no rank sees a GPU."""
+
+    device: torch.device | None
+    why: str = ""
+
+
+def find_devices() -> list[torch.device]:
+    """Return the GPUs that this process sees; none on a machine without."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return []
+    return [torch.device(accelerator.type, it) for it in range(torch.accelerator.device_count())]
+
+
+def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
+    """Collective: return this rank's GPU, if every rank has one of its own and Horovod takes its
+    tensors. The answer is alike on every rank.
+    """
+    devices, local_rank = find_devices(), exchange.local_rank
+    # Slurm, for one, shows each process its own GPU alone.
+    index = 0 if len(devices) == 1 else local_rank
+    own = devices[index] if index < len(devices) else None
+    unit = (socket.gethostname(), _unit_of(own)) if own is not None else None
+    units = exchange.all_gather_object(unit, "hvdtrain.gpus")
+    if units.count(None) == len(units):
+        return OwnGpu(None)
+    if not exchange.takes_gpu_tensors:
+        return OwnGpu(None, "Horovod is built without GPU operations")
+    without = [rank for rank, other in enumerate(units) if other is None]
+    if without:
+        return OwnGpu(None, f"{name_ranks(without)} without a GPU")
+    shared = [rank for rank, other in enumerate(units) if units.count(other) > 1]
+    if shared and os.environ.get(SHARES_GPU) != "1":
+        return OwnGpu(None, f"{name_ranks(shared)} would share a GPU")
+    if own is not None and own.type != "cpu":
+        torch.accelerator.set_device_index(own.index)
+    return OwnGpu(own)
+
+
+def _unit_of(device: torch.device) -> str:
+    """Return a GPU's UUID, which is the same in all processes; else its number in this one."""
+    module = torch.get_device_module(device)
+    properties = getattr(module, "get_device_properties", lambda it: None)(device)
+    return str(getattr(properties, "uuid", device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; nothing on a CPU, which never lags."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
