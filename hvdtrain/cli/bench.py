@@ -99,6 +99,8 @@ def _add_within_a_job(bench: argparse.ArgumentParser, rounds: int, steps: int) -
     what = "compare V virtual workers with as many passes without them, in step"
     add("--virtual-workers", type=int, metavar="V", help=what)
     add("--megabytes", type=float, default=40, metavar="M", help="reduce M MB, in ring (40)")
+    devices = ("cpu", "cuda")
+    add("--device", choices=devices, default="cpu", help="compute on the CPU (cpu) or on GPUs")
     add("--rounds", type=int, default=rounds, metavar="R", help=f"run R rounds ({rounds})")
     add("--steps", type=int, default=steps, metavar="S", help=f"run S steps per round ({steps})")
     add("--json", metavar="FILE", help="write all times and ratios to FILE")

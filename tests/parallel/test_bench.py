@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.launching import CONTROLLERS, horovodrun, hvdtrain, run
+from tests.parallel.cpu_as_gpu import write_gpus
+from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, hvdtrain, run
 
 PEERS = {"gloo": ["torch.distributed"], "mpi": ["our ring over MPI", "mpi4py Allreduce"]}
 
@@ -25,7 +27,8 @@ def test_bench_ring(controller: str, tmp_path: Path) -> None:
     assert set(result["seconds_per_step"]) == {"our ring", *others}
     assert all(len(times) == 2 for times in result["seconds_per_step"].values())
     assert set(result["ratios"]) == {f"our speed / {other}" for other in others}
-    assert result["megabytes"] == 0.1
+    assert (result["megabytes"], result["device"]) == (0.1, "cpu")
+    assert ", on cpu, one thread each; " in finished.output
     assert "MB/s" in finished.output
     assert "middle half" in finished.output
 
@@ -55,6 +58,32 @@ def test_bench_of_steps(bench: str, controller: str, tmp_path: Path) -> None:
     result = json.loads(target.read_text())
     assert set(result["ratios"]) == RATIOS[bench]
     assert all(value["median"] > 0 for value in result["ratios"].values())
+
+
+@pytest.mark.parametrize(
+    ("bench", "contestant"), [("ring", "Horovod, on GPUs"), ("step", "bare Horovod loop")]
+)
+def test_benches_on_gpus(bench: str, contestant: str, tmp_path: Path) -> None:
+    """Fails if --device cuda does not reach the contestants, or the table does not say where they
+    ran. (The CPU stands for the GPUs.)
+    """
+    write_gpus(tmp_path)
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+    flags = ["--megabytes=0.1", "--batch-size=8", "--rounds=2", "--steps=2", "--device=cuda"]
+    flags += [f"--json={tmp_path / 'bench.json'}"]
+    finished = horovodrun(2, "gloo", hvdtrain("bench", bench, *flags), variables=variables)
+    assert finished.exit_code == 0, finished.output
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["device"] == "cpu:0" and contestant in result["seconds_per_step"]
+    assert ", on cpu:0, one thread each; " in finished.output
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """Fails if a bench that was to use GPUs measures CPUs instead."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    finished = run(hvdtrain("bench", "step", "--device", "cuda"), variables=hidden)
+    assert finished.exit_code == 2
+    assert "--device=cuda: no GPU is visible; use --device cpu" in finished.output
 
 
 def test_a_ring_of_one_is_refused() -> None:

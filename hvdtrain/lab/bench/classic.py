@@ -129,8 +129,8 @@ def table(plan: ClassicPlan, results: Results) -> str:
         rows.append(row)
     head = (
         f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
-        f"{counted(plan.rounds, 'round')}, SGD without momentum, one compute thread each; seconds "
-        "an epoch (median without the first), speed-up over one worker"
+        f"{counted(plan.rounds, 'round')}, SGD without momentum, on CPUs, one compute thread each; "
+        "seconds an epoch (median without the first), speed-up over one worker"
     )
     foot = (
         "  ours: seconds, speed-up, validation accuracy; the others' were published for GPUs, on "

@@ -298,9 +298,9 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
         )
     rounds = counted(plan.rounds, "round")
     lines = [
-        f"network: ms a step in the median of {rounds} of turns, N workers with one compute "
-        f"thread each; MB sent: by each host in a step, in a ring of hosts; {LIMIT}: the same "
-        f"processes without exchange; ratios: speed over {DDP}'s"
+        f"network: ms a step in the median of {rounds} of turns, N workers on CPUs, one "
+        f"compute thread each; MB sent: by each host in a step, in a ring of hosts; {LIMIT}: the "
+        f"same processes without exchange; ratios: speed over {DDP}'s"
     ]
     return "\n".join([*lines, *ratios.columns([HEADINGS, *rows])])
 

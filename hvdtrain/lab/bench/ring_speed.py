@@ -15,13 +15,14 @@ from torch import distributed
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.connect import interface_address
+from hvdtrain.exchange.gpus import CPU
 from hvdtrain.lab.bench.ratios import ratio
 from hvdtrain.lab.bench.rounds import Measured, Options, run_rounds
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports.mpi import MpiTransport
 
-OUR_RING = "our ring"
+OUR_RING, ON_GPUS = "our ring", "Horovod, on GPUs"
 
 Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
@@ -45,13 +46,17 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     )().numpy()
     itemsize = np.dtype(np.float32).itemsize
     length = max(int(options.megabytes * 1e6) // itemsize, 1)
-    for name, add in sums.items():
-        _check(name, add, length, exchange)
     # Zeros stay as they are in repeated sums in place; unlike np.zeros, np.full commits the memory.
     contestants: dict[str, Callable[[], object]] = {
         name: partial(add, np.full(length, 0, np.float32)) for name, add in sums.items()
     }
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    if options.device != CPU.type:
+        on_gpu = partial(_sum_on_gpu, exchange, torch.device(options.device))
+        sums[ON_GPUS] = lambda values: on_gpu(torch.from_numpy(values)).cpu().numpy()
+        contestants[ON_GPUS] = partial(on_gpu, torch.zeros(length, device=options.device))
+    for name, add in sums.items():
+        _check(name, add, length, exchange)
+    seconds = run_rounds(contestants, options, exchange)
     ring.close()
     if over_mpi:
         over_mpi.close()
@@ -60,6 +65,11 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
     others = [name for name in sums if name != OUR_RING]
     ratios = {f"our speed / {name}": ratio(seconds[name], seconds[OUR_RING]) for name in others}
     return Measured(seconds, ratios, megabytes=length * itemsize / 1e6)
+
+
+def _sum_on_gpu(exchange: Exchange, device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    """Collective: return Horovod's sum of values on the device, to which they are copied first."""
+    return exchange.sum_later(values.to(device), "hvdtrain.bench.sum_on_gpu")()
 
 
 def _join_torch_distributed(exchange: Exchange) -> Sum:

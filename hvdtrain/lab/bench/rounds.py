@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.lab.bench.ratios import Ratio
 from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.processes import StopRequests
@@ -76,6 +79,7 @@ class Options:
     batch_size: int  # per worker
     megabytes: float
     virtual_workers: int | None = None
+    device: str = "cpu"  # torch's name of this rank's device
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,13 @@ class Measured:
 
 
 def run_rounds(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, steps: int, exchange: Exchange
+    contestants: Mapping[str, Callable[[], object]], options: Options, exchange: Exchange
 ) -> dict[str, list[float]]:
-    """Collective: return the seconds per step on the slowest rank, by contestant and round."""
+    """Collective: return the seconds per step on the slowest rank, by contestant and round.
+
+    A step counts when the device has done all of it.
+    """
+    device, steps = torch.device(options.device), options.steps
     for step in contestants.values():
         # All ranks begin together: sums of the contestant before, in progress still, have the same
         # names.
@@ -98,13 +106,15 @@ def run_rounds(
         for _ in range(WARM_UP_STEPS):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds):
+    for number in range(options.rounds):
         for name in in_turn([*contestants], number):
             step = contestants[name]
             exchange.all_gather_object(None, "hvdtrain.bench.start")
+            synchronize(device)
             started = time.perf_counter()
             for _ in range(steps):
                 step()
+            synchronize(device)
             own = (time.perf_counter() - started) / steps
             seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
     return seconds

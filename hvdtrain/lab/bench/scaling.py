@@ -156,7 +156,8 @@ def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
     rounds = counted(plan.rounds, "round")
     lines = [
         f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
-        "DDP on gloo, one compute thread each; limit: as many processes at once, without exchange"
+        "DDP on gloo, on CPUs, one compute thread each; limit: as many processes at once, without "
+        "exchange"
     ]
     for mode in plan.modes:
         kept = "samples a worker" if mode == WEAK else "samples a step over all workers"

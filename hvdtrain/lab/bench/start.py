@@ -198,7 +198,7 @@ def table(plan: StartPlan, starts: Starts) -> str:
         rows.append([name, f"{total_s:.2f}", *cells])
     head = (
         f"start: seconds from the command to the end of the first step, LeNet, {plan.workers} "
-        f"workers ({plan.controller}; DDP: gloo) or alone; median of "
+        f"workers ({plan.controller}; DDP: gloo) or alone, on CPUs; median of "
         f"{counted(plan.rounds, 'round')} in turns"
     )
     return "\n".join([head, *ratios.columns(rows), *ratios.ratio_lines(ratios_of(starts))])

@@ -12,9 +12,9 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -24,10 +24,11 @@ from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.data import Shares, SharesLike, VirtualShares
-from hvdtrain.data.feeding import Feed, StepData
+from hvdtrain.data.feeding import Feed, StepData, to_device
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
+from hvdtrain.exchange.gpus import CPU, GpuExchange, OwnGpu, find_devices, find_own_gpu
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
 from hvdtrain.lab.bench.ring_speed import bench_ring
@@ -61,15 +62,29 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     """Collective: measure, print medians and ratios, and return the exit code."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as train does
-    options = plan_of(Options, arguments)
     exchange = connect(topology)
+    options = plan_of(Options, arguments)
+    options = replace(options, device=str(choose_device(options.device, exchange)))
     measured = BENCHES[arguments["bench"]](options, exchange)
     if exchange.rank == 0:
         workers = f"{counted(exchange.size, 'worker')} ({exchange.controller})"
         say(table(arguments["bench"], options, measured, workers))
-        write_json(arguments["json"], asdict(measured))
+        write_json(arguments["json"], {"device": options.device} | asdict(measured))
     exchange.close()
     return EXIT_OK
+
+
+def choose_device(wanted: str, exchange: Exchange) -> torch.device:
+    """Collective: return the CPU, or this rank's GPU. Raises UsageError if it has none."""
+    if wanted == CPU.type:
+        return CPU
+    if isinstance(exchange, SingleProcess):
+        own = OwnGpu(next(iter(find_devices()), None))
+    else:
+        own = find_own_gpu(cast(GpuExchange, exchange))
+    if own.device is None:
+        raise UsageError(f"--device={wanted}: {own.why or 'no GPU is visible'}; use --device cpu")
+    return own.device
 
 
 def table(bench: str, options: Options, measured: Measured, workers: str) -> str:
@@ -78,8 +93,8 @@ def table(bench: str, options: Options, measured: Measured, workers: str) -> str
     if megabytes := measured.megabytes:
         what = f"sum of {megabytes:g} MB of float32"
     head = (
-        f"{bench}: {what}, {workers}, one thread each; {counted(options.rounds, 'round')} of "
-        f"{counted(options.steps, 'step')} in turns"
+        f"{bench}: {what}, {workers}, on {options.device}, one thread each; "
+        f"{counted(options.rounds, 'round')} of {counted(options.steps, 'step')} in turns"
     )
     rows = []
     for name, times in measured.seconds_per_step.items():
@@ -92,18 +107,20 @@ def table(bench: str, options: Options, measured: Measured, workers: str) -> str
 def make_work(options: Options, workers: int) -> Work:
     """Return the work of `options.batch_size` samples per worker and step."""
     samples = options.batch_size * workers
-    return Work(WorkSpec(options.model, DATA, "", samples, ENDLESS, "float32", 0, LR, MOMENTUM))
+    spec = WorkSpec(options.model, DATA, "", samples, ENDLESS, "float32", 0, LR, MOMENTUM)
+    work = Work(spec)
+    work.model.to(options.device)
+    return work
 
 
 def make_job(
     options: Options, exchange: Exchange, micro_batches: int = 1, virtual_workers: int | None = None
 ) -> Job:
     """Collective: return the work as a job of `train`, with a distributed optimizer."""
-    work = make_work(options, exchange.size)
+    work, device = make_work(options, exchange.size), torch.device(options.device)
     shares: SharesLike = Shares(exchange.size)
     if virtual_workers is not None:
         shares = VirtualShares(Shares(virtual_workers), shares.sizes(virtual_workers))
-    device = torch.device("cpu")
     job = Job(
         model=work.model,
         optimizers=(work.tuned_optimizer(),),
@@ -135,7 +152,7 @@ def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
 
     def step() -> None:
         own = shares.of(next(batches).indices, exchange.rank)
-        inputs, labels = work.dataset.train.batch(own)
+        inputs, labels = to_device(work.dataset.train.batch(own), torch.device(options.device))
         optimizer.zero_grad()
         functional.cross_entropy(work.model(inputs), labels).backward()
         optimizer.step()
@@ -174,7 +191,7 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
         contestants["bare Horovod loop"] = bare_step(options, exchange)
     alone = bare_step(options, SingleProcess())
     contestants["bare single-device loop"] = alone
-    nothing = torch.zeros(1)
+    nothing = torch.zeros(1, device=options.device)
 
     def in_step() -> None:
         alone()
@@ -184,7 +201,7 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
         contestants["bare single-device loop, in step"] = in_step
     # Ours last: the exchange monitors the parameters of the optimizer that it distributed last.
     contestants[OURS] = our_step(make_job(options, exchange), exchange)
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    seconds = run_rounds(contestants, options, exchange)
     ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
     return Measured(seconds, ratios)
 
@@ -197,7 +214,7 @@ def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -
         VIRTUAL: our_step(make_job(options, exchange, 1, virtual), exchange),
         plain: our_step(make_job(options, exchange, passes), exchange),
     }
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    seconds = run_rounds(contestants, options, exchange)
     return Measured(seconds, {plain: ratio(seconds[VIRTUAL], seconds[plain])})
 
 
@@ -221,7 +238,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     one_host, every, seed = [""] * exchange.size, 1, 0
     computed = ComputeAudit(job, exchange, one_host, every, seed, lambda step, agree: None)
     contestants[COMPUTED] = our_step(job, exchange, computed)
-    seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+    seconds = run_rounds(contestants, options, exchange)
     ring.close()
     ratios = {it: ratio(seconds[it], seconds[WITHOUT]) for it in contestants if it != WITHOUT}
     # One step in many bears the whole cost: more precise than a measurement.
@@ -263,7 +280,7 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
             BACKGROUND: saving(checkpoints, wait=False),
             WAITED: saving(checkpoints, wait=True),
         }
-        seconds = run_rounds(contestants, options.rounds, options.steps, exchange)
+        seconds = run_rounds(contestants, options, exchange)
         checkpoints.wait()
     ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
     return Measured(seconds, ratios)

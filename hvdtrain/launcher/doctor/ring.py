@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
 from hvdtrain.launcher.command import (
+    GPU_SELECTION,
     HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
@@ -70,7 +71,10 @@ def try_ring(
     mark = secrets.token_hex(16)
     try:
         command = horovodrun_argv(options, verify)
-        code, output = run_ring(command, ring_environment(os.environ, ssh, mark), LIMIT_S)
+        environment = ring_environment(os.environ, ssh, mark)
+        if all(session.local for session in sessions.values()):
+            environment |= {it: os.environ[it] for it in GPU_SELECTION if it in os.environ}
+        code, output = run_ring(command, environment, LIMIT_S)
     finally:
         content = writer.ask_again({"do": "take_file", "file": file}).get("take_file")
         on_all(lambda session: session.ask_again({"do": "sweep", "mark": mark}), sessions)
