@@ -34,6 +34,7 @@ PRODUCTS, BETWEEN_DIGESTS = 200, 20
 SIDES, SUM_BYTES = {"cuda": 4096, "xpu": 4096}, {"cuda": 1 << 28, "xpu": 1 << 28}
 SIDE, BYTES = 128, 1 << 24
 FORMATS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+FIRST_WITH_BFLOAT16 = (8, 0)  # compute capability
 SUMS, WARM_UP = 20, 3
 JOIN_S = 60.0  # for the other devices to finish their last repetition, and for a sum
 
@@ -45,9 +46,11 @@ def compute(device: torch.device) -> dict[str, str]:
 
 def _multiply(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield name and digest of products of matrices, of which each is a factor of the next."""
-    side = SIDES.get(device.type, SIDE)
+    side, formats = SIDES.get(device.type, SIDE), dict(FORMATS)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_WITH_BFLOAT16:
+        del formats[torch.bfloat16]
     drawn = torch.randn(side, 2 * side, generator=torch.Generator().manual_seed(2))
-    for dtype, bits in FORMATS.items():
+    for dtype, bits in formats.items():
         factor, product = drawn.to(device, dtype).chunk(2, dim=1)
         factor = factor / side**0.5  # products keep their magnitude
         for number in range(1, PRODUCTS + 1):

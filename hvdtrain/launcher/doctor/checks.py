@@ -12,6 +12,7 @@ from hvdtrain.launcher.doctor import ALL_HOSTS, THIS_MACHINE, ByHost, Facts, Fin
 SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
 NEEDED = {"torch", "horovod"}
 CHECKED_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
+REBUILD = "build it for this torch: `hvdtrain install-horovod`"
 INSTALL = "launch/setup installs everything that is needed, in .venv"
 # Interfaces of container engines and virtual machines: their addresses often repeat on each host.
 VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "lxc")
@@ -120,7 +121,7 @@ def check_built_for(facts: ByHost) -> list[Finding]:
         torch = (facts[host].get("torch_build") or {}).get("version")
         if built and torch and built != torch:
             text = f"Horovod was built for torch {built}, but torch {torch} is installed"
-            findings.append(Finding("horovod", "warn", host, text, "rebuild it: launch/setup"))
+            findings.append(Finding("horovod", "warn", host, text, REBUILD))
     return findings
 
 

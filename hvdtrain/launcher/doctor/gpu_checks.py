@@ -189,9 +189,10 @@ def _memory_problem(card: Card) -> Problem | None:
     if count := card["errors_in_its_life"]:
         text = f"{counted(count, 'memory error')} in its life, not corrected by ECC"
         return "warn", text, "burn it in (--burn-in), and watch whether the number grows"
-    if card["ecc"] is False:
-        return "ok", "no memory errors can be seen: ECC is off", ""
-    return None
+    if card["ecc"]:
+        return None
+    why = "it has no ECC" if card["ecc"] is None else "ECC is off"
+    return "ok", f"its memory errors cannot be seen: {why}", ""
 
 
 def check_gpu_clocks(facts: ByHost) -> list[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Finding, Status, known
+from hvdtrain.launcher.doctor.checks import REBUILD
 
 MIB, GIB = 1 << 20, 1 << 30
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
@@ -158,11 +159,10 @@ def check_horovod_loads(facts: ByHost) -> list[Finding]:
     findings, shown = [], {}
     for host, found in known(facts, "horovod_loads"):
         if found["problem"]:
-            fix = "rebuild it for this torch: launch/setup"
-            findings.append(Finding("horovod loads", "fail", host, found["problem"], fix))
+            findings.append(Finding("horovod loads", "fail", host, found["problem"], REBUILD))
         elif not found["gloo"]:
-            text, fix = "Horovod is built without Gloo", "rebuild it: launch/setup"
-            findings.append(Finding("horovod loads", "warn", host, text, fix))
+            text = "Horovod is built without Gloo"
+            findings.append(Finding("horovod loads", "warn", host, text, REBUILD))
         else:
             built = [name for name in ("gloo", "mpi", "nccl") if found[name]]
             shown[host] = f"beside torch {found['torch']}, with {', '.join(built)}"
