@@ -70,7 +70,7 @@ class Spoiled:
 
     def __init__(self, honest: Runner, rank: int, spoil: Spoil) -> None:
         self._honest = honest
-        self.device, self.seconds = honest.device, 1e-3
+        self.ran_on, self.seconds = honest.ran_on, 1e-3
         self._rank = rank
         self._spoil = spoil
 

@@ -31,6 +31,7 @@ class Runner:
     def __init__(self, exchange: HorovodExchange, device: torch.device = CPU) -> None:
         self._exchange = exchange
         self.device = device
+        self.ran_on = device.type  # the type of the device of the last results
 
     def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
         """Collective: return the results, on the CPU, of tensors on the device.
@@ -43,6 +44,7 @@ class Runner:
         results = self._submit(case, there, name)
         synchronize(self.device)
         self.seconds = time.perf_counter() - started
+        self.ran_on = results[0].device.type
         return [result.cpu() for result in results]
 
     def _submit(self, case: Case, inputs: Tensors, name: str) -> Tensors:

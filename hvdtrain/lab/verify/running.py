@@ -107,7 +107,7 @@ def run_cases(
     """
     for case in cases:
         report, runs = _run(case, runner, transport, seed)
-        result = Result(case, _gather(report, transport), repeatable(case), runner.device.type)
+        result = Result(case, _gather(report, transport), repeatable(case), runner.ran_on)
         if result.bit_equal is False and not result.wrong:
             difference = _difference_from_rank_0(runs, result, transport)
             report = replace(report, difference=difference)
