@@ -51,7 +51,7 @@ def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
     # Slurm, for one, shows each process its own GPU alone.
     index = 0 if len(devices) == 1 else local_rank
     own = devices[index] if index < len(devices) else None
-    unit = (socket.gethostname(), _unit_of(own)) if own is not None else None
+    unit = (socket.gethostname(), uuid_of(own)) if own is not None else None
     units = exchange.all_gather_object(unit, "hvdtrain.gpus")
     if units.count(None) == len(units):
         return OwnGpu(None)
@@ -68,7 +68,7 @@ def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
     return OwnGpu(own)
 
 
-def _unit_of(device: torch.device) -> str:
+def uuid_of(device: torch.device) -> str:
     """Return a GPU's UUID, which is the same in all processes; else its number in this one."""
     module = torch.get_device_module(device)
     properties = getattr(module, "get_device_properties", lambda it: None)(device)

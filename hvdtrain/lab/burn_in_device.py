@@ -3,10 +3,10 @@
     python -m hvdtrain.lab.burn_in_device list
     python -m hvdtrain.lab.burn_in_device DEVICE SECONDS RANK SIZE STORE
 
-The first prints the devices of this host. The second repeats the training of the cores
-(known_answer.py) on a device, and products of matrices that keep all of it busy, in each format
-for which devices have units of their own. Then SIZE such processes, which find one another through
-the file STORE, measure their all-reduce.
+The first prints the devices of this host, and their UUIDs. The second repeats the training of the
+cores (known_answer.py) on a device, and products of matrices that keep all of it busy, in each
+format for which devices have units of their own. Then SIZE such processes, which find one another
+through the file STORE, measure their all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from hvdtrain.exchange.gpus import find_devices, synchronize
+from hvdtrain.exchange.gpus import find_devices, synchronize, uuid_of
 from hvdtrain.lab.known_answer import digest_of, end_with_parent, repeat, train
 from hvdtrain.log import say
 
@@ -117,7 +117,7 @@ def main() -> int:
     """List the devices, or burn one in; return the exit code."""
     end_with_parent()
     if sys.argv[1] == "list":
-        say(json.dumps([str(device) for device in find_devices()]))
+        say(json.dumps([(str(device), uuid_of(device)) for device in find_devices()]))
         return 0
     name, seconds, rank, size, store = sys.argv[1:]
     device = torch.device(name)

@@ -26,8 +26,8 @@ def install() -> None:
     from hvdtrain.exchange import gpus
 
     gpus.find_devices = lambda: [torch.device("cpu", 0), torch.device("cpu", 0)]
-    honest, local = gpus._unit_of, hvd.local_rank
-    gpus._unit_of = lambda device: f"{honest(device)} of local rank {local()}"
+    honest, local = gpus.uuid_of, hvd.local_rank
+    gpus.uuid_of = lambda device: f"{honest(device)} of local rank {local()}"
     hvd.cuda_built = hvd.nccl_built = lambda: True
 
 

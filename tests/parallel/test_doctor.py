@@ -94,8 +94,8 @@ def test_burn_in_covers_every_device(tmp_path: Path) -> None:
     assert first["repetitions"] >= 2 and list(first["answers"]) == [found["right"][first["kind"]]]
     (wrong,) = re.findall(r"^fail  burn-in +localhost: (.*)", finished.output, re.MULTILINE)
     assert re.fullmatch(
-        r"2 GPUs, \d+ repetitions, 1 wrong; GPU 1 wrong in 1 of \d+ repetitions \(transient: 2\), "
-        + BAD_DEVICE,
+        r"2 GPUs, \d+ repetitions, 1 wrong; GPU 1 \(cpu\) wrong in 1 of \d+ repetitions "
+        rf"\(transient: 2\), {BAD_DEVICE}",
         wrong,
     )
     sums = (

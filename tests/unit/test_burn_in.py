@@ -184,9 +184,9 @@ FAST, SLOW = "bus bandwidth 200.00 GB/s", "bus bandwidth 50.00 GB/s, but 200.00 
             id="a card is wrong",
         ),
         pytest.param(
-            [gpu("a0", RIGHT), gpu("b0", WRONG)],
+            [gpu("a0", RIGHT), replace(gpu("b0", WRONG), uuid="4f-2a")],
             [
-                "a GPU 0 and b GPU 0 disagree, first in step 1, loss: no majority (G)",
+                "a GPU 0 and b GPU 0 (4f-2a) disagree, first in step 1, loss: no majority (G)",
                 "fix: to see which is wrong, burn in with more GPUs of this kind",
             ],
             ["ok"],
@@ -322,7 +322,7 @@ def test_processes_that_end_early_or_hang(monkeypatch: pytest.MonkeyPatch) -> No
 LISTS = """
 import sys
 if sys.argv[1:] == ["list"]:
-    print('a warning\\n["gpu:0", "gpu:1"]')
+    print('a warning\\n[["gpu:0", "U0"], ["gpu:1", "U1"]]')
 else:
     sys.exit(" ".join(sys.argv[1:5]))
 """
@@ -343,9 +343,9 @@ def test_gpus_are_burnt_in_as_soon_as_they_are_found(monkeypatch: pytest.MonkeyP
     finally:
         started.end()
     gpus = [it for it in state["units"] if it["what"] == "GPU"]
-    assert [(it["number"], it["problem"]) for it in gpus] == [
-        (0, "ended by exit code 1 (gpu:0 1.5 0 2)"),
-        (1, "ended by exit code 1 (gpu:1 1.5 1 2)"),
+    assert [(it["number"], it["uuid"], it["problem"]) for it in gpus] == [
+        (0, "U0", "ended by exit code 1 (gpu:0 1.5 0 2)"),
+        (1, "U1", "ended by exit code 1 (gpu:1 1.5 1 2)"),
     ]
 
 

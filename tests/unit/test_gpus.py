@@ -34,7 +34,7 @@ def see(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let this process see so many devices, each with an identity of its own."""
     devices = [torch.device("cpu", number) for number in range(count)]
     monkeypatch.setattr(gpus, "find_devices", lambda: devices)
-    monkeypatch.setattr(gpus, "_unit_of", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(gpus, "uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.delenv(gpus.SHARES_GPU, raising=False)
 
 

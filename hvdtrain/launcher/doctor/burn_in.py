@@ -51,10 +51,11 @@ class Unit:
     repetitions: int
     answers: Mapping[str, Mapping[str, Any]]  # `count`, and `at`: the first repetitions
     sums: Mapping[str, Any] | None = None  # of the all-reduce between all GPUs of the host
+    uuid: str = ""  # of a GPU: its number depends on CUDA_VISIBLE_DEVICES
 
     @property
     def name(self) -> str:
-        return f"{self.what} {self.number}"
+        return f"{self.what} {self.number}" + (f" ({self.uuid})" if self.uuid else "")
 
     def __str__(self) -> str:
         return f"{self.host} {self.name}"

@@ -26,9 +26,9 @@ TRACES_SENT = 100  # per host, some KiB each
 class Training:
     """The process that trains on one core or GPU, and its results so far."""
 
-    def __init__(self, what: str, number: int, command: Sequence[str]) -> None:
-        self._found: dict[str, Any] = {"what": what, "number": number, "kind": ""}
-        self._found |= {"repetitions": 0, "answers": {}, "sums": None}
+    def __init__(self, what: str, number: int, command: Sequence[str], uuid: str = "") -> None:
+        self._found: dict[str, Any] = {"what": what, "number": number, "uuid": uuid}
+        self._found |= {"kind": "", "repetitions": 0, "answers": {}, "sums": None}
         self._problem: str | None = None
         self._last_words = ""
         self._heard_s = time.monotonic()
@@ -144,10 +144,10 @@ class Trainings:
             words = errors.strip().rpartition("\n")[2][:300]
             self._problem = f"torch cannot list the GPUs: {words or f'exit code {code}'}"
             return
-        for number, device in enumerate(devices):
+        for number, (device, uuid) in enumerate(devices):
             among = [str(number), str(len(devices)), f"{self._folder.name}/store"]
             command = [*ON_DEVICE, device, str(self._seconds), *among]
-            self._trainings.append(Training(GPU, number, command))
+            self._trainings.append(Training(GPU, number, command, uuid))
 
     def _end_listing(self) -> None:
         if self._listing is not None:
