@@ -27,7 +27,7 @@ import torch
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
 from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
-from hvdtrain.exchange import Exchange
+from hvdtrain.exchange import Exchange, copied_to_cpu
 from hvdtrain.models.execution import copied
 from hvdtrain.train.workers import buffers_of, load_buffers, rng_state, set_rng_state
 
@@ -104,7 +104,8 @@ class ComputeAudit:
             self._local.end()
             return
         if not self._passes:
-            self._buffers = buffers_of(self._job.model)
+            # On the CPU: a sent tensor keeps its device, which belongs to another rank.
+            self._buffers = copied_to_cpu(buffers_of(self._job.model))
             self._local.begin()
         self._local.begin_pass(share, None)
         # With its strides, on which the choice of kernels depends.

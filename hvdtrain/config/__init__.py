@@ -101,6 +101,13 @@ class TrainConfig:
         ]
 
     @property
+    def promises_bits(self) -> bool:
+        """Return whether a step has the same bits when it is computed again, here or elsewhere."""
+        check, precision = self.check, self.precision
+        others = self.batch.virtual_workers or check.trace_every or check.audit_compute
+        return bool(precision.deterministic or others)
+
+    @property
     def experiment(self) -> str:
         """Return the name of the run's folder."""
         if self.run.experiment is not None:

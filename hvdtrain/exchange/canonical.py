@@ -22,7 +22,7 @@ gradients, so that both exchanges overlap with the rest of that pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -204,8 +204,10 @@ class CanonicalSums:
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
             found = form.exponent_fields(_largest(share))
-            if bool((found == form.infinite).any()):
-                exponents[-1] = 1
+            marked = (found == form.infinite).any()
+            # On a device the host would wait for all that it has started, so it does not ask.
+            if share.device.type != "cpu" or bool(marked):
+                exponents[-1].logical_or_(marked)
                 found = form.exponent_fields(_largest(_finite(share)))
             torch.maximum(exponents[:-1], found, out=exponents[:-1])
         bucket.exponents = exponents
@@ -239,8 +241,7 @@ class CanonicalSums:
         assert bucket.added is not None and bucket.quanta is not None
         bucket.added.wait()
         total = torch.empty_like(bucket.integers, dtype=bucket.quanta.dtype)
-        for start in range(0, len(total), ROWS_AT_A_TIME):
-            rows = slice(start, start + ROWS_AT_A_TIME)
+        for rows in _parts_of(total):
             total[rows].copy_(bucket.integers[rows]).mul_(bucket.quanta[rows])
         if bucket.marked is not None:
             total += bucket.marked.wait()
@@ -278,6 +279,14 @@ def _finite(rows: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill(~rows.isfinite(), 0)
 
 
+def _parts_of(rows: torch.Tensor) -> Iterator[slice]:
+    """Yield the parts of rows that are converted at a time: all of them on a device, on which each
+    operation is a kernel to start. The bits do not depend on it.
+    """
+    step = ROWS_AT_A_TIME if rows.device.type == "cpu" else max(len(rows), 1)
+    return (slice(start, start + step) for start in range(0, len(rows), step))
+
+
 def _add_rounded(
     shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
 ) -> None:
@@ -287,8 +296,7 @@ def _add_rounded(
     """
     if not shares:
         integers.zero_()
-    for start in range(0, len(integers), ROWS_AT_A_TIME):
-        rows = slice(start, start + ROWS_AT_A_TIME)
+    for rows in _parts_of(integers):
         total = integers[rows]
         for number, share in enumerate(shares):
             rounded = (share[rows] * scales[rows]).round_()

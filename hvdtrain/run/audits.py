@@ -89,7 +89,7 @@ def _make_compute_audit(
     computations may differ.
     """
     hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.compute_audit.hosts")
-    machines = exchange.all_gather_object(machine(), "hvdtrain.compute_audit.machines")
+    machines = exchange.all_gather_object(machine(job.device), "hvdtrain.compute_audit.machines")
 
     def make() -> ComputeAudit:
         if others := changes(machines[0], machines[exchange.rank]):

@@ -123,7 +123,7 @@ class RunLedger(Ledger):
         virtual_workers = config["virtual_workers"]
         bucket_bytes = job.reduction.bucket_bytes
         at_start = _summary_at_start(exchange, self._evaluated, virtual_workers, bucket_bytes)
-        self._summary = at_start | provenance
+        self._summary = at_start | {"machine": machine(job.device)} | provenance
         self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
         head = resumed["progress"].get("trace") if resumed else None
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
@@ -306,7 +306,6 @@ def _summary_at_start(
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
         "versions": versions(),
-        "machine": machine(),
     }
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import cuda
 
 from hvdtrain import __version__
+from hvdtrain.run.devices import describe
 
 
 def versions() -> dict[str, str]:
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, str]:
+def machine(device: torch.device) -> dict[str, str]:
     """Return what the bits of results depend on, besides the configuration and the data."""
     processor = platform.machine()
     with suppress(OSError):
@@ -34,6 +34,7 @@ def machine() -> dict[str, str]:
         "processor": f"{processor}, {torch.backends.cpu.get_cpu_capability()}",
         "compute_threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
+        "device": describe(device),
     }
 
 
@@ -48,15 +49,16 @@ class GpuMeter:
         """Return the peak of allocated memory since the last call, and, as far as the driver's
         library (the package nvidia-ml-py) is there, the utilisation of the last second.
         """
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return {}
+        module = torch.get_device_module(self._device)
         found: dict[str, float] = {
-            "memory_mib": cuda.max_memory_allocated(self._device) >> 20,
+            "memory_mib": module.max_memory_allocated(self._device) >> 20,
         }
-        cuda.reset_peak_memory_stats(self._device)
+        module.reset_peak_memory_stats(self._device)
         if self._has_utilisation:
             try:
-                found["utilisation_percent"] = cuda.utilization(self._device)
+                found["utilisation_percent"] = module.utilization(self._device)
             except Exception:  # no library, another version of it, or the driver permits no reading
                 self._has_utilisation = False
         return found

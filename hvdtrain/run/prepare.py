@@ -22,6 +22,7 @@ from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
+from hvdtrain.run.devices import choose_device, move_state, repeat_bits
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
@@ -50,8 +51,10 @@ def prepare(
     `script`: has a model and optimizers of its own.
     """
     if config.precision.deterministic:
-        _demand_repetition(config, exchange)
+        _refuse_other_sums(config, exchange)
     device = choose_device(config.model.device, topology)
+    if config.promises_bits:
+        repeat_bits(device, demanded=config.precision.deterministic)
     _choose_threads(config)
     _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
@@ -161,6 +164,8 @@ def _take_model(
 ) -> torch.nn.Module:
     """Return the model of a script, on the device of this rank; then seed each rank alone."""
     model = script.model.to(device)
+    for optimizer in script.optimizers:
+        move_state(optimizer)
     if config.batch.virtual_workers is not None:
         check_model(model)
     seed_all(config.run.seed, exchange.rank)
@@ -268,19 +273,14 @@ def _choose_threads(config: TrainConfig) -> None:
         torch.set_num_threads(1)
 
 
-def _demand_repetition(config: TrainConfig, exchange: Exchange) -> None:
-    """Make torch raise for operations that are not deterministic (--deterministic). Raises
-    UsageError if the exchange is not repeatable.
-    """
+def _refuse_other_sums(config: TrainConfig, exchange: Exchange) -> None:
+    """Raise UsageError for --deterministic if the exchange is not repeatable."""
     if not exchange.repeatable and config.batch.virtual_workers is None:
         raise UsageError(
             "--deterministic: with HOROVOD_FUSION_THRESHOLD="
             f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
             "workers depends on timing. Unset it, or set it to 0"
         )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def _try_once(
@@ -317,22 +317,3 @@ def _try_once(
             say(notice)
         check_sums(sums, source.task, tried, training=False)
     model.train()
-
-
-def choose_device(wanted: str, topology: Topology) -> torch.device:
-    """Return the CPU, or the CUDA device of this local rank. Raises UsageError if it has none."""
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and visible == 0):
-        return torch.device("cpu")
-    setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    seen = f"{visible} visible (CUDA_VISIBLE_DEVICES={setting})"
-    if visible == 0:
-        cause = seen if torch.backends.cuda.is_built() else "this torch is built without CUDA"
-        raise UsageError(f"--device=cuda: no CUDA device: {cause}. Use --device cpu, or auto")
-    if topology.local_rank >= visible:
-        raise UsageError(
-            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {seen}. "
-            f"Start at most {visible} per host, or use --device cpu"
-        )
-    torch.cuda.set_device(topology.local_rank)
-    return torch.device("cuda", topology.local_rank)

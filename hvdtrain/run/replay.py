@@ -295,7 +295,7 @@ class Replayer:
         if changed := self._changed_data(state):
             raise ReplayMismatch(changed)
         refuse_another_base(state, self.job.model)
-        for line in changes(state["progress"].get("machine", {}), machine()):
+        for line in changes(state["progress"].get("machine", {}), machine(self.job.device)):
             say(f"replay: {line}: bits may differ")
         self._state = self._new_state()
         restore(state, self.job, self._state)

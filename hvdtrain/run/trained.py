@@ -30,7 +30,7 @@ from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
 from hvdtrain.plugins import is_plugin, refuse_code_of
-from hvdtrain.run.prepare import choose_device
+from hvdtrain.run.devices import choose_device
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import cuda
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.config import TrainConfig
@@ -29,6 +29,7 @@ from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.balance import balance
 from hvdtrain.run.console import final_lines, header
+from hvdtrain.run.devices import check_devices, name_of
 from hvdtrain.run.directory import RunDirectory, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
@@ -162,6 +163,7 @@ def _run_or_none(
     job = agree(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
+    check_devices(job.device, exchange)
     agree(exchange, "same_base", lambda: refuse_changed_base(job.model, found))
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
@@ -278,6 +280,7 @@ def _open_records(
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,
         "batch_size": None,
+        "device": name_of(job.device),  # a replay elsewhere is to choose the same
     }
     name = config.model.task or config.model.model
     code: tuple[str | Path | None, ...] = (config.model.task, config.model.model, config.data.data)
@@ -321,7 +324,7 @@ class StepProfiler:
         except OSError as error:
             raise TrainingError(f"--profile: {self.folder}: {error.strerror}") from error
         activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if cuda.is_available() else []
+        activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profile = profile(activities=activities)
         self._profile.start()
         self.exchange.start_timeline(self.folder / "timeline.json")

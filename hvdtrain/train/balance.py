@@ -35,8 +35,8 @@ def measure_weights(job: Job, exchange: Exchange) -> tuple[float, ...]:
             with job.update.autocast():
                 loss = job.task.loss(job.model, to_device(part.batch, job.device)).loss
             job.update.scale(loss).backward()
-        if job.device.type == "cuda":
-            torch.cuda.synchronize(job.device)
+        if job.device.type != "cpu":
+            torch.accelerator.synchronize(job.device)
         seconds.append(time.perf_counter() - began_s)
     samples = sum(part.samples for part in loaded)
     own = samples / statistics.median(seconds[WARM_UP:]) if samples else None

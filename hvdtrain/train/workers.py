@@ -331,9 +331,10 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of torch (CPU and `device`), Python and NumPy."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    module = None if device.type == "cpu" else torch.get_device_module(device)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": None if module is None else module.get_rng_state(device),
         "python": [version, list(words), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
     }
@@ -342,8 +343,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore a state of `rng_state`."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type != "cpu" and state["cuda"] is not None:
+        torch.get_device_module(device).set_rng_state(state["cuda"], device)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

@@ -1,0 +1,125 @@
+"""The device that a rank computes on: its choice, checks between ranks, and repetition of bits."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from hvdtrain.errors import UsageError, name_ranks
+from hvdtrain.exchange import Exchange, agree
+from hvdtrain.topology import Topology
+
+# Types of torch's devices besides the CPU. (Those of ROCm are named cuda as well.)
+ACCELERATORS: tuple[str, ...] = ("cuda",)
+SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # read by NCCL 2.30 and later
+
+
+def choose_device(wanted: str, topology: Topology) -> torch.device:
+    """Return the CPU, or the GPU of this local rank. Raises UsageError if it has none.
+
+    Launchers that bind each process to a GPU of its own, such as Slurm, show it no other one; of a
+    divided GPU (MIG) a process sees one part at most. So a single visible GPU is the rank's own.
+    """
+    kind = _accelerator()
+    visible = torch.accelerator.device_count() if kind else 0
+    if wanted == "cpu" or (wanted == "auto" and kind is None):
+        return torch.device("cpu")
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    seen = f"{visible} visible (CUDA_VISIBLE_DEVICES={setting})"
+    if kind is None:
+        cause = seen if torch.backends.cuda.is_built() else "this torch is built without CUDA"
+        raise UsageError(f"--device=cuda: no CUDA device: {cause}. Use --device cpu, or auto")
+    index = 0 if visible == 1 else topology.local_rank
+    if index >= visible:
+        raise UsageError(
+            f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {seen}. "
+            f"Start at most {visible} per host, or use --device cpu"
+        )
+    device = torch.device(kind, index)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def name_of(device: torch.device) -> str:
+    """Return the value of --device that chooses a device of this type."""
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
+def check_devices(device: torch.device, exchange: Exchange) -> None:
+    """Collective: raise AgreedFailure if some ranks have a GPU and others none, or two share one.
+
+    NCCL refuses a GPU with several ranks, unless its own variable permits it.
+    """
+    unit = "" if device.type == "cpu" else str(_properties(device).uuid)
+    own = (device.type, socket.gethostname(), unit)
+    devices = exchange.all_gather_object(own, "hvdtrain.devices")
+    sharing = [rank for rank, other in enumerate(devices) if unit and other == own]
+
+    def check() -> None:
+        if device.type != devices[0][0]:
+            raise UsageError(
+                f"--device: {device.type} here, and {devices[0][0]} on rank 0. All ranks compute on "
+                "devices of one type: give --device cpu, or --device cuda, which names the ranks "
+                "without a GPU"
+            )
+        if len(sharing) > 1 and os.environ.get(SHARES_GPU) != "1":
+            setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise UsageError(
+                f"--device: {name_ranks(sharing)} would share one GPU ({unit}, "
+                f"CUDA_VISIBLE_DEVICES={setting}), which NCCL refuses. Start one worker for each "
+                "GPU, or use --device cpu"
+            )
+
+    agree(exchange, "devices", check)
+
+
+def describe(device: torch.device) -> str:
+    """Return what the bits of results depend on in a device; the CPU is described elsewhere."""
+    if device.type == "cpu":
+        return "cpu"
+    own = _properties(device)
+    return (
+        f"{own.name}, compute capability {own.major}.{own.minor}, {own.multi_processor_count} "
+        f"multiprocessors, cuDNN {torch.backends.cudnn.version()}, products of float32 in "
+        f"{torch.get_float32_matmul_precision()} precision, TF32 in convolutions "
+        f"{'on' if torch.backends.cudnn.allow_tf32 else 'off'}"
+    )
+
+
+def repeat_bits(device: torch.device, demanded: bool) -> None:
+    """Make torch choose operations that are deterministic.
+
+    For one that has no such form torch raises an error if repetition is `demanded`, and otherwise
+    prints a warning, once; on the CPU nothing changes then.
+    """
+    if device.type == "cpu" and not demanded:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True, warn_only=not demanded)
+    torch.backends.cudnn.benchmark = False
+
+
+def move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state of an optimizer beside its parameters, which have been moved.
+
+    Some make it at once, such as Adagrad, when a script's parameters are still on the CPU.
+    """
+    for group in optimizer.param_groups:
+        # The count of steps is a scalar on the CPU, but where a kernel on the device reads it.
+        takes_scalars = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and (value.dim() > 0 or takes_scalars):
+                    optimizer.state[parameter][name] = value.to(parameter.device)
+
+
+def _accelerator() -> str | None:
+    """Return the type of the devices that torch can use besides the CPU; None without any."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None and found.type in ACCELERATORS else None
+
+
+def _properties(device: torch.device) -> object:
+    return torch.get_device_module(device).get_device_properties(device)
