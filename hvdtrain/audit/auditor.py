@@ -19,6 +19,7 @@ from hvdtrain.audit.capture import (
     Piece,
     flattened,
     make_blocks,
+    values_of,
 )
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.mismatch import (
@@ -132,8 +133,7 @@ class Auditor:
         self._pieces = list(chain.from_iterable(groups))
         self._blocks = make_blocks(groups, self._parameters, self._check.whole)
         own, digests = NO_ERROR, []
-        for block in self._blocks:
-            local, reduced = self._values(block)
+        for block, local, reduced in values_of(self._blocks, self._local, self._parameters):
             digests.append(digest(reduced))
             found = self._check.compare(block, local, reduced, all_segments=False)
             own = max(own, found, key=lambda error: error.ratio)
@@ -169,7 +169,7 @@ class Auditor:
 
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
         """Collective: compare all of one block on every rank, and raise AuditMismatch."""
-        local, reduced = self._values(block)
+        ((_, local, reduced),) = values_of([block], self._local, self._parameters)
         own = self._check.compare(block, local, reduced, all_segments=True)
         changed = -1 if self._changed is None else self._changed
         errors, table = gather_errors(own, [changed], self._transport)
@@ -187,10 +187,6 @@ class Auditor:
         )
         self._on_record(self._record(step, False, worst))
         raise AuditMismatch("\n".join(lines))
-
-    def _values(self, block: Block) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return a block's local gradients of each share, and its reduced ones."""
-        return block.local_values(self._local), block.reduced_values(self._parameters)
 
     def _record(self, step: int, ok: bool, worst: WorstError) -> AuditRecord:
         return AuditRecord(

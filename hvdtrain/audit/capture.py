@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 # Elements compared at a time: their float64 arrays fit in a core's cache.
 BLOCK_ELEMENTS = 1 << 16
+COPIED_BLOCKS = 256  # from a device at a time: 64 MiB of float32
 PIECES_PER_PART = 4  # at least, if there are enough elements
 
 Groups = Sequence[Sequence[int]]  # of parameters, by number
@@ -149,27 +150,10 @@ class Block:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    def local_values(self, local: LocalGradients) -> list[torch.Tensor]:
-        """Return the local gradients of each share that has any, in the block's dtype, on the CPU;
-        zero if missing.
-        """
-        return [
-            self._join([local.get(share, piece) for piece in self.pieces]) for share in local.shares
-        ]
-
-    def reduced_values(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """Return the reduced gradients, in the block's dtype, on the CPU; zero if missing."""
-        gradients = [(piece, parameters[piece.parameter].grad) for piece in self.pieces]
-        return self._join(
-            [
-                None if gradient is None else flattened(gradient)[piece.start : piece.stop]
-                for piece, gradient in gradients
-            ]
-        )
-
-    def _join(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def joined(self, values: Iterable[torch.Tensor | None]) -> torch.Tensor:
+        """Return the values of all pieces as one tensor, in the block's dtype; zero if missing."""
         parts = [
-            torch.zeros(piece.length, dtype=self.dtype) if part is None else part.cpu()
+            torch.zeros(piece.length, dtype=self.dtype) if part is None else part
             for piece, part in zip(self.pieces, values, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -181,6 +165,58 @@ class Block:
                 return piece.parameter, piece.start + position
             position -= piece.length
         raise IndexError(position)
+
+
+class Values(NamedTuple):
+    """The gradients of a block, on the CPU, in its dtype; zero if missing."""
+
+    block: Block
+    local: list[torch.Tensor]  # of each share that has any
+    reduced: torch.Tensor
+
+
+def values_of(
+    blocks: Sequence[Block], local: LocalGradients, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[Values]:
+    """Yield the local and the reduced gradients of each block.
+
+    Those on a device are copied COPIED_BLOCKS blocks at a time: the host waits for each copy.
+    """
+    shares = local.shares
+    for start in range(0, len(blocks), COPIED_BLOCKS):
+        own = blocks[start : start + COPIED_BLOCKS]
+        held: list[torch.Tensor | None] = []
+        for block in own:
+            for share in shares:
+                held += [local.get(share, piece) for piece in block.pieces]
+            held += [_reduced(piece, parameters) for piece in block.pieces]
+        found = iter(_on_cpu(held))
+        for block in own:
+            count = len(block.pieces)
+            *of_shares, reduced = (
+                block.joined(islice(found, count)) for _ in range(len(shares) + 1)
+            )
+            yield Values(block, of_shares, reduced)
+
+
+def _reduced(piece: Piece, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+    gradient = parameters[piece.parameter].grad
+    return None if gradient is None else flattened(gradient)[piece.start : piece.stop]
+
+
+def _on_cpu(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the values on the CPU; those of one type on a device are copied together."""
+    found = list(values)
+    together: dict[torch.dtype, list[int]] = {}
+    for place, it in enumerate(values):
+        if it is not None and it.device.type != "cpu":
+            together.setdefault(it.dtype, []).append(place)
+    for places in together.values():
+        parts = [it for place in places if (it := values[place]) is not None]
+        copied = torch.cat(parts).cpu().split([len(it) for it in parts])
+        for place, part in zip(places, copied, strict=True):
+            found[place] = part
+    return found
 
 
 def make_blocks(

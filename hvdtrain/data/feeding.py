@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,9 @@ from hvdtrain.ring import split_evenly
 Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A batch of `samples` samples; `bad` further ones could not be read."""
@@ -28,6 +31,13 @@ class Loaded:
     batch: Any
     samples: int
     bad: int = 0
+    # Completes the batch where it is used: compact batches are read, and sent to a device.
+    finish: Callable[[Any], Any] | None = None
+
+    def on(self, device: torch.device = CPU) -> Any:
+        """Return the complete batch, on `device`."""
+        moved = to_device(self.batch, device)
+        return moved if self.finish is None else self.finish(moved)
 
 
 @runtime_checkable
@@ -149,8 +159,16 @@ class Feed:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the same structure with its tensors on `device`."""
+    """Return the same structure with its tensors on `device`.
+
+    The host does not wait for a copy to a device, which is made from memory that cannot be paged.
+    For a copy to the CPU it does: otherwise the values would be read before they have arrived.
+    """
     if isinstance(batch, torch.Tensor):
+        if device.type == "cpu" or batch.device.type != "cpu":
+            return batch.to(device)
+        if batch.layout == torch.strided:
+            batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(item, device) for key, item in batch.items()}

@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
+from hvdtrain.data.transforms import normalised
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
 
@@ -252,12 +253,6 @@ def centred(picture: Image.Image, form: ImageFormat) -> torch.Tensor:
         picture = functional.resize(picture, size)
     tensor: torch.Tensor = functional.pil_to_tensor(picture)
     return tensor
-
-
-def normalised(pixels: torch.Tensor, form: ImageFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Normalise uint8 pixels (..., channels, height, width) to the network's input in `dtype`."""
-    mean, std = (torch.tensor(v, dtype=dtype)[:, None, None] for v in (form.mean, form.std))
-    return (pixels.to(dtype) / 255 - mean) / std
 
 
 @cache

@@ -73,7 +73,7 @@ class MixedSplit:
         batches, ahead = itertools.tee(batches)
         pairs = (self._pairs(indices, epoch) for indices in ahead)
         for indices, one in zip(batches, stream(self._split, pairs, epoch), strict=True):
-            yield replace(one, batch=self._mix(one.batch, indices, epoch), samples=len(indices))
+            yield Loaded(self._mix(one.on(), indices, epoch), len(indices), one.bad)
 
     def _pairs(self, indices: Indices, epoch: int) -> Indices:
         """Return the samples to read: those of `indices`, then the partner of each."""

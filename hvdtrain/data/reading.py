@@ -44,7 +44,7 @@ class Samples(Protocol):
         """Return samples that were read as a batch; of none, if all were skipped."""
 
     def finish(self, batch: Any) -> Any:
-        """Complete a batch in the training process, so that readers send compact batches."""
+        """Complete a batch in the training process, on the device where it is used."""
 
 
 class StreamedSplit:
@@ -94,7 +94,7 @@ class StreamedSplit:
             for loaded in self._loader:
                 if isinstance(loaded, str):
                     raise TrainingError(loaded)
-                yield replace(loaded, batch=self._samples.finish(loaded.batch))
+                yield replace(loaded, finish=self._samples.finish)
         except (RuntimeError, EOFError, ConnectionError) as error:
             # A reader that ends while it sends a batch breaks the connection.
             sending = self._readers > 0 and not isinstance(error, RuntimeError)

@@ -1,4 +1,4 @@
-"""Augmentation and resizing of batches of images.
+"""Normalisation, augmentation and resizing of batches of images.
 
 Random numbers depend only on (seed, epoch, sample), not on the rank, the batch, or earlier numbers:
 an augmented run is the same for every number of workers, and after resuming.
@@ -7,8 +7,9 @@ an augmented run is the same for every number of workers, and after resuming.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from hvdtrain.data.feeding import Loaded, may_skip, stream
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.splits import Batch, Dataset, Split, TensorSplit, texts_of
+from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Split, TensorSplit, texts_of
 
 # SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
 # OOPSLA 2014. Its n-th number can be computed without those before.
@@ -39,6 +40,28 @@ def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np
     numbers ^= numbers >> _SHIFTS[-1]
     result: NDArray[np.float64] = (numbers >> np.uint64(11)) * 2.0**-53
     return result
+
+
+def normalised(pixels: torch.Tensor, form: ImageFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Normalise uint8 pixels (..., channels, height, width) to the network's input in `dtype`, on
+    their device.
+    """
+    white, mean, std = _constants(tuple(form.mean), tuple(form.std), dtype, pixels.device)
+    return (pixels.to(dtype) / white - mean) / std
+
+
+@cache
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> Sequence[torch.Tensor]:
+    """Return white, mean and deviation as tensors on the device, copied to it once.
+
+    White is a tensor too: by a number CUDA divides as it multiplies by the rounded inverse, so that
+    the bits would not be those of the CPU.
+    """
+    shapes = {0: (), 1: (-1, 1, 1)}
+    made = (torch.tensor(values, dtype=dtype, device=device) for values in (255, mean, std))
+    return [values.reshape(shapes[values.dim()]) for values in made]
 
 
 class ChangedSplit:
@@ -64,7 +87,7 @@ class ChangedSplit:
         ahead, now = itertools.tee(batches)
         # In this order: the batch that has just come is then in `now` without being computed again.
         for one, indices in zip(stream(self._split, ahead, epoch), now, strict=True):
-            yield Loaded(self.change(one.batch, indices, epoch), one.samples, one.bad)
+            yield Loaded(self.change(one.on(), indices, epoch), one.samples, one.bad)
 
 
 class AugmentedSplit(ChangedSplit):

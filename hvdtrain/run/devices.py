@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import torch
 
@@ -60,9 +61,9 @@ def check_devices(device: torch.device, exchange: Exchange) -> None:
     def check() -> None:
         if device.type != devices[0][0]:
             raise UsageError(
-                f"--device: {device.type} here, and {devices[0][0]} on rank 0. All ranks compute on "
-                "devices of one type: give --device cpu, or --device cuda, which names the ranks "
-                "without a GPU"
+                f"--device: {device.type} here, and {devices[0][0]} on rank 0, but all ranks must "
+                "have devices of one type: give --device cpu, or --device cuda, which names the "
+                "ranks without a GPU"
             )
         if len(sharing) > 1 and os.environ.get(SHARES_GPU) != "1":
             setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -121,5 +122,5 @@ def _accelerator() -> str | None:
     return found.type if found is not None and found.type in ACCELERATORS else None
 
 
-def _properties(device: torch.device) -> object:
+def _properties(device: torch.device) -> Any:
     return torch.get_device_module(device).get_device_properties(device)

@@ -18,12 +18,11 @@ from hvdtrain.data.image_folder import (
     centred,
     images_under,
     left_out,
-    normalised,
     read_image,
 )
 from hvdtrain.data.reading import BadSample
 from hvdtrain.data.splits import ImageFormat, Splits
-from hvdtrain.data.transforms import resize
+from hvdtrain.data.transforms import normalised, resize
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json

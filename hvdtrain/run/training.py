@@ -192,7 +192,8 @@ def _make_ready(
     """Collective: distribute the optimizer, restore the saved state, connect the audit's ring."""
     exchange, signals = session.exchange, session.signals
     job = job.distributed(exchange)
-    state = State(Meter(exchange, job.sampler.samples, job.task.metrics, session.pulse))
+    samples, metrics = job.sampler.samples, job.task.metrics
+    state = State(Meter(exchange, samples, metrics, session.pulse, job.device))
     if saved:
         lost = restore(saved, job, state)
         if lost and exchange.rank == 0:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdtrain.data.feeding import to_device
 from hvdtrain.exchange import Exchange
 from hvdtrain.train.job import Job
 
@@ -33,7 +32,7 @@ def measure_weights(job: Job, exchange: Exchange) -> tuple[float, ...]:
         began_s = time.perf_counter()
         for part in loaded:
             with job.update.autocast():
-                loss = job.task.loss(job.model, to_device(part.batch, job.device)).loss
+                loss = job.task.loss(job.model, part.on(job.device)).loss
             job.update.scale(loss).backward()
         if job.device.type != "cpu":
             torch.accelerator.synchronize(job.device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.data import SharesLike, Split
-from hvdtrain.data.feeding import stream, to_device
+from hvdtrain.data.feeding import stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Task, check_sums, valid_metrics_of
@@ -78,7 +78,7 @@ def evaluate(
                 break
             if loaded.samples == 0:
                 continue  # none of the batch could be read
-            sums = task.evaluate(model, to_device(loaded.batch, device))
+            sums = task.evaluate(model, loaded.on(device))
             sums = check_sums(sums, task, loaded.samples, training=False)
             figures = [sums.metrics[name].double().reshape(-1).cpu() for name in names]
             row[SAMPLES] += loaded.samples

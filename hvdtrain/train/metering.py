@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
+from hvdtrain.data.feeding import CPU, to_device
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
+from hvdtrain.train.clock import PHASES, PhaseClock
 
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
-PHASES = ("data", "compute", "exchange", "update")
 # The sums of a step: first those that the host knows, then those computed on the device.
 COUNT, STOP, LEFT, BAD = range(4)
 PHASES_FROM = 4
@@ -31,36 +32,30 @@ LOSS = PHASES_FROM + len(PHASES)
 NOT_FINITE, METRICS_FROM = LOSS + 1, LOSS + 2
 
 
-class PhaseClock:
-    """The host time that each phase of a step takes on this rank."""
+class Reader:
+    """A copy to the CPU that waits for what a device had to do when it was prepared, not for more,
+    such as the next step.
+    """
 
-    def __init__(self, pulse: Pulse) -> None:
-        self.pulse = pulse  # receives each phase change
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._phase, self._began_s = PHASES[0], time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to read values that what is started by now computes."""
+        self._ready: Any = None
+        if device.type != "cpu":
+            self._ready = torch.get_device_module(device).Event()
+            self._ready.record()
 
-    def restart(self, step: int) -> None:
-        """Begin a step in the data phase; the time since the last step counts for no phase."""
-        self.pulse.step = step
-        self._begin(PHASES[0])
-
-    def enter(self, phase: str) -> None:
-        """End the current phase and begin `phase`."""
-        self.leave()
-        self._begin(phase)
-
-    def leave(self) -> None:
-        """End the last phase of a step."""
-        self._seconds[self._phase] += time.perf_counter() - self._began_s
-
-    def _begin(self, phase: str) -> None:
-        self._phase, self._began_s = phase, time.perf_counter()
-        self.pulse.beat(phase)
-
-    def take(self) -> list[float]:
-        """Return the seconds of each phase since the last call, in the order of PHASES."""
-        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
-        return list(seconds.values())
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Wait for the values; return them on the CPU."""
+        if self._ready is None:
+            return values
+        module = torch.get_device_module(values.device)
+        beside = module.Stream(values.device)
+        beside.wait_event(self._ready)
+        with module.stream(beside):
+            copied = torch.empty_like(values, device="cpu", pin_memory=True)
+            copied.copy_(values, non_blocking=True)
+        beside.synchronize()
+        return copied
 
 
 class StepSums:
@@ -80,8 +75,13 @@ class StepSums:
 
     @property
     def own(self) -> torch.Tensor:
-        """Return the sums of this rank."""
-        return self._rows().sum(0)
+        """Return the sums of this rank, on the CPU."""
+        return self._rows().cpu().sum(0)
+
+    @property
+    def has_left(self) -> bool:
+        """Return whether this rank has left the loop."""
+        return bool(self._known[0][LEFT])
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
@@ -110,8 +110,10 @@ class StepSums:
         self._known[0][STOP] = float(stop_requested)
         self._known[0][PHASES_FROM:] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
-        of_all = exchange.sum_later(self._rows(), name)
-        self._total = cache(lambda: of_all().sum(0))
+        rows = self._rows()
+        read = Reader(rows.device)
+        of_all = exchange.sum_later(rows, name)
+        self._total = cache(lambda: read(of_all()).sum(0))
 
     def join(self, further: StepSums) -> None:
         """Add the sums of a further update of the step, but for its loss and its count."""
@@ -128,11 +130,11 @@ class StepSums:
         self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
 
     def _rows(self) -> torch.Tensor:
-        known = torch.tensor(self._known, dtype=torch.float64, device=self._computed.device)
-        return torch.cat([known, self._computed], dim=1)
+        known = torch.tensor(self._known, dtype=torch.float64)
+        return torch.cat([to_device(known, self._computed.device), self._computed], dim=1)
 
     def total(self) -> torch.Tensor:
-        """Collective: wait for the reduction; return the sums over all ranks."""
+        """Collective: wait for the reduction; return the sums over all ranks, on the CPU."""
         return self._total()
 
     def mean_loss(self) -> float:
@@ -221,8 +223,9 @@ class Meter:
         samples_per_epoch: int,
         metrics: Sequence[str] = (),
         pulse: Pulse | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        self.clock = PhaseClock(pulse or Pulse())
+        self.clock = PhaseClock(pulse or Pulse(), device)
         self._exchange = exchange
         self._samples_per_epoch = samples_per_epoch
         self._metrics = tuple(metrics)

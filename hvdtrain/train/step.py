@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from hvdtrain.data.feeding import Loaded, StepData, may_skip, to_device
+from hvdtrain.data.feeding import Loaded, StepData, may_skip
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.tasks import Sums, as_sums, check_sums
+from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import COUNT, LEFT, PhaseClock, StepSums
+from hvdtrain.train.metering import COUNT, LEFT, StepSums
 from hvdtrain.train.update import not_finite
 
 
@@ -138,12 +139,13 @@ class Step:
         job.workers.begin_step(place)
         with _others_frozen(job, place):
             for it in self._passes():
+                batch = it.loaded.on(job.device)
                 clock.enter("compute")
                 if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
-                    self._audit.begin_pass(it.share, it.loaded.batch)
+                    self._audit.begin_pass(it.share, batch)
                     self._pass = it
-                    yield to_device(it.loaded.batch, job.device)
+                    yield batch
                     self._refuse_missing_backward()
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
                         self._own.append(it._replace(number=it.number + drawn))
@@ -241,7 +243,7 @@ class Step:
         """Collective: raise TrainingError on all ranks if only some have left a script's loop."""
         if self.job.task.computes_loss or self._exchange.size == 1:
             return
-        left, own = int(self._sums.total()[LEFT]), bool(self._sums.own[LEFT])
+        left, own = int(self._sums.total()[LEFT]), self._sums.has_left
         if 0 < left < self._exchange.size:
             each = self._exchange.all_gather_object(own, "hvdtrain.left")
             ranks = [rank for rank, has_left in enumerate(each) if has_left]
@@ -292,7 +294,7 @@ class Step:
         for it in self._own:
             job.workers.repeat_pass(self.number, it.share, it.number)
             with job.update.autocast():
-                loss = job.task.loss(job.model, to_device(it.loaded.batch, job.device)).loss
+                loss = job.task.loss(job.model, it.loaded.on(job.device)).loss
             gradients = torch.autograd.grad(loss * self._weight, parameters, allow_unused=True)
             known = {str(i): it for i, it in enumerate(gradients) if it is not None}
             faulty = faulty or bool(not_finite(known))

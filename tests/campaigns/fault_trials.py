@@ -31,8 +31,8 @@ from hvdtrain.ring.bound import ERROR_BOUNDS
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
+from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import PhaseClock
 from hvdtrain.train.step import train_step
 
 PLUGINS = "tests.parallel.plugins"

@@ -1,4 +1,4 @@
-"""Compilation of the device for tests (`fake_gpu.cpp`), once for each torch, Python and compiler."""
+"""Compilation of `fake_gpu.cpp`, once for each version of torch, Python and the compiler."""
 
 from __future__ import annotations
 

@@ -23,10 +23,11 @@ from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
+from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.evaluate import Evaluation, evaluate
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, train
-from hvdtrain.train.metering import Meter, PhaseClock, StepSums, Totals
+from hvdtrain.train.metering import Meter, StepSums, Totals
 from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.step import train_step

@@ -41,7 +41,7 @@ from hvdtrain.lab.compare.rows import (
 )
 from hvdtrain.lab.systems.contract import Spec, Strategy, Traffic
 from hvdtrain.launcher.processes import marked
-from hvdtrain.train.metering import PHASES
+from hvdtrain.train.clock import PHASES
 from tests.unit.strategies import work_spec
 
 HOSTILE = "evil.<script>:Class"

@@ -33,7 +33,7 @@ from hvdtrain.lab.compare.rows import (
 )
 from hvdtrain.lab.report.page import NOTHING, Table, save, take_pictures, templates
 from hvdtrain.lab.report.plots import PHASE_COLOURS
-from hvdtrain.train.metering import PHASES
+from hvdtrain.train.clock import PHASES
 
 BLUE, RED, GREEN = charts.PALETTE[:3]
 SENT, RECEIVED = BLUE, charts.PALETTE[5]

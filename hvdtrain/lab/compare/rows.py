@@ -20,7 +20,7 @@ from hvdtrain.lab.children import Result
 from hvdtrain.lab.systems import ORACLE as SINGLE
 from hvdtrain.lab.systems.contract import Spec, Strategy, SystemOptions, Traffic
 from hvdtrain.log import counted
-from hvdtrain.train.metering import PHASES
+from hvdtrain.train.clock import PHASES
 
 # Relative to each tensor's largest value, in float64. One exchange rounds by about 1e-16; training
 # may amplify that from step to step and stays far below this tolerance, while a wrong weight or a

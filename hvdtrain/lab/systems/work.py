@@ -18,7 +18,7 @@ from hvdtrain.models import build_model, fit_dataset
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
-from hvdtrain.train.metering import PHASES, PhaseClock
+from hvdtrain.train.clock import PHASES, PhaseClock
 from hvdtrain.train.optimizers import build_optimizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

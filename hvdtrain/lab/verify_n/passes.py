@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.data import Shares
-from hvdtrain.data.feeding import Loaded, stream, to_device
+from hvdtrain.data.feeding import Loaded, stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import copied_to_cpu
 from hvdtrain.tasks import Sums
@@ -55,7 +55,7 @@ class Subject:
         with torch.no_grad():
             self.model.load_state_dict(self._before)
         _seed(seed)
-        return self.job.task.loss(self.model, to_device(part.batch, self.job.device))
+        return self.job.task.loss(self.model, part.on(self.job.device))
 
     def gradient(self, parts: Sequence[Loaded], seed: int) -> Gradient:
         """Return the gradient of the mean loss, summed over parts with seeds of their own."""

@@ -1,0 +1,78 @@
+"""The time that each phase of a step takes on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdtrain.data.feeding import CPU
+from hvdtrain.pulse import Pulse
+
+PHASES = ("data", "compute", "exchange", "update")
+
+
+class _Interval(NamedTuple):
+    """A phase between two events of a device."""
+
+    phase: str
+    first: Any
+    last: Any
+
+
+class PhaseClock:
+    """The time of each phase of a step.
+
+    On the CPU it is the time of the host. On a device the host only starts what is computed, and
+    waits for it in a later phase. There it is the time between events that the device reaches one
+    after another, and includes what it waits for: for data, and for other ranks.
+    """
+
+    def __init__(self, pulse: Pulse, device: torch.device = CPU) -> None:
+        self.pulse = pulse  # receives each phase change
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._intervals: deque[_Interval] = deque()  # that the device may not have reached yet
+        self._phase, self._began = PHASES[0], self._now()
+
+    def restart(self, step: int) -> None:
+        """Begin a step in the data phase; the time since the last step counts for no phase."""
+        self.pulse.step = step
+        self._begin(PHASES[0])
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin `phase`."""
+        self.leave()
+        self._begin(phase)
+
+    def leave(self) -> None:
+        """End the last phase of a step."""
+        now = self._now()
+        if self._module is None:
+            self._seconds[self._phase] += now - self._began
+        else:
+            self._intervals.append(_Interval(self._phase, self._began, now))
+
+    def take(self) -> list[float]:
+        """Return the seconds of each phase since the last call, in the order of PHASES; those that
+        a device has not reached yet are returned by a later call.
+        """
+        while self._intervals and self._intervals[0].last.query():
+            phase, first, last = self._intervals.popleft()
+            self._seconds[phase] += first.elapsed_time(last) / 1000
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return list(seconds.values())
+
+    def _begin(self, phase: str) -> None:
+        self._phase, self._began = phase, self._now()
+        self.pulse.beat(phase)
+
+    def _now(self) -> Any:
+        """Return the time, or an event of the device that is reached after all that is started."""
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
