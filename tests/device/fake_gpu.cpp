@@ -23,6 +23,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -335,6 +336,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
           on_gpu(std::get<2>(found), device)};
 }
 
+// The fallback would drop the new running statistics: the schema does not call them changed.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
+    const std::optional<at::Tensor>& variance, bool training, double momentum, double epsilon) {
+  std::array<std::optional<at::Tensor>, 4> others = {weight, bias, mean, variance};
+  for (auto& it : others) {
+    if (!it || !it->defined()) continue;
+    TORCH_CHECK(it->device() == input.device(),
+                "Expected all tensors to be on the same device: batch_norm");
+    it = on_cpu(*it);
+  }
+  count(operations);
+  const InKernel kernel;
+  const auto found = at::native_batch_norm(on_cpu(input), others[0], others[1], others[2],
+                                           others[3], training, momentum, epsilon);
+  const auto device = input.device();
+  return {on_gpu(std::get<0>(found), device), on_gpu(std::get<1>(found), device),
+          on_gpu(std::get<2>(found), device)};
+}
+
 int64_t attention_kernel(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                          const std::optional<at::Tensor>&, double, bool, std::optional<double>,
                          bool) {
@@ -395,6 +417,7 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_kernel);
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("_fused_sdp_choice", &attention_kernel);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);

@@ -33,9 +33,22 @@ def register() -> Any:
     compiled.set_device_count(int(os.environ.get("FAKE_GPUS", "2")))
     torch._register_device_module(DEVICE, _module(compiled))
     torch.utils.generate_methods_for_privateuse1_backend()
-    # A parameter stays the same object when it is moved, as on CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    _keep_moved_parameters()
     return compiled
+
+
+def _keep_moved_parameters() -> None:
+    """Let a parameter stay the same object when a module is moved, as on CUDA."""
+    honest = torch.nn.Module._apply
+
+    def apply(module: torch.nn.Module, *arguments: Any, **named: Any) -> torch.nn.Module:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return honest(module, *arguments, **named)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _module(compiled: Any) -> Any:

@@ -128,7 +128,7 @@ def one_by_one(split: Split, order: list[int], size: int, epoch: int) -> dict[in
     batches = [np.array(order[at : at + size]) for at in range(0, len(order), size)]
     images: dict[int, torch.Tensor] = {}
     for indices, loaded in zip(batches, stream(split, batches, epoch), strict=True):
-        images |= dict(zip(indices.tolist(), loaded.batch[0], strict=True))
+        images |= dict(zip(indices.tolist(), loaded.on()[0], strict=True))
     return images
 
 

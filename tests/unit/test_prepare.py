@@ -15,7 +15,8 @@ from hvdtrain.config.options import build_config
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
-from hvdtrain.run.prepare import choose_device, prepare
+from hvdtrain.run.devices import choose_device
+from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import Source, build_data, build_task
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
@@ -272,8 +273,9 @@ def test_a_missing_gpu(visible: int, built: bool, expected: str, monkeypatch) ->
     the number of workers.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     with pytest.raises(UsageError, match=re.escape(f"--device=cuda: {expected}")) as caught:
         choose_device("cuda", Topology(2, 3, 2))
