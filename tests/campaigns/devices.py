@@ -1,9 +1,9 @@
 """Campaign: each place of the package that names a device is removed; the checks must find it.
 
-    python -m tests.campaigns.devices [--only TEXT] [--list]
+    python -m tests.campaigns.devices [--only TEXT] [--unknown] [--list]
 
 A mutant is the package without one `.to(device)`, `.cpu()`, `device=`, `map_location=`, move of a
-batch or of a state, or wait for the device. It is found if a job of `tests.device.jobs` fails with
+batch or of a state, or wait for the device. It is found if a check of tests/device fails with
 it. Those of EQUIVALENT change nothing, for the reason that stands there; all others must be found.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import os
 import re
 import shutil
@@ -24,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.device.jobs import jobs, problem_of
+from tests.device.jobs import of_two_workers, problem_of
+from tests.device.preloaded import run_alone
 from tests.device.together import EXPERIMENTS, MESSAGES
 from tests.parallel.launching import BIN, CHECKOUT
 
@@ -35,9 +37,21 @@ IS_DEVICE = re.compile(r"device\b|\bCPU\b|'cpu'|^\(inputs\)$")
 WAITS = ("synchronize", "wait_event")
 HOROVODS = ("(hvd)", "(optimizer)", "(self._carrier)")  # they wait for the exchange
 TIMEOUT_S = 180
+FORKED = multiprocessing.get_context("forkserver")
+AFTERWARDS = ("two_workers",)  # `tests.device.alone`, which imports the package, has them too
 AT_ONCE = 2
 # The name of a mutant, as --list prints it, and why no check can find it.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "train/balance.py: torch.accelerator.synchronize(job.device)": (
+        "the device for tests computes at once, and speeds alone would change"
+    ),
+    "train/base.py: values[name].cpu()": (
+        "a model of this rank takes the values, from whichever device"
+    ),
+    "train/checkpoint.py: torch.load(path / STATE_FILE, map_location='cpu', weights_only=True)": (
+        "a checkpoint has no tensor of a device, which check_plain and check_own_loop see to"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -127,27 +141,41 @@ def finding_of(mutant: Mutant) -> str | None:
         folder, runs = Path(name) / "package", Path(name) / "runs"
         runs.mkdir()
         mutant.write(folder)
-        paths = {"PYTHONPATH": f"{folder}{os.pathsep}{CHECKOUT}", "OMP_NUM_THREADS": "1"}
-        paths["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-        for job in jobs(runs, first=True):
-            what = " ".join(job.command[4:6]).replace(str(runs), "").strip()
-            try:
-                done = subprocess.run(
-                    job.started,
-                    cwd=folder,
-                    env=os.environ | paths,
-                    capture_output=True,
-                    text=True,
-                    timeout=TIMEOUT_S,
-                )
-            except subprocess.TimeoutExpired:
-                return f"{what}: does not end"
-            if done.returncode:
-                return f"{what}: {_cause(runs, done.stdout + done.stderr)}"
-            if "together" in what:
-                for experiment in EXPERIMENTS:
-                    if problem := problem_of(experiment, runs, MESSAGES):
-                        return f"{what}: {experiment}: {_last_line(problem)}"
+        if found := _alone(folder, runs):
+            return f"alone: {found}"
+        for command in of_two_workers(runs):
+            if found := _together(folder, runs, command):
+                return f"two workers: {found}"
+        found = _alone(folder, runs, *AFTERWARDS)
+        return found and f"afterwards: {found}"
+
+
+def _alone(folder: Path, runs: Path, *names: str) -> str | None:
+    """Return what the checks of one process find, in a process of its own."""
+    printed = runs.parent / "printed"
+    process = FORKED.Process(target=run_alone, args=(folder, runs, printed, list(names)))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.is_alive():
+        process.kill()
+        return "does not end"
+    return _cause(runs, printed.read_text()) if process.exitcode else None
+
+
+def _together(folder: Path, runs: Path, command: list[str]) -> str | None:
+    """Return what a job of two workers finds."""
+    variables = {"PYTHONPATH": f"{folder}{os.pathsep}{CHECKOUT}", "OMP_NUM_THREADS": "1"}
+    variables["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    options = {"cwd": folder, "env": os.environ | variables, "timeout": TIMEOUT_S}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+    except subprocess.TimeoutExpired:
+        return "does not end"
+    if done.returncode:
+        return _cause(runs, done.stdout + done.stderr)
+    for experiment in EXPERIMENTS:
+        if problem := problem_of(experiment, runs, MESSAGES):
+            return f"{experiment}: {_last_line(problem)}"
     return None
 
 
@@ -171,13 +199,17 @@ def main() -> int:
     """Run the campaign; return 1 if a mutant was missed, or a reason has no mutant."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--unknown", action="store_true", help="leave those of EQUIVALENT out")
     parser.add_argument("--list", action="store_true", help="print the mutants alone")
     arguments = parser.parse_args()
     every = mutants()
     chosen = [it for it in every if arguments.only in it.name]
+    if arguments.unknown:
+        chosen = [it for it in chosen if not reason_for(it)]
     if arguments.list:
         print(*(it.name for it in chosen), sep="\n")
         return 0
+    FORKED.set_forkserver_preload([run_alone.__module__])
     began_s, counts = time.monotonic(), Counter[str]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for mutant, found in zip(chosen, pool.map(finding_of, chosen), strict=True):

@@ -27,6 +27,7 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.ring.transports import in_process_ring
 from hvdtrain.topology import Topology
+from tests.device import running
 from tests.device.fake_gpu import DEVICE, let_train
 from tests.device.running import (
     DEVICES,
@@ -35,6 +36,7 @@ from tests.device.running import (
     TASK,
     VIRTUAL,
     check_same,
+    check_saved_on_cpu,
     hvdtrain,
     script,
     summary,
@@ -50,6 +52,7 @@ def check_plain(folder: Path) -> None:
     for device in DEVICES:
         train(folder, device, PLAIN, device)
     check_same(folder / "cuda", folder / "cpu")
+    check_saved_on_cpu(folder / "cuda")
     found = summary(folder / "cuda")
     assert found["machine"]["device"].startswith("Fake, compute capability 1.0")
     assert found["peak_gpu_mib"] == 1 and summary(folder / "cpu")["peak_gpu_mib"] is None
@@ -80,6 +83,7 @@ def check_virtual(folder: Path) -> None:
         printed = hvdtrain("replay", folder / device, "--trust-code")
         assert "4 steps agreed" in printed and REPLAYED not in printed, printed
     check_same(folder / "cuda", folder / "cpu")
+    check_saved_on_cpu(folder / "cuda")
     printed = hvdtrain("replay", folder / "cuda", "--trust-code", "--device=cpu")
     assert "4 steps agreed" in printed and f"now: {REPLAYED}" in printed, printed
 
@@ -134,12 +138,13 @@ def check_image_files(folder: Path) -> None:
 def check_own_loop(folder: Path) -> None:
     """A script's loop with two optimizers and a frozen part; evaluated, resumed and replayed."""
     for device in DEVICES:
-        script(device, device, folder)
+        script(folder, "", device)
         given = ["--device", device, "--trust-code", "--json", folder / f"{device}.json"]
         hvdtrain("evaluate", folder / device, *given)
         printed = hvdtrain("replay", folder / device, "--trust-code")
         assert "8 steps agreed" in printed and REPLAYED not in printed, printed
     check_same(folder / "cuda", folder / "cpu")
+    check_saved_on_cpu(folder / "cuda")
     assert (folder / "cuda.json").read_text() == (folder / "cpu.json").read_text()
 
 
@@ -276,7 +281,7 @@ def _remove(path: Path) -> None:
 CHECKS = {
     name.removeprefix("check_"): it
     for name, it in list(globals().items())
-    if name.startswith("check_") and name != "check_same"
+    if name.startswith("check_") and not hasattr(running, name)
 }
 AFTERWARDS = ("two_workers",)  # once the runs of `together` are there
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.device.running import DEVICES
 from tests.device.together import EXPERIMENTS
@@ -15,32 +14,22 @@ from tests.parallel.launching import BIN
 MODULE = [sys.executable, "-W", "error::UserWarning", "-m"]
 
 
-class Job(NamedTuple):
-    """A command, and whether two workers run it."""
-
-    command: list[str]
-    is_parallel: bool = False
-
-    @property
-    def started(self) -> list[str]:
-        """Return the command with what starts its workers."""
-        launcher = [str(BIN / "horovodrun"), "-np", "2", "--gloo"] if self.is_parallel else []
-        return [*launcher, *self.command]
+def alone(folder: Path, *names: str) -> list[str]:
+    """Return the command of the checks of one process."""
+    return [*MODULE, "tests.device.alone", str(folder), *names]
 
 
-def jobs(folder: Path, first: bool = False) -> Iterator[Job]:
-    """Yield all jobs in order; `first`: end a job at its first error."""
-    option = ["--first"] if first else []
-    yield Job([*MODULE, "tests.device.alone", str(folder), *option])
+def of_two_workers(folder: Path) -> list[list[str]]:
+    """Return the commands of two workers: the experiments, and a script with its own loop."""
     two = folder / "two"
     two.mkdir()
     (two / "experiments.json").write_text(json.dumps(EXPERIMENTS))
-    yield Job([*MODULE, "tests.device.together", str(two)], is_parallel=True)
     script = str(Path(__file__).with_name("own_loop.py"))
-    for device in DEVICES:
-        own = [script, device, f"loop-{device}", str(two)]
-        yield Job([*MODULE, "tests.device.command", *own], is_parallel=True)
-    yield Job([*MODULE, "tests.device.alone", str(folder), "two_workers"])
+    launcher = [str(BIN / "horovodrun"), "-np", "2", "--gloo", *MODULE]
+    return [
+        [*launcher, "tests.device.together", str(two)],
+        [*launcher, "tests.device.command", script, str(two), "loop-", *DEVICES],
+    ]
 
 
 def problem_of(name: str, folder: Path, messages: Mapping[str, str]) -> str | None:

@@ -1,5 +1,5 @@
 """A script with its own loop, two optimizers, one of which has a state at once, a frozen part that
-is not saved, and sums of its own; `own_loop.py CPU_OR_CUDA EXPERIMENT FOLDER`.
+is not saved, and sums of its own; `own_loop.py FOLDER PREFIX DEVICE ...` trains on each device.
 """
 
 from __future__ import annotations
@@ -53,4 +53,6 @@ def main(device: str, experiment: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, prefix, *devices = sys.argv[1:]
+    for name in devices:
+        main(name, f"{prefix}{name}", folder)

@@ -6,9 +6,12 @@ import io
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SMALL = ["--model=tests.device.models:small", "--data=digits", "--global-batch-size=48"]
 STEPS = ["--max-steps=4", "--checkpoint-interval=2", "--trace-every=1", "--hash-every=2"]
@@ -57,6 +60,24 @@ def train(folder: Path, name: str, flags: list[str], device: str, exit_code: int
 def summary(run: Path) -> dict[str, Any]:
     """Return the summary of a run."""
     return json.loads((run / "summary.json").read_text())
+
+
+def check_saved_on_cpu(run: Path) -> None:
+    """Fail if a checkpoint has a tensor that another machine could only read on a GPU."""
+    paths = [*run.glob("checkpoints/step-*/training_state.pt")]
+    assert paths
+    for path in paths:
+        state = torch.load(path, weights_only=True)
+        elsewhere = [it.shape for it in _tensors_of(state) if it.device.type != "cpu"]
+        assert not elsewhere, (path, elsewhere)
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(item)
 
 
 def check_same(one: Path, other: Path) -> None:

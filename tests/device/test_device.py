@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.device.alone import AFTERWARDS, CHECKS
-from tests.device.jobs import jobs, problem_of
+from tests.device.jobs import alone, of_two_workers, problem_of
 from tests.device.together import EXPERIMENTS, MESSAGES
 from tests.parallel.launching import run
 
@@ -17,7 +17,8 @@ from tests.parallel.launching import run
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the runs, once all jobs have ended."""
     place = tmp_path_factory.mktemp("device")
-    printed = [run(job.started, timeout_s=200).output for job in jobs(place)]
+    commands = [alone(place), *of_two_workers(place), alone(place, *AFTERWARDS)]
+    printed = [run(command, timeout_s=200).output for command in commands]
     (place / "printed").write_text("\n".join(printed))
     return place
 

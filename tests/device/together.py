@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from hvdtrain.topology import Topology
 from tests.device.fake_gpu import let_train
+from tests.device.models import small
 from tests.device.running import DEVICES, PLAIN, SMALL, TASK, VIRTUAL
 
 RANK = Topology.from_environment().rank  # outside of a job: 0
+WEIGHTS = "on-a-gpu.pth"  # in the folder of the job, in which it runs
 AUDITED = ["--audit-every=1", "--audit-parts=2"]
 CHECKED = [*SMALL, "--max-steps=3", "--audit-compute=1"]
 SYNC = [*SMALL, "--max-steps=3", "--sync-bn", "--trace-every=1", "--grad-accum-steps=2"]
@@ -35,6 +39,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "balanced": [*SMALL, "--max-steps=2", "--rank-weights=auto"],
     "lazy": [TASK, "--max-steps=2", "--global-batch-size=12", "--audit-compute=1"],
     "fp16": [TASK, "--max-steps=2", "--global-batch-size=12", "--amp=fp16", "--audit-compute=1"],
+    "tuned": [*SMALL, "--max-steps=1", "--virtual-workers=2", f"--pretrained={WEIGHTS}"],
     "fault": CHECKED,
     "derivative": ["--model=tests.device.models:without_derivative", *SMALL[1:], "--max-steps=5"],
     "unlike": CHECKED,
@@ -82,9 +87,11 @@ def main(folder: Path) -> None:
     """Run all experiments."""
     from tests.parallel.shared import main as run
 
+    compiled = let_train()
     if RANK == 0:
         (folder / "faults.json").write_text(json.dumps({"fault": FAULT}))
-    compiled = let_train()
+        torch.save(small((1, 8, 8), 10).to("gpu:0").state_dict(), folder / WEIGHTS)
+    os.chdir(folder)
     run(lambda name: prepared(folder, compiled, name))
 
 

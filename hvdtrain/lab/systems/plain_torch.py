@@ -80,7 +80,8 @@ class TorchDataParallel(PlainLoop):
 
     def notes(self) -> list[str]:
         count = len(self._gpus)
-        return [f"GPUs: {count}; copies between them are not counted" if count else NO_GPU]
+        on_gpus = f"GPUs: {count}, while the others compute on the CPU; copies are not counted"
+        return [on_gpus if count else NO_GPU]
 
 
 class TorchDistributedDataParallel(RingTraffic, PlainLoop):

@@ -130,9 +130,12 @@ class Work:
             self.add_gradient(self.model, loaded, len(batch.indices))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer and end the step."""
+        """Run the optimizer and end the step, once a device has computed it."""
         self.clock.enter("update")
         optimizer.step()
+        device = next(self.model.parameters()).device
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         self.clock.leave()
 
 
