@@ -75,8 +75,8 @@ class StepSums:
 
     @property
     def own(self) -> torch.Tensor:
-        """Return the sums of this rank, on the CPU."""
-        return self._rows().cpu().sum(0)
+        """Return the sums of this rank, on its device."""
+        return self._rows().sum(0)
 
     @property
     def has_left(self) -> bool:

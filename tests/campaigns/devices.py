@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.device.jobs import of_two_workers, problem_of
-from tests.device.preloaded import run_alone
 from tests.device.together import EXPERIMENTS, MESSAGES
 from tests.parallel.launching import BIN, CHECKOUT
 
@@ -47,6 +46,9 @@ EQUIVALENT = {
     ),
     "train/base.py: values[name].cpu()": (
         "a model of this rank takes the values, from whichever device"
+    ),
+    "train/metering.py: beside.wait_event(self._ready)": (
+        "the device for tests computes at once, in one stream"
     ),
     "train/checkpoint.py: torch.load(path / STATE_FILE, map_location='cpu', weights_only=True)": (
         "a checkpoint has no tensor of a device, which check_plain and check_own_loop see to"
@@ -152,6 +154,8 @@ def finding_of(mutant: Mutant) -> str | None:
 
 def _alone(folder: Path, runs: Path, *names: str) -> str | None:
     """Return what the checks of one process find, in a process of its own."""
+    from tests.device.preloaded import run_alone  # which has the device for tests in torch
+
     printed = runs.parent / "printed"
     process = FORKED.Process(target=run_alone, args=(folder, runs, printed, list(names)))
     process.start()
@@ -182,7 +186,8 @@ def _together(folder: Path, runs: Path, command: list[str]) -> str | None:
 def _cause(runs: Path, printed: str) -> str:
     for file in runs.glob("*.json"):
         printed += file.read_text().replace("\\n", "\n")
-    lines = [it for it in printed.splitlines() if re.search(r"\w(Error|Mismatch)\b", it)]
+    is_cause = re.compile(r"^(?!.*Horovod detected).*\w(Error|Mismatch)\b")
+    lines = [it for it in printed.splitlines() if is_cause.search(it)]
     return _last_line("\n".join(lines) or printed)
 
 
@@ -209,7 +214,7 @@ def main() -> int:
     if arguments.list:
         print(*(it.name for it in chosen), sep="\n")
         return 0
-    FORKED.set_forkserver_preload([run_alone.__module__])
+    FORKED.set_forkserver_preload(["tests.device.preloaded"])
     began_s, counts = time.monotonic(), Counter[str]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for mutant, found in zip(chosen, pool.map(finding_of, chosen), strict=True):
