@@ -53,7 +53,7 @@ def check_devices(device: torch.device, exchange: Exchange) -> None:
 
     NCCL refuses a GPU with several ranks, unless its own variable permits it.
     """
-    unit = "" if device.type == "cpu" else str(_properties(device).uuid)
+    unit = "" if device.type == "cpu" else str(getattr(_properties(device), "uuid", ""))
     own = (device.type, socket.gethostname(), unit)
     devices = exchange.all_gather_object(own, "hvdtrain.devices")
     sharing = [rank for rank, other in enumerate(devices) if unit and other == own]

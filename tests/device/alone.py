@@ -230,6 +230,14 @@ def check_waits(folder: Path) -> None:
         sums = CanonicalSums(model, optimizer, 4, SingleProcess())
         counts.append(grown(lambda sums=sums, model=model: _summed(sums, model["a"])))
     assert counts[0] == counts[1] and counts[0][1] <= 1, counts
+    # An audit of 16 blocks copies them together.
+    linear = torch.nn.Linear(1024, 1024).to(GPU)
+    (ring,) = in_process_ring(1)
+    auditor = Auditor(linear, ring, 1)
+    auditor.begin(1)
+    linear(torch.ones(1, 1024, device=GPU)).sum().backward()
+    assert grown(lambda: auditor.reduced(1))[1] == 1
+    auditor.close()
 
 
 def check_clock(folder: Path) -> None:

@@ -20,6 +20,19 @@ def evaluate(model: torch.nn.ModuleDict, batch: list[torch.Tensor]) -> Sums:
     return Sums(((found - wanted) ** 2).sum(), len(wanted), {"bias": (found - wanted).sum()})
 
 
+class Kept:
+    """A further state to save: a tensor of the device."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.mean = state["mean"]
+
+
 def main(device: str, experiment: str, output: str) -> None:
     """Train for two epochs."""
     torch.manual_seed(3)
@@ -27,6 +40,7 @@ def main(device: str, experiment: str, output: str) -> None:
     head, scale = torch.nn.Linear(8, 1), torch.nn.Linear(1, 1)
     both = [torch.optim.Adagrad(head.parameters(), 0.1, initial_accumulator_value=0.5)]
     both.append(torch.optim.SGD(scale.parameters(), 0.01, momentum=0.9))
+    kept = Kept()
     data = TensorSplit(torch.randn(46, 5), torch.randn(46))
     options = {"epochs": 2, "global_batch_size": 12, "trace_every": 1, "checkpoint_interval": 2}
     with hvdtrain.Loop(
@@ -36,6 +50,7 @@ def main(device: str, experiment: str, output: str) -> None:
         data,
         evaluate,
         metrics=["bias"],
+        state=[kept],
         save_frozen=False,
         device=device,
         experiment=experiment,
@@ -47,6 +62,7 @@ def main(device: str, experiment: str, output: str) -> None:
                 for inputs, wanted in step.batches(optimizer):
                     with loop.autocast():
                         found = scale(head(base(inputs))).squeeze(1)
+                    kept.mean = found.detach().mean()
                     step.backward(((found - wanted) ** 2).sum(), len(wanted))
                 step.update()
             assert loop.mean(torch.ones((), device=loop.device), 1) == 1
