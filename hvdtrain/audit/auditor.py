@@ -204,14 +204,14 @@ class Auditor:
             return []
         folder = self._evidence / f"step-{step:08d}"
         tensors = {
-            f"local_of_share_{share}_from_{piece.start}": copy.cpu()
+            f"local_of_share_{share}_from_{piece.start}": copy
             for share in self._local.shares
             for piece in self._pieces
             if piece.parameter == parameter and (copy := self._local.get(share, piece)) is not None
         }
         gradient = self._parameters[parameter].grad
         if gradient is not None:
-            tensors["reduced"] = flattened(gradient).cpu().contiguous().clone()
+            tensors["reduced"] = flattened(gradient).contiguous().clone()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self._transport.rank}.safetensors"

@@ -161,7 +161,7 @@ def laid_out_as(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """
     if values.stride() == parameter.stride():
         return values
-    return torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
+    return torch.empty_like(parameter, dtype=values.dtype).copy_(values)
 
 
 def carrier_of(optimizer: Optimizer) -> Any:

@@ -137,7 +137,7 @@ def predict(arguments: dict[str, Any]) -> int:
             continue
         inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
         with torch.no_grad():
-            scores = model(inputs.to(device)).softmax(dim=1).cpu().tolist()
+            scores = model(inputs.to(device)).softmax(dim=1).tolist()
         records += _print_best(read, scores, classes, arguments["top"])
     write_json(arguments["json"], records)
     bad = len(paths) - len(records)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from hvdtrain.audit.auditor import Auditor
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.ring.transports import in_process_ring
 from hvdtrain.topology import Topology
@@ -36,7 +37,7 @@ from tests.device.running import (
     TASK,
     VIRTUAL,
     check_same,
-    check_saved_on_cpu,
+    check_saved,
     hvdtrain,
     script,
     summary,
@@ -52,7 +53,7 @@ def check_plain(folder: Path) -> None:
     for device in DEVICES:
         train(folder, device, PLAIN, device)
     check_same(folder / "cuda", folder / "cpu")
-    check_saved_on_cpu(folder / "cuda")
+    check_saved(folder / "cuda")
     found = summary(folder / "cuda")
     assert found["machine"]["device"].startswith("Fake, compute capability 1.0")
     assert found["peak_gpu_mib"] == 1 and summary(folder / "cpu")["peak_gpu_mib"] is None
@@ -83,7 +84,7 @@ def check_virtual(folder: Path) -> None:
         printed = hvdtrain("replay", folder / device, "--trust-code")
         assert "4 steps agreed" in printed and REPLAYED not in printed, printed
     check_same(folder / "cuda", folder / "cpu")
-    check_saved_on_cpu(folder / "cuda")
+    check_saved(folder / "cuda")
     printed = hvdtrain("replay", folder / "cuda", "--trust-code", "--device=cpu")
     assert "4 steps agreed" in printed and f"now: {REPLAYED}" in printed, printed
 
@@ -96,6 +97,11 @@ def check_pictures(folder: Path) -> None:
         train(folder, f"plain-{device}", flags, device)
     check_same(folder / "cuda", folder / "cpu")
     check_same(folder / "plain-cuda", folder / "plain-cpu")
+    for name, own in (("cuda", ["--virtual-workers=2"]), ("plain-cuda", [])):
+        for path in ("checkpoints/step-00000004", "summary.json"):
+            _remove(folder / name / path)
+        train(folder, name, [*flags, *own, "--resume=auto"], "cuda")
+        check_same(folder / name, folder / name.replace("cuda", "cpu"))
     # Autocast leaves the types of this device as they are; with fp16 the optimizer is another one,
     # whose last bits differ.
     plain = summary(folder / "plain-cpu")
@@ -144,7 +150,7 @@ def check_own_loop(folder: Path) -> None:
         printed = hvdtrain("replay", folder / device, "--trust-code")
         assert "8 steps agreed" in printed and REPLAYED not in printed, printed
     check_same(folder / "cuda", folder / "cpu")
-    check_saved_on_cpu(folder / "cuda")
+    check_saved(folder / "cuda")
     assert (folder / "cuda.json").read_text() == (folder / "cpu.json").read_text()
 
 
@@ -240,6 +246,12 @@ def check_waits(folder: Path) -> None:
     auditor.close()
 
 
+def check_buckets(folder: Path) -> None:
+    """Gradients that are reduced together are on the device, too."""
+    bucket = Bucket({"a": torch.nn.Parameter(torch.zeros(3, device=GPU))}, 1)
+    assert bucket.flat.device == bucket.flat.grad.device == torch.zeros(1, device=GPU).device
+
+
 def check_clock(folder: Path) -> None:
     """Phases are timed by events of the device, and add up to the time of the steps."""
     from hvdtrain.pulse import Pulse
@@ -263,6 +275,8 @@ def check_two_workers(folder: Path) -> None:
     check_same(two / "virtual", folder / "virtual")
     for name in ("plain", "sync", "compressed"):
         check_same(two / f"{name}-cuda", two / f"{name}-cpu")
+    for name in ("virtual", "plain-cuda", "sync-cuda", "loop-cuda"):
+        check_saved(two / name)
     check_same(two / "resumed", two / "plain-cuda")
     printed = hvdtrain("replay", two / "plain-cuda", "--trust-code")
     assert "4 steps agreed" in printed and REPLAYED not in printed, printed

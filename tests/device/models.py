@@ -43,11 +43,12 @@ class Lazy(Pictures):
 
     def build_model(self) -> torch.nn.Module:
         model = super().build_model()
-        model.register_buffer("mean", None)
+        model.register_buffer("mean", None, persistent=False)
 
         def note(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
             if module.training:
-                module.mean = inputs[0].mean((0, 2, 3))
+                before = 0 if module.mean is None else module.mean
+                module.mean = inputs[0].mean((0, 2, 3)) + 0.5 * before
 
         model.register_forward_pre_hook(note)
         return model

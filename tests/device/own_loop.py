@@ -4,6 +4,7 @@ is not saved, and sums of its own; `own_loop.py FOLDER PREFIX DEVICE ...` trains
 
 from __future__ import annotations
 
+import json
 import sys
 
 import torch
@@ -11,6 +12,7 @@ import torch
 import hvdtrain
 from hvdtrain import Sums
 from hvdtrain.data import TensorSplit
+from hvdtrain.exchange import params_sha256
 
 
 def evaluate(model: torch.nn.ModuleDict, batch: list[torch.Tensor]) -> Sums:
@@ -26,11 +28,11 @@ class Kept:
     def __init__(self) -> None:
         self.mean = torch.zeros(())
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.mean}
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        return {"means": [self.mean]}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.mean = state["mean"]
+    def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
+        (self.mean,) = state["means"]
 
 
 def main(device: str, experiment: str, output: str) -> None:
@@ -40,9 +42,12 @@ def main(device: str, experiment: str, output: str) -> None:
     head, scale = torch.nn.Linear(8, 1), torch.nn.Linear(1, 1)
     both = [torch.optim.Adagrad(head.parameters(), 0.1, initial_accumulator_value=0.5)]
     both.append(torch.optim.SGD(scale.parameters(), 0.01, momentum=0.9))
+    # Of another type than the parameter: it stays so, on the device.
+    both[1].state[scale.weight]["note"] = torch.ones(2, dtype=torch.float64)
     kept = Kept()
     data = TensorSplit(torch.randn(46, 5), torch.randn(46))
     options = {"epochs": 2, "global_batch_size": 12, "trace_every": 1, "checkpoint_interval": 2}
+    options["model_ema"] = True
     with hvdtrain.Loop(
         {"base": base, "head": head, "scale": scale},
         both,
@@ -65,7 +70,14 @@ def main(device: str, experiment: str, output: str) -> None:
                     kept.mean = found.detach().mean()
                     step.backward(((found - wanted) ** 2).sum(), len(wanted))
                 step.update()
+            for optimizer in both:
+                held = [it for state in optimizer.state.values() for it in state.values()]
+                assert all(it.device == loop.device for it in held if it is not None and it.dim())
             assert loop.mean(torch.ones((), device=loop.device), 1) == 1
+        folder, rank = loop.folder, loop.rank
+    if rank == 0:  # the models have what is saved: the average of all workers
+        found = params_sha256(torch.nn.ModuleDict({"base": base, "head": head, "scale": scale}))
+        assert found == json.loads((folder / "summary.json").read_text())["params_sha256"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 SMALL = ["--model=tests.device.models:small", "--data=digits", "--global-batch-size=48"]
 STEPS = ["--max-steps=4", "--checkpoint-interval=2", "--trace-every=1", "--hash-every=2"]
@@ -62,10 +63,17 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-def check_saved_on_cpu(run: Path) -> None:
-    """Fail if a checkpoint has a tensor that another machine could only read on a GPU."""
+def check_saved(run: Path) -> None:
+    """Fail if a checkpoint has a tensor that another machine could only read on a GPU, or the
+    weights of the last one are not those of the run.
+    """
+    from hvdtrain.exchange import tensors_sha256
+
+    last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
+    saved = load_file(last / "model.safetensors")
+    if not any(name.startswith("scale.") for name in saved):  # others leave out what is frozen
+        assert tensors_sha256(saved) == summary(run)["params_sha256"]
     paths = [*run.glob("checkpoints/step-*/training_state.pt")]
-    assert paths
     for path in paths:
         state = torch.load(path, weights_only=True)
         elsewhere = [it.shape for it in _tensors_of(state) if it.device.type != "cpu"]
