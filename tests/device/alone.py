@@ -22,6 +22,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hvdtrain.audit.auditor import Auditor
+from hvdtrain.data import TensorSplit
+from hvdtrain.data.feeding import to_device
+from hvdtrain.data.mixing import MixedSplit
+from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.exchange.buckets import Bucket
@@ -139,6 +143,21 @@ def check_image_files(folder: Path) -> None:
     for end in ("", "-images"):
         texts = [(folder / f"{device}{end}.json").read_text() for device in DEVICES]
         assert texts[0] == texts[1]
+
+
+def check_batches(folder: Path) -> None:
+    """Batches of any structure are moved; data that are on the device are changed there."""
+    moved = to_device({"a": torch.ones(2), "b": [torch.ones(1), ("text", torch.ones(3))]}, GPU)
+    assert all(it.device == GPU for it in (moved["a"], moved["b"][0], moved["b"][1][1]))
+    assert to_device(moved["a"], GPU) is moved["a"] and moved["b"][1][0] == "text"
+    inputs, labels = torch.rand(9, 3, 6, 6), torch.arange(9) % 4
+    batches = []
+    for device in (torch.device("cpu"), GPU):
+        split = TensorSplit(inputs.to(device), labels.to(device))
+        for changed in (AugmentedSplit(split, 1, 0.5, 2), MixedSplit(split, 1, 0.4, 0.4)):
+            batches.append([it.cpu() for it in changed.batch(np.arange(7), 2)])
+    for one, other in (batches[::2], batches[1::2]):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def check_own_loop(folder: Path) -> None:
