@@ -10,11 +10,11 @@ import torch
 
 from hvdtrain.errors import UsageError, name_ranks
 from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange.gpus import SHARES_GPU
 from hvdtrain.topology import Topology
 
 # Types of torch's devices besides the CPU. (Those of ROCm are named cuda as well.)
 ACCELERATORS: tuple[str, ...] = ("cuda",)
-SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # read by NCCL 2.30 and later
 
 
 def choose_device(wanted: str, topology: Topology) -> torch.device:

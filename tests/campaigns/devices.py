@@ -41,6 +41,12 @@ AFTERWARDS = ("two_workers",)  # `tests.device.alone`, which imports the package
 AT_ONCE = 2
 # The name of a mutant, as --list prints it, and why no check can find it.
 EQUIVALENT = {
+    "exchange/gpus.py: torch.accelerator.synchronize(device)": (
+        "the device for tests computes at once"
+    ),
+    "exchange/horovod.py: torch.arange(1000, dtype=torch.float64, device=device)": (
+        "runs only where Horovod has operations for GPUs, which it has not on a machine without"
+    ),
     "train/balance.py: torch.accelerator.synchronize(job.device)": (
         "the device for tests computes at once, and speeds alone would change"
     ),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.run.devices import SHARES_GPU
+from hvdtrain.exchange.gpus import SHARES_GPU
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--model", "lenet", "--data", "digits", "--max-steps", "20")
