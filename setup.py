@@ -33,7 +33,7 @@ setup(
     # requirement on torchvision, each of which is for one torch (hvdtrain.data.builtin).
     install_requires=[
         "torch>=2.6",
-        "filelock>=3.13,<4",
+        "filelock>=3.13,<5",
         "matplotlib>=3.9,<4",
         "numpy>=1.26,<3",
         "pillow>=11,<14",

@@ -166,7 +166,8 @@ def set_up(checkout: Checkout) -> None:
     install_torch(environment, pins["torch"], for_gpus=checkout.for_gpus or has_gpu(), say=_log)
     _install_mpi(environment, pins[PYPI_PACKAGE], checkout.folder)
     choice = install.choose(environment, _log, cuda=True if checkout.for_gpus else None)
-    command = _pip_command(checkout, environment, choice.torch.version)
+    # The version by the package's metadata: torch's own may have a part more, such as +cu130.
+    command = _pip_command(checkout, environment, environment.packages["torch"])
     with started(command, "install hvdtrain and its requirements") as installing:
         wheel = install.obtain(choice, _log)
         _log("installing hvdtrain with its requirements")

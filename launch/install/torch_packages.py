@@ -26,11 +26,14 @@ def install_torch(environment: Environment, version: str, *, for_gpus: bool, say
     if environment.torch is not None:
         return
     if for_gpus:
-        say(f"installing torch {version}")
+        say(f"installing torch {version} with CUDA: several GB to download")
     elif _install_cpu_build(environment, f"torch=={version}"):
         say(f"installed torch {version}, a build for CPUs; installing its requirements")
     else:
-        say(f"no index here has torch's builds for CPUs: installing PyPI's torch {version}")
+        say(
+            f"no index here has torch's builds for CPUs: installing PyPI's torch {version}, which "
+            "contains CUDA: several GB to download"
+        )
     environment.install("torch", f"torch=={version}", "numpy")
 
 
