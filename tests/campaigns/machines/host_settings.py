@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
+from tests.campaigns.machines.inside import NAME
 
 ORIGIN = "Debian"
 LOCAL_CERTIFICATES = Path("/usr/local/share/ca-certificates")
@@ -67,8 +68,8 @@ class HostSettings:
             "etc/apt/apt.conf.d/99host": self.apt,
             "etc/pip.conf": self.pip.file,
         }
-        for name in ("etc/resolv.conf", "etc/hosts"):
-            texts[name] = Path("/", name).read_text()
+        texts["etc/resolv.conf"] = Path("/etc/resolv.conf").read_text()
+        texts["etc/hosts"] = f"127.0.1.1 {NAME}\n{Path('/etc/hosts').read_text()}"
         for name, text in texts.items():
             _replace(root / name, text.encode())
         self.write_certificates(root)
