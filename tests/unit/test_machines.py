@@ -85,6 +85,8 @@ def test_the_first_error_of_a_log(line: str, before: str) -> None:
     """Fails when a line that reports no error is taken for the first error, or it is missed."""
     after = "\n  make: *** [all] Error 2" if line != "the last line" else ""
     assert first_error(f"{before}\n\n  {line}{after}\n") == line
+    announced = f"setup: error: could not install (exit code 1):\n{line}\n"
+    assert first_error(announced).endswith(f"(exit code 1): {line}")
 
 
 def test_outcomes_are_compared_by_torch_and_architecture() -> None:

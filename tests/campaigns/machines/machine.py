@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-UNSHARE = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+# A machine ends with the campaign, however that ends.
+UNSHARE = [
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--mount",
+    "--pid",
+    "--ipc",
+    "--uts",
+    "--fork",
+    "--kill-child",
+]
 UNSHARE += ["--propagation", "private"]
 INSIDE = Path(__file__).with_name("inside.py")
 HOME = "/root"
@@ -105,9 +117,12 @@ class Machine:
 
 
 def first_error(output: str) -> str:
-    """Return the first line that reports an error, or else the last line."""
+    """Return the first line that reports an error, or else the last line.
+
+    A line that ends with a colon is continued by the next one.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for line in lines:
+    for number, line in enumerate(lines):
         if FIRST_ERROR.search(line) and not NOT_AN_ERROR.search(line):
-            return line
+            return " ".join(lines[number : number + 1 + line.endswith(":")])
     return lines[-1] if lines else "no output"
