@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.horovod_build.environment import NEWEST_TORCH, OLDEST_TORCH, release_of
 from tests.campaigns.machines.host_settings import debian_mirrors, pip_settings
 from tests.campaigns.machines.machine import first_error
-from tests.campaigns.machines.scenarios import SCENARIOS
+from tests.campaigns.machines.scenarios import NEWEST, OLDEST, PINNED, SCENARIOS
 from tests.campaigns.machines.steps import TRAIN, Outcome, readme_commands, readme_packages
 from tests.campaigns.machines.table import different_hashes, table
 
@@ -32,6 +33,13 @@ def test_by_pip_the_training_is_that_of_the_quickstart() -> None:
 def test_names_of_scenarios_differ() -> None:
     """Fails when two scenarios would write to one folder of logs."""
     assert len({it.name for it in SCENARIOS}) == len(SCENARIOS)
+
+
+def test_the_oldest_the_pinned_and_the_newest_torch() -> None:
+    """Fails when the campaign tries other releases of torch than the package supports and pins."""
+    assert (release_of(OLDEST), release_of(NEWEST)) == (OLDEST_TORCH, NEWEST_TORCH)
+    constraints = (ROOT / "launch" / "constraints.txt").read_text("utf-8").splitlines()
+    assert f"torch=={PINNED}" in constraints
 
 
 def test_settings_of_pip_without_the_folders_of_this_machine() -> None:

@@ -54,6 +54,7 @@ def main() -> int:
         run_all(chosen, arguments)
     outcomes = kept_outcomes(arguments.logs)
     print(table(outcomes))
+    print(f"commits: {', '.join(sorted({it.commit for it in outcomes}))}")
     problems = [f"{it.scenario}: {it.problem}" for it in outcomes if it.problem]
     problems += different_hashes(outcomes)
     print("".join(f"\n{it}" for it in problems))

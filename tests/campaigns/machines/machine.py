@@ -68,8 +68,9 @@ class Machine:
         limit_s: float = 3600.0,
     ) -> str:
         """Run a command; return its output, standard error included. Raises StepFailed."""
-        log = self.logs / f"{len(self.seconds):02}-{step.replace(' ', '-')}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        number = len(list(self.logs.glob("*.log")))
+        log = self.logs / f"{number:02}-{step.replace(' ', '-')}.log"
         began_s = time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
