@@ -166,8 +166,7 @@ def set_up(checkout: Checkout) -> None:
     install_torch(environment, pins["torch"], for_gpus=checkout.for_gpus or has_gpu(), say=_log)
     _install_mpi(environment, pins[PYPI_PACKAGE], checkout.folder)
     choice = install.choose(environment, _log, cuda=True if checkout.for_gpus else None)
-    # The version by the package's metadata: torch's own may have a part more, such as +cu130.
-    command = _pip_command(checkout, environment, environment.packages["torch"])
+    command = _pip_command(checkout, environment)
     with started(command, "install hvdtrain and its requirements") as installing:
         wheel = install.obtain(choice, _log)
         _log("installing hvdtrain with its requirements")
@@ -183,10 +182,11 @@ def set_up(checkout: Checkout) -> None:
     _log(f"done in {time.monotonic() - began:.0f} s")
 
 
-def _pip_command(checkout: Checkout, environment: Environment, torch: str) -> list[str]:
+def _pip_command(checkout: Checkout, environment: Environment) -> list[str]:
     """Return the command that installs hvdtrain; the torch that is there stays."""
     constraints = checkout.folder / "hvdtrain-torch.txt"
-    constraints.write_text(f"torch=={torch}\n")
+    # By the package's metadata: torch's own version may have a part more, such as +cu130.
+    constraints.write_text(f"torch=={environment.packages['torch']}\n")
     command = [*environment.installer, "--quiet", "--constraint", str(constraints)]
     if checkout.for_image:
         return [*command, f"{checkout.root}[{EXTRAS}]"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import PreflightError
+from hvdtrain.horovod_build.environment import Environment
 from hvdtrain.horovod_build.mpi import Mpi, find_system_mpi
 from hvdtrain.horovod_build.requirements import (
     Requirement,
@@ -224,6 +225,21 @@ def test_setup_that_breaks_off_is_not_up_to_date(checkout, monkeypatch: pytest.M
         program.set_up(checkout)
     checkout.constraints.write_text(pins)
     assert not checkout.is_up_to_date()
+
+
+def test_the_torch_that_is_there_is_pinned_as_pip_knows_it(checkout) -> None:
+    """Fails when torch is pinned by the version that it prints, which PyPI's package with CUDA does
+    not have, so that nothing can be installed; or when a set-up without tools installs them.
+    """
+    environment = Environment(checkout.python)
+    facts = {"torch": "2.13.0+cu130", "packages": {"torch": "2.13.0"}, "has_pip": True}
+    environment.__dict__["facts"] = facts
+    command = program._pip_command(checkout, environment)
+    pinned = Path(command[command.index("--constraint") + 1])
+    assert pinned.read_text() == "torch==2.13.0\n"
+    assert command[-1] == f"{checkout.root}[distributed]"
+    with_tools = dataclasses.replace(checkout, test_tools=True)
+    assert "test" in program._pip_command(with_tools, environment)[-1]
 
 
 def run_setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
