@@ -229,7 +229,7 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
 
 def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     """Fails if a missing horovodrun ends the whole comparison with a traceback."""
-    with pytest.raises(ChildFailure, match=r"is not installed\. Run launch/setup"):
+    with pytest.raises(ChildFailure, match=r"is not installed\. Run hvdtrain install-horovod"):
         Commanded([str(tmp_path / "horovodrun")], tmp_path / "log")
 
 
