@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from hvdtrain.data.sampler import GlobalBatchSampler, Indices, SharesLike
@@ -198,6 +199,8 @@ class PartSplit:
 
     def _own(self, indices: Indices) -> Indices:
         own = indices - self._start
-        if len(own) and not 0 <= own.min() <= own.max() < len(self._part):
-            raise IndexError(f"samples {own.min()} to {own.max()} of a part of {len(self._part)}")
+        # Not own.min(): the types that NumPy 2.5 declares for it lack the form without an argument.
+        if len(own) and not 0 <= np.min(own) <= np.max(own) < len(self._part):
+            given = f"samples {np.min(own)} to {np.max(own)}"
+            raise IndexError(f"{given} of a part of {len(self._part)}")
         return own

@@ -36,15 +36,16 @@ def reduce_before_step(
     carrier: Any,
     buckets: Sequence[Bucket],
     reduce: Callable[[Optimizer], None],
+    copies: int = 0,
 ) -> None:
     """Make `optimizer.step()` call `reduce` first, unless that was done since the backward pass.
 
     `carrier`: Horovod's DistributedOptimizer over the same parameters, but with the flat tensors of
     `buckets` in place of their parameters. Its `step` is never called. It is stored as
     `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are set as on Horovod's
-    optimizers.
+    optimizers. `copies`: see `Flight`.
     """
-    carrier.flight = flight = Flight(carrier, buckets)
+    carrier.flight = flight = Flight(carrier, buckets, copies)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(it is not None for it in (*args[1:], options.get("closure"))):
@@ -186,10 +187,14 @@ def is_reduced(carrier: Any) -> bool:
 
 
 class Flight:
-    """The gradients that Horovod is reducing, which no other code may change meanwhile."""
+    """The gradients that Horovod is reducing, which no other code may change meanwhile.
 
-    def __init__(self, carrier: Any, buckets: Sequence[Bucket] = ()) -> None:
-        self._carrier = carrier
+    `copies`: how often Horovod itself changes one by an operation of torch: once, at a time of its
+    own, where it copies a sum from the host to the GPU.
+    """
+
+    def __init__(self, carrier: Any, buckets: Sequence[Bucket] = (), copies: int = 0) -> None:
+        self._carrier, self._copies = carrier, copies
         self._buckets: dict[torch.Tensor, Bucket] = {it.flat: it for it in buckets}
         self._names: dict[torch.Tensor, str] = dict(carrier._parameter_names)
         for bucket in buckets:
@@ -212,7 +217,7 @@ class Flight:
             name
             for parameter, name in self._names.items()  # the same order on every rank
             if (begun := self._begun.get(parameter))
-            and (parameter.grad is not begun[0] or begun[0]._version != begun[1])
+            and (parameter.grad is not begun[0] or begun[0]._version > begun[1] + self._copies)
         ]
         self._begun.clear()
         if changed:

@@ -161,7 +161,8 @@ class HorovodExchange:
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
-        reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients)
+        staged = not self.has_nccl and any(it.device.type != "cpu" for it in alone)
+        reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients, copies=int(staged))
         carrier.watched = Trainable(model, optimizer)
         return optimizer
 

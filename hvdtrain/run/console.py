@@ -19,6 +19,7 @@ from hvdtrain import __version__
 from hvdtrain.data import VirtualShares
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
+from hvdtrain.run.devices import shown
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
@@ -124,7 +125,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
             f"  model    {model}, {parameters:,} parameters, {dtype}",
             f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
             f"samples{', ' if data.note else ''}{data.note}",
-            f"  workers  {workers}, on {job.device.type}, "
+            f"  workers  {workers}, on {shown(job.device)}, "
             f"{counted(torch.get_num_threads(), 'compute thread')} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",

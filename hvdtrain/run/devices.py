@@ -48,6 +48,11 @@ def name_of(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else "cuda"
 
 
+def shown(device: torch.device) -> str:
+    """Return a device as users see it: its type, and the name of a GPU."""
+    return "cpu" if device.type == "cpu" else f"{device.type} ({_properties(device).name})"
+
+
 def check_devices(device: torch.device, exchange: Exchange) -> None:
     """Collective: raise AgreedFailure if some ranks have a GPU and others none, or two share one.
 

@@ -147,6 +147,29 @@ def test_horovod_receives_contiguous_gradients() -> None:
         assert torch.equal(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize(("copies", "changes"), [(0, 1), (1, 2)])
+def test_a_change_during_a_reduction_is_found(copies: int, changes: int) -> None:
+    """Fails if a change goes unnoticed, or Horovod's own copy to a GPU is taken for one."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    carrier = SimpleNamespace(
+        _allreduce_grad_async=lambda _: (1, None),
+        synchronize=lambda: None,
+        _requires_update={weight},
+        _parameter_names={weight: "weight"},
+    )
+    flight = Flight(carrier, copies=copies)
+    carrier._allreduce_grad_async(weight)
+    for _ in range(copies):
+        weight.grad.copy_(torch.zeros(3))
+    flight.synchronize()
+    carrier._allreduce_grad_async(weight)
+    for _ in range(changes):
+        weight.grad.mul_(2)
+    with pytest.raises(TrainingError, match="code changed parameter weight"):
+        flight.synchronize()
+
+
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each graph that is compiled from now on. It calls the same operations: what C++

@@ -4,9 +4,10 @@
     python -m tests.device.on_a_gpu run .gpu OUT     # on the machine with the GPU, in the checkout
 
 `assemble` downloads what the other machine lacks. `run` builds Horovod with NCCL and trains, the
-most telling checks first, until all are done or `--limit-s` is over. It prints a line for each
-check and keeps the logs in OUT. Its Python must have torch with CUDA 13; whatever else it has is
-used. `--device cpu` tries the script itself where there is no GPU.
+most telling checks first, until all are done or `--limit-s` is over: with 16 cores some 11 minutes,
+or 8 if the two archives of built wheels that a first run leaves in OUT are put into the folder. It
+prints a line for each check and keeps the logs in OUT. Its Python must have torch with CUDA 13;
+whatever else it has is used. `--device cpu` tries the script itself where there is no GPU.
 """
 
 from __future__ import annotations
