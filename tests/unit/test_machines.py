@@ -127,7 +127,7 @@ def test_table_of_outcomes() -> None:
     )
     bad = Outcome(SCENARIOS[1].name, "c", problem="install-horovod: exit code 3: no nvcc (log)")
     lines = table([good, bad]).splitlines()
-    assert lines[0].startswith("| scenario | Debian of | gcc |")
+    assert lines[0].startswith("| scenario | release of | gcc |")
     expected = "trixie 2026-11-21 | 14.2.0 | 3.13.5 | 2.13.0+cu130 | none | 212 | b2926702 | ok |"
     assert lines[2] == f"| {SCENARIOS[0].name} | {expected}"
     assert lines[3].endswith("| 0 |  | failed: install-horovod |")

@@ -1,4 +1,4 @@
-"""Fresh Debian machines, from the README to the hash of trained parameters.
+"""Fresh machines of Debian and Ubuntu, from the README to the hash of trained parameters.
 
     python -m tests.campaigns.machines --list
     python -m tests.campaigns.machines [--only NAME...] [--test lint]
@@ -120,7 +120,9 @@ def run_one(
     downloads.mkdir(exist_ok=True)
     shutil.rmtree(downloads / "wheels", ignore_errors=True)  # that pip built on other machines
     try:
-        kept = images.image(scenario.release, architecture, settings.mirror, arguments.cache)
+        kept = images.image(
+            scenario.release, architecture, settings.mirror_of(scenario.release), arguments.cache
+        )
         images.unpack(kept, root)
         machine = Machine(root, arguments.logs / scenario.name, downloads, settings.variables)
         run = Run(scenario, machine, outcome, arguments.test, architecture != own)

@@ -21,6 +21,8 @@ from hvdtrain.errors import PreflightError
 from tests.campaigns.machines.inside import NAME
 
 ORIGIN = "Debian"
+UBUNTU = ("jammy", "noble")  # releases of Ubuntu; all others are Debian's
+UBUNTU_MIRROR = "http://archive.ubuntu.com/ubuntu"
 LOCAL_CERTIFICATES = Path("/usr/local/share/ca-certificates")
 PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO")
@@ -52,8 +54,14 @@ class HostSettings:
     variables: Mapping[str, str]
     certificates: tuple[Path, ...]
 
+    def mirror_of(self, release: str) -> str:
+        return UBUNTU_MIRROR if release in UBUNTU else self.mirror
+
     def sources(self, release: str) -> str:
         """Return the sources.list of a release."""
+        if release in UBUNTU:
+            suites = (release, f"{release}-updates", f"{release}-security")
+            return "".join(f"deb {UBUNTU_MIRROR} {suite} main universe\n" for suite in suites)
         lines = [f"deb {self.mirror} {release} main\n"]
         if release != "sid":
             lines.append(f"deb {self.mirror} {release}-updates main\n")

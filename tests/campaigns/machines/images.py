@@ -1,4 +1,4 @@
-"""The trees of Debian releases, made by debootstrap and kept as tar files."""
+"""The trees of Debian's and Ubuntu's releases, made by debootstrap and kept as tar files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
+from tests.campaigns.machines.host_settings import UBUNTU
 from tests.campaigns.machines.machine import PATH
 
 TOOLS = {
@@ -55,9 +56,13 @@ def image(release: str, architecture: str, mirror: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=f"{release}-", dir=folder) as scratch:
         root, unfinished = Path(scratch, "root"), Path(scratch, kept.name)
         bootstrap = ["debootstrap", "--variant=minbase", f"--arch={architecture}"]
+        script = []
+        if release in UBUNTU:  # a Debian's debootstrap may not know the release by name
+            bootstrap.append("--components=main,universe")
+            script.append("/usr/share/debootstrap/scripts/gutsy")
         # In a mount namespace, so that no mount is left in the tree when this is interrupted.
         own = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        _run([*own, *bootstrap, release, str(root), mirror])
+        _run([*own, *bootstrap, release, str(root), mirror, *script])
         pack = ["tar", "--create", "--numeric-owner", "--file", str(unfinished)]
         _run([*pack, "--directory", str(root), "."])
         unfinished.rename(kept)

@@ -51,5 +51,7 @@ SCENARIOS = (
     Scenario("bookworm-pinned-system", "pip", "bookworm", PINNED, "system"),
     Scenario("trixie-newest-gloo", "pip", "trixie", NEWEST, "none"),
     Scenario("sid-newest", "pip", "sid", NEWEST, "none"),
+    Scenario("jammy-readme", "readme", "jammy"),
+    Scenario("noble-newest", "pip", "noble", NEWEST, "system"),
     Scenario("trixie-arm64", "pip", "trixie", PINNED, "none", "arm64"),
 )

@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 from tests.campaigns.machines.scenarios import SCENARIOS
 from tests.campaigns.machines.steps import Outcome
 
-HEAD = ("scenario", "Debian of", "gcc", "Python", "torch", "MPI", "seconds", "hash", "result")
+HEAD = ("scenario", "release of", "gcc", "Python", "torch", "MPI", "seconds", "hash", "result")
 RIGHT = ("seconds",)
 HASH_CHARACTERS = 8
 
