@@ -18,17 +18,22 @@ def run(
     what: str,
     environment: dict[str, str] | None = None,
     timeout_s: float | None = None,
+    shown: bool = False,
 ) -> str:
-    """Return the standard output of a command. Raises PreflightError, with the last lines, when it
-    fails or exceeds `timeout_s`. `what`: the action, for the message.
+    """Return the standard output of a command; `shown`: print it instead, as it comes. Raises
+    PreflightError, with the last lines, when the command fails or exceeds `timeout_s`. `what`: the
+    action, for the message.
     """
-    with started(command, what, environment) as running:
+    with started(command, what, environment, shown) as running:
         return running.finish(timeout_s)
 
 
 @contextmanager
 def started(
-    command: list[str], what: str, environment: dict[str, str] | None = None
+    command: list[str],
+    what: str,
+    environment: dict[str, str] | None = None,
+    shown: bool = False,
 ) -> Iterator[Running]:
     """Start a command, to be finished within the block; it is killed if the block raises."""
     try:
@@ -36,7 +41,7 @@ def started(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=None if shown else subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -65,9 +70,9 @@ class Running:
                 f"could not {self._what}: timed out after {timeout_s:g} s"
             ) from error
         if code := self._process.returncode:
-            tail = "\n".join((output + errors).strip().splitlines()[-SHOWN_LINES:])
+            tail = "\n".join(((output or "") + errors).strip().splitlines()[-SHOWN_LINES:])
             raise PreflightError(f"could not {self._what} (exit code {code}):\n{tail}")
-        return str(output)
+        return output or ""
 
 
 def end(process: subprocess.Popen[str]) -> None:

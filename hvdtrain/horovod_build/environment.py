@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -194,9 +195,14 @@ class Environment:
             f"{self.python} -m ensurepip, or install uv, and run this again"
         )
 
-    def install(self, what: str, *arguments: str) -> None:
-        """Install packages into this environment. `what`: the packages, for an error's message."""
-        run([*self.installer, "--quiet", *arguments], f"install {what}")
+    def install(self, what: str, *arguments: str, shows_progress: bool = False) -> None:
+        """Install packages into this environment. `what`: the packages, for an error's message.
+
+        `shows_progress`: on a terminal with the installer's own lines, for a long download.
+        """
+        shown = shows_progress and sys.stdout.isatty()
+        command = [*self.installer, *([] if shown else ["--quiet"]), *arguments]
+        run(command, f"install {what}", shown=shown)
         self.forget()
 
     def uninstall(self, package: str) -> None:

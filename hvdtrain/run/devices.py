@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.errors import UsageError, name_ranks
 from hvdtrain.exchange import Exchange, agree
-from hvdtrain.exchange.gpus import SHARES_GPU
+from hvdtrain.exchange.gpus import SHARES_GPU, find_devices
 from hvdtrain.topology import Topology
 
 # Types of torch's devices besides the CPU. (Those of ROCm are named cuda as well.)
@@ -23,24 +23,24 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
     Launchers that bind each process to a GPU of its own, such as Slurm, show it no other one; of a
     divided GPU (MIG) a process sees one part at most. So a single visible GPU is the rank's own.
     """
-    kind = _accelerator()
-    visible = torch.accelerator.device_count() if kind else 0
-    if wanted == "cpu" or (wanted == "auto" and kind is None):
+    if wanted == "cpu":
         return torch.device("cpu")
+    visible = [it for it in find_devices() if it.type in ACCELERATORS]
     setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    seen = f"{visible} visible (CUDA_VISIBLE_DEVICES={setting})"
-    if kind is None:
+    seen = f"{len(visible)} visible (CUDA_VISIBLE_DEVICES={setting})"
+    if not visible:
+        if wanted == "auto":
+            return torch.device("cpu")
         cause = seen if torch.backends.cuda.is_built() else "this torch is built without CUDA"
         raise UsageError(f"--device=cuda: no CUDA device: {cause}. Use --device cpu, or auto")
-    index = 0 if visible == 1 else topology.local_rank
-    if index >= visible:
+    index = 0 if len(visible) == 1 else topology.local_rank
+    if index >= len(visible):
         raise UsageError(
             f"--device={wanted}: local rank {topology.local_rank} has no CUDA device, {seen}. "
-            f"Start at most {visible} per host, or use --device cpu"
+            f"Start at most {len(visible)} per host, or use --device cpu"
         )
-    device = torch.device(kind, index)
-    torch.get_device_module(device).set_device(device)
-    return device
+    torch.accelerator.set_device_index(index)
+    return visible[index]
 
 
 def name_of(device: torch.device) -> str:
@@ -119,12 +119,6 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and (value.dim() > 0 or takes_scalars):
                     optimizer.state[parameter][name] = value.to(parameter.device)
-
-
-def _accelerator() -> str | None:
-    """Return the type of the devices that torch can use besides the CPU; None without any."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found is not None and found.type in ACCELERATORS else None
 
 
 def _properties(device: torch.device) -> Any:

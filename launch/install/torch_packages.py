@@ -34,7 +34,7 @@ def install_torch(environment: Environment, version: str, *, for_gpus: bool, say
             f"no index here has torch's builds for CPUs: installing PyPI's torch {version}, which "
             "contains CUDA: several GB to download"
         )
-    environment.install("torch", f"torch=={version}", "numpy")
+    environment.install("torch", f"torch=={version}", "numpy", shows_progress=True)
 
 
 def install_torchvision(environment: Environment, torch: str, say: Say) -> None:
@@ -58,7 +58,8 @@ def _install_cpu_build(environment: Environment, wanted: str) -> bool:
     if environment.has_pip:
         index += ["--retries", "1", "--timeout", "15"]
     try:
-        environment.install(wanted, "--no-deps", *index, f"{wanted}{CPU_BUILD}")
+        command = ["--no-deps", *index, f"{wanted}{CPU_BUILD}"]
+        environment.install(wanted, *command, shows_progress=True)
     except PreflightError:
         return False
     return True

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,18 @@ def test_the_installer_is_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     put(tmp_path, "uv", "exit 0")
     found = environment(has_pip=False).installer
     assert found == [str(tmp_path / "uv"), "pip", "install", "--python", "/env/bin/python"]
+
+
+@pytest.mark.parametrize(("on_terminal", "expected"), [(True, "torch==2.13.0\n"), (False, "")])
+def test_a_long_download_is_shown_on_a_terminal(
+    on_terminal: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """Fails if the installer's bars are hidden on a terminal, or fill a log."""
+    put(tmp_path, "uv", 'for last in "$@"; do :; done\necho "$last"')
+    monkeypatch.setenv("UV", str(tmp_path / "uv"))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: on_terminal))
+    environment(has_pip=False).install("torch", "torch==2.13.0", shows_progress=True)
+    assert capfd.readouterr().out == expected
 
 
 @pytest.mark.parametrize(("names", "expected"), [(["nvidia0"], True), (["nvidiactl"], False)])
