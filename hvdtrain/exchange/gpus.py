@@ -37,10 +37,11 @@ class OwnGpu:
 
 def find_devices() -> list[torch.device]:
     """Return the GPUs that this process sees; none on a machine without."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    # In this order: torch 2.6 raises an error when asked for an accelerator where there is none.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
         return []
-    return [torch.device(accelerator.type, it) for it in range(torch.accelerator.device_count())]
+    return [torch.device(found.type, it) for it in range(torch.accelerator.device_count())]
 
 
 def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
