@@ -17,6 +17,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import select
 import signal
 import stat
 import time
@@ -31,8 +32,11 @@ RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job agai
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
+BEGUN = "start"  # the first phase, and the only one of commands that do not train
 WAITING = "exchange"  # the phase in which a rank waits for others
+ENDED = "end"  # the phase after training
 OWN = ("data", "compute", "update")  # phases of a step that depend on this rank alone
+FULL_PIPE_TIMEOUT_S = 5.0
 STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
 
 
@@ -41,7 +45,7 @@ class Pulse:
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
-        self._phase = "start"
+        self._phase = BEGUN
         self.step = 0
 
     @classmethod
@@ -74,6 +78,12 @@ class Pulse:
         """Report figures of the whole job."""
         self._report("=" + json.dumps(figures))
 
+    def finish(self) -> None:
+        """Report that training has ended. This must arrive: a full pipe is waited for."""
+        if self._fd is not None:
+            select.select([], [self._fd], [], FULL_PIPE_TIMEOUT_S)
+        self.beat(ENDED)
+
     def end(self, error: Exception) -> None:
         """Report the error that this process ends with."""
         cause: dict[str, Any] = {"peer": isinstance(error, PeerFailure)}
@@ -97,7 +107,7 @@ class WorkerPulse:
         self._figures: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._beat_s = time.monotonic()
-        self._phase, self._step, self._began_s = "start", 0, 0.0
+        self._phase, self._step, self._began_s = BEGUN, 0, 0.0
         self._busy_s = 0.0  # time of this step so far in the phases OWN
         self._busy_of_steps: list[float] = []
         self.speaker = 0  # id of the process that writes to the pipe, in its PID namespace

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.pulse import WAITING
+from hvdtrain.pulse import BEGUN, ENDED, WAITING
 
 LAST_LINES = 15
 LONGEST_LINE = 500  # characters of each; the logs hold the full lines
-PREPARING = ("start", "prepare")  # phases before the first step: they may download
+PREPARING = (BEGUN, "prepare")  # phases before the first step: they may download
 SUSPENDED_STATES = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
 # Output of scripts that end because another rank has failed.
 _VICTIM = re.compile(
@@ -31,7 +31,7 @@ class Rank:
     state: str = "waiting"  # then running, ended, or lost: its agent is gone or unreachable
     process_state: str = ""  # state letter of the worker in /proc
     step: int = 0
-    phase: str = "start"
+    phase: str = BEGUN
     silent_s: float = 0.0
     busy_s: float | None = None  # own time in a step
     speaks: bool = False  # whether it reports phases: a worker of hvdtrain
@@ -56,7 +56,17 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        return self.state == "lost" or (self.state == "ended" and self.exit_code != 0)
+        return self.state == "lost" or (
+            self.state == "ended" and (self.exit_code != 0 or self.left_early)
+        )
+
+    @property
+    def left_early(self) -> bool:
+        """Return whether its process ended as if all were well, such as by os._exit(0), while it
+        trained: the others would wait for it.
+        """
+        trained = self.speaks and self.phase not in (BEGUN, ENDED)
+        return self.state == "ended" and self.exit_code == 0 and trained
 
     @property
     def is_victim(self) -> bool:

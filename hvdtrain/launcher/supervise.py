@@ -200,7 +200,7 @@ class Supervisor:
                 rank.take(message["pulse"])
             rank.end(int(message["ended"]))
             rank.keep(self._logs.finish(number))
-            if rank.exit_code:
+            if rank.has_failed:
                 self._evidence.blame("a rank")
 
     def _lose(self, number: int) -> None:

@@ -69,7 +69,7 @@ class Evidence:
 def judge(seen: Evidence) -> JobOutcome:
     """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
     outcome = partial(JobOutcome, steps=max((rank.step for rank in seen.ranks), default=0))
-    if all(rank.state == "ended" and rank.exit_code == 0 for rank in seen.ranks):
+    if all(rank.state == "ended" and not rank.has_failed for rank in seen.ranks):
         return outcome(0)
     if seen.requested:
         return outcome(128 + seen.requested[0], _explain_stop(seen))
@@ -111,7 +111,8 @@ def explain_end(rank: Rank) -> str:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, f"signal {-code}")
         return f"was killed by {name}{_HINTS.get(name, '')}"
-    return f"ended with exit code {code}"
+    early = ", in the middle of its training" if rank.left_early else ""
+    return f"ended with exit code {code}{early}"
 
 
 def explain_silence(rank: Rank) -> str:

@@ -131,6 +131,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     try:
         with _run_or_none(config, session, found) as run:
             yield run
+        session.pulse.finish()
     finally:
         if found:  # a script may go on: the folder is not to stay locked
             found.directory.close()

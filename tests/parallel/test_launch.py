@@ -134,6 +134,17 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
     assert "then rank 0 on localhost ended with exit code 1" in done.output
 
 
+def test_a_worker_that_leaves_in_training_ends_the_job(tmp_path: Path) -> None:
+    """Fails if the others wait for a process that ended without a word and with exit code 0, which
+    Open MPI takes for a good end.
+    """
+    train = ["train", "--model=tests.parallel.plugins:leaves_at_once", "--data=digits"]
+    done = run(launch("--", *train, controller="mpi"), cwd=tmp_path)
+    assert done.exit_code == 1, done.output
+    assert "ended with exit code 0, in the middle of its training, the first to" in done.output
+    assert done.seconds < 60, done.output
+
+
 def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path) -> None:
     """Fails if silence goes unnoticed, or the verdict does not say where each rank stands."""
     command = launch("--watchdog-timeout-s=25", "--", "python", SCRIPT, "hang", controller="mpi")

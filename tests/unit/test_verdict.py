@@ -46,6 +46,14 @@ CASES = [
     # All well; also where a signal came too late to matter.
     (evidence(rank(0, 0), rank(1, 0)), 0, False, ""),
     (evidence(rank(0, 0), rank(1, 0), requested=[15]), 0, False, ""),
+    (evidence(*(rank(n, 0, speaks=True, phase="end", step=9) for n in (0, 1))), 0, False, ""),
+    # All have left their training as if it were done.
+    (
+        evidence(*(rank(n, 0, speaks=True, phase="data", step=9) for n in (0, 1))),
+        1,
+        True,
+        "ended with exit code 0, in the middle of its training",
+    ),
     # A stop is no failure, whatever the workers made of it.
     (evidence(rank(0, 143), rank(1, 143), requested=[15]), 143, False, "every worker was notified"),
     (evidence(rank(0, 143), rank(1, -9), requested=[2, 2]), 130, False, "rank 1 had not ended"),
@@ -161,6 +169,9 @@ def test_the_page_shows_a_verdict() -> None:
         ([rank(0, 1, 4.0), rank(1, state="lost", ended_s=14.0)], 0),
         ([rank(0, state="lost", ended_s=2.0), rank(1, -9, 3.0)], 0),
         ([rank(0), Rank(1), rank(2, 17, 1.0)], 2),
+        ([rank(0), rank(1, 0, 1.0, speaks=True, phase="compute", step=3)], 1),
+        ([rank(0), rank(1, 0, 1.0, speaks=True, phase="end", step=3)], None),
+        ([rank(0), rank(1, 0, 1.0, speaks=True)], None),
         # One has left the others with 0 in the middle; it may well be reported after them.
         ([rank(0, 0, 4.1), rank(1, 1, 4.0, peer=True)], 0),
         ([rank(0, 1, 4.0, peer=True), rank(1, 0, 3.0), rank(2, 0, 2.0)], 2),
