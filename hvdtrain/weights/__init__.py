@@ -8,6 +8,7 @@ refuses are refused.
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import re
 import warnings
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import nn
 
 from hvdtrain.errors import UsageError
@@ -32,6 +33,7 @@ NESTS = (
     *("model_ema", "ema_state_dict", "state_dict_ema", "ema"),
 )
 DEEPEST_NEST = 3
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 POINTERS = ("best", "last")
 COMPILED = "_orig_mod"
 WRAPPED = "module."
@@ -54,11 +56,10 @@ def read_weights(path: Path) -> Weights:
     try:
         if place.is_dir():
             content: object = load_checkpoint(place)[0]
-        elif place.suffix == ".safetensors":
-            content = load_file(place)
+        elif place.name in INDEX_FILES:
+            content = _read_shards(place)
         else:
-            with place.open("rb") as stream:
-                content = _read_torch(stream, place)
+            content = _read_file(place)
     except DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
     except OSError as error:
@@ -80,11 +81,12 @@ def find_weights(path: Path) -> Path:
     if path.is_dir():
         if (path / MANIFEST_FILE).is_file():
             return path
-        if not (path / MODEL_FILE).is_file():
-            raise UsageError(
-                f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
-            )
-        return path / MODEL_FILE
+        for name in (MODEL_FILE, *INDEX_FILES):
+            if (path / name).is_file():
+                return path / name
+        raise UsageError(
+            f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
+        )
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
     return path
@@ -99,6 +101,38 @@ def _follow(pointer: Path) -> Path:
     if target == pointer.parent or not target.is_dir():
         raise UsageError(f"{pointer}: names a checkpoint that does not exist")
     return target
+
+
+def _read_file(path: Path) -> object:
+    if path.suffix == ".safetensors":
+        return load(path.read_bytes()) if _is_undecodable(path) else load_file(path)
+    with path.open("rb") as stream:
+        return _read_torch(stream, path)
+
+
+def _is_undecodable(path: Path) -> bool:
+    """Return whether a name is in another encoding than this system's: safetensors needs text."""
+    return any("\udc80" <= character <= "\udcff" for character in str(path))
+
+
+def _read_shards(index: Path) -> Weights:
+    """Return the tensors of the files that an index names, as transformers writes large models.
+
+    Raises UsageError for an index of another form, or files that lack a tensor.
+    """
+    try:
+        places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+        shards = sorted({str(name) for name in places.values()})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{index}: not an index of weights: {error!r}") from error
+    if foreign := [name for name in shards if Path(name).name != name]:
+        raise UsageError(f"{index}: names a file outside its folder: {foreign[0]}")
+    content: Weights = {}
+    for name in shards:
+        content |= _checked(_unnest(_read_file(index.parent / name), index), index)
+    if missing := sorted(places.keys() - content.keys()):
+        raise UsageError(f"{index}: {_count('tensors are in none of its files', missing)}")
+    return content
 
 
 def _read_torch(stream: IO[bytes], path: Path) -> object:
@@ -137,9 +171,12 @@ def _unnest(content: object, place: Path) -> dict[Any, Any]:
     for _ in range(DEEPEST_NEST):
         if not isinstance(level, dict):
             break
-        if any(isinstance(value, torch.Tensor) for value in level.values()):
+        tensors = [value for value in level.values() if isinstance(value, torch.Tensor)]
+        inner = next((level[name] for name in NESTS if isinstance(level.get(name), dict)), None)
+        # A loss or a count that stands beside the weights is a tensor too, without a dimension.
+        if tensors and (inner is None or any(it.dim() > 0 for it in tensors)):
             return level
-        level = next((level[name] for name in NESTS if isinstance(level.get(name), dict)), None)
+        level = inner
     keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else None
     held = "" if keys is None else f"; holds {keys or 'nothing'}"
     raise UsageError(f"{place}: no tensors by name in it{held}")

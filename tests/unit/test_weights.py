@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -165,6 +167,8 @@ NESTINGS = {
         "model_ema": {"n_averaged": torch.tensor(1)},
         "model": state,
     },
+    "nanogpt": lambda state: {"model": state, "best_val_loss": torch.tensor(1.5), "iter_num": 3},
+    "imagenet example": lambda state: {"state_dict": state, "best_acc1": torch.tensor(70.1)},
     "only averaged": lambda state: {"ema": state},
     "twice": lambda state: {"model": {"module": state}},
     "with extra state": lambda state: {**state, "features._extra_state": {"scale": 1}},
@@ -185,6 +189,54 @@ def test_dictionaries_around_the_weights(nesting: str, legacy: bool, tmp_path: P
     weights = read_weights(tmp_path / "x.pt")
     assert same(weights, state)
     assert not any(tensor.requires_grad for tensor in weights.values())
+
+
+def write_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Two files and their index, as transformers writes them."""
+    names = sorted(state)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: state[name] for name in own}, folder / file)
+    places = {name: file for file, own in parts.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize("given", [".", "model.safetensors.index.json"])
+def test_an_index_of_files_is_read(given: str, tmp_path: Path) -> None:
+    """Fails if the tensors of some file are missing, or the folder is not understood."""
+    state = net().state_dict()
+    write_shards(tmp_path, state)
+    assert same(read_weights(tmp_path / given), state)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ("[1, 2]", "not an index of weights"),
+        ('{"weight_map": {"w": "../x.safetensors"}}', "names a file outside its folder: ../x"),
+        ('{"weight_map": {"w": "gone.safetensors"}}', "cannot be read: No such file"),
+        ('{"weight_map": {"w": "model-1.safetensors"}}', "1 tensors are in none of its files (w)"),
+    ],
+)
+def test_an_index_that_is_wrong(index: str, expected: str, tmp_path: Path) -> None:
+    """Fails if such an index is followed out of its folder, or ends in a traceback."""
+    write_shards(tmp_path, net().state_dict())
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UsageError) as caught:
+        read_weights(tmp_path)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_name_in_another_encoding(suffix: str, tmp_path: Path) -> None:
+    """Fails if a file that was named on a system with Latin-1 names cannot be read."""
+    state = net().state_dict()
+    path = tmp_path / os.fsdecode(b"gr\xf6\xdfe" + suffix.encode())
+    if suffix == ".pt":
+        torch.save(state, path)
+    else:
+        path.write_bytes(save(state))
+    assert same(read_weights(path), state)
 
 
 def write_bytes(content: bytes):
