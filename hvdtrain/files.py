@@ -52,6 +52,17 @@ def write_new(path: Path, content: str | bytes) -> None:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def obey_umask(path: Path) -> None:
+    """Give a file that a library made for its owner alone the mode of other new files beside it.
+
+    The umask itself can only be read by changing it, for all threads. Raises OSError.
+    """
+    plain = path.with_name(f".{path.name}.mode")
+    write_new(plain, "")
+    path.chmod(stat.S_IMODE(plain.stat().st_mode))
+    plain.unlink()
+
+
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
     """Return the reasons, as far as known in advance, why the output file cannot be written."""
     if name is None:

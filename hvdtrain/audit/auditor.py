@@ -34,6 +34,7 @@ from hvdtrain.audit.mismatch import (
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange.buckets import Message
 from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.files import obey_umask
 from hvdtrain.ring import Transport
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class Auditor:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{self._transport.rank}.safetensors"
             save_file(tensors, path, metadata={"parameter": self._named[parameter][0]})
+            obey_umask(path)
         except Exception as error:  # a full disk must not hide the mismatch
             return [f"Its gradients could not be saved in {folder} ({error})"]
         return [f"Each rank's local and reduced gradients of that parameter are in {folder}"]

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import HvdtrainError, TrainingError
-from hvdtrain.files import write_new
+from hvdtrain.files import obey_umask, write_new
 from hvdtrain.formats import refuse_newer, stamped
 
 MODEL_FILE = "model.safetensors"
@@ -216,6 +216,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
     save_file(snapshot.weights, partial / MODEL_FILE)
+    obey_umask(partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
     content = {

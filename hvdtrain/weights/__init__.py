@@ -12,8 +12,7 @@ import json
 import pickle
 import re
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,20 +23,24 @@ from torch import nn
 
 from hvdtrain.errors import UsageError
 from hvdtrain.train.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
+from hvdtrain.weights.names import (
+    Weights,
+    clean_names,
+    describe_removed,
+    find_origins,
+    without_prefix,
+)
 
-Weights = dict[str, torch.Tensor]
 # Keys of the weights in dictionaries that training scripts save. The first one present is used: the
 # model before its moving average.
 NESTS = (
-    *("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params"),
+    *("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network"),
+    *("weights", "params", "state"),
     *("model_ema", "ema_state_dict", "state_dict_ema", "ema"),
 )
 DEEPEST_NEST = 3
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 POINTERS = ("best", "last")
-COMPILED = "_orig_mod"
-WRAPPED = "module."
-COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)")
 EXAMPLES = 3
 HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -177,9 +180,14 @@ def _unnest(content: object, place: Path) -> dict[Any, Any]:
         if tensors and (inner is None or any(it.dim() > 0 for it in tensors)):
             return level
         level = inner
-    keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else None
-    held = "" if keys is None else f"; holds {keys or 'nothing'}"
-    raise UsageError(f"{place}: no tensors by name in it{held}")
+    if not isinstance(content, dict):
+        raise UsageError(f"{place}: no tensors by name in it")
+    held = ", ".join(map(str, list(content)[:5])) or "nothing"
+    inside = [key for key, value in content.items() if isinstance(value, dict)]
+    fix = (
+        f". Save the model's: torch.save(torch.load(FILE)[{inside[-1]!r}], OTHER)" if inside else ""
+    )
+    raise UsageError(f"{place}: no tensors by name in it; holds {held}{fix}")
 
 
 def _checked(level: dict[Any, Any], place: Path) -> Weights:
@@ -197,43 +205,6 @@ def _checked(level: dict[Any, Any], place: Path) -> Weights:
             raise UsageError(f"{place}: tensor {name} is {kind}")
         weights[name] = value.detach()
     return weights
-
-
-def clean_names(weights: Weights) -> tuple[Weights, dict[str, int]]:
-    """Return the weights by their clean names, and how often each prefix was removed.
-
-    A model whose only attribute is called `module` is indistinguishable from a wrapped one: that
-    prefix is removed too. Raises UsageError if two names become equal.
-    """
-    origins, removed = find_origins(weights)
-    return {clean: weights[name] for clean, name in origins.items()}, removed
-
-
-def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the names by their clean names, and how often each prefix was removed.
-
-    Raises UsageError if two names become equal.
-    """
-    removed: Counter[str] = Counter()
-    cleaned: dict[str, str] = {}
-    for name in names:
-        *path, last = name.split(".")
-        removed[f"{COMPILED}."] += path.count(COMPILED)
-        cleaned[name] = ".".join([*(part for part in path if part != COMPILED), last])
-    while {clean.startswith(WRAPPED) for clean in cleaned.values() if clean != COUNTER} == {True}:
-        for name, clean in list(cleaned.items()):
-            if clean == COUNTER:
-                del cleaned[name]
-                removed[COUNTER] += 1
-            else:
-                cleaned[name] = clean.removeprefix(WRAPPED)
-                removed[WRAPPED] += 1
-    origins: dict[str, str] = {}
-    for name, clean in cleaned.items():
-        other = origins.setdefault(clean, name)
-        if other != name:
-            raise UsageError(f"the names {other} and {name} would both become {clean}")
-    return origins, dict(+removed)  # without counts of 0
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
@@ -254,16 +225,11 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     return notes
 
 
-def describe_removed(removed: dict[str, int]) -> list[str]:
-    """Return a note such as ['removed from names: _orig_mod. (62 times)'], or none."""
-    counted = [f"{prefix} ({times} times)" for prefix, times in removed.items()]
-    return [f"removed from names: {', '.join(counted)}"] if counted else []
-
-
 def _load(model: nn.Module, weights: Weights) -> list[str]:
     own = model.state_dict()
     origins, _ = find_origins(own)  # remove the same prefixes on both sides
     targets = {clean: own[name] for clean, name in origins.items()}
+    weights, prefix_notes = without_prefix(weights, targets)
     weights = {_renewed(name, targets): tensor for name, tensor in weights.items()}
     auxiliary = {n for n in weights if n not in targets and n.partition(".")[0] in AUXILIARY}
     head, head_notes = _leave_head(model, weights, origins, targets)
@@ -282,7 +248,7 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     if problems:
         raise UsageError(f"weights of another architecture: {'; '.join(problems)}")
     ignored = [f"auxiliary heads: {len(auxiliary)} tensors are ignored"] if auxiliary else []
-    return [*ignored, *head_notes, *type_notes]
+    return [*prefix_notes, *ignored, *head_notes, *type_notes]
 
 
 def _renewed(name: str, targets: Weights) -> str:

@@ -12,8 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.files import obey_umask
 from hvdtrain.log import say
-from hvdtrain.weights import Weights, clean_names, describe_removed, find_weights, read_weights
+from hvdtrain.weights import find_weights, read_weights
+from hvdtrain.weights.names import Weights, clean_names, describe_removed
 
 SUFFIX = ".safetensors"
 
@@ -67,9 +69,7 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
             while block := stream.read(1 << 20):
                 content.update(block)
             os.fsync(stream.fileno())  # on Windows only of a file that is open to write
-        umask = os.umask(0)  # it can only be read by setting it
-        os.umask(umask)
-        partial.chmod(0o666 & ~umask)  # safetensors creates files readable only by their owner
+        obey_umask(partial)
         _refuse_unfit(out, force)  # writing may have taken a while
         partial.replace(out)
     except (OSError, SafetensorError, ValueError) as error:

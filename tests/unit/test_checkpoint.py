@@ -24,7 +24,7 @@ from hvdtrain.exchange import SingleProcess, params_sha256
 from hvdtrain.models import build_model
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
-from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint, name_of
 from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
@@ -86,6 +86,18 @@ def test_a_checkpoint_loads_back_bit_equal(tmp_path: Path, model: torch.nn.Modul
     assert manifest["files"] == {}
     assert (manifest["step"], manifest["params_sha256"]) == (120, params_sha256(model))
     assert (tmp_path / "checkpoints" / "last").read_text() == "step-00000120\n"
+
+
+def test_the_umask_decides_who_may_read_a_checkpoint(tmp_path: Path) -> None:
+    """Fails if one of its files is for its owner alone, or for all, whatever the umask is."""
+    for step, umask, mode in ((1, 0o022, 0o644), (2, 0o027, 0o640)):
+        before = os.umask(umask)
+        try:
+            save(tmp_path, small(step))
+        finally:
+            os.umask(before)
+        files = [*(tmp_path / name_of(step)).iterdir()]
+        assert [it.stat().st_mode & 0o777 for it in files] == [mode] * 3, files
 
 
 def test_a_snapshot_is_a_copy(model: torch.nn.Module) -> None:

@@ -84,10 +84,11 @@ def test_help_is_light(tmp_path: Path, arguments: list[str]) -> None:
         assert all(flag in done.stdout for flag in [*flags, "--config", "--print-config"])
 
 
-def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
-    """Fails when `python -m hvdtrain.cli` finds nothing to run."""
+@pytest.mark.parametrize("module", ["hvdtrain", "hvdtrain.cli"])
+def test_the_package_runs_as_a_module(module: str, tmp_path: Path) -> None:
+    """Fails when `python -m hvdtrain` finds nothing to run."""
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.cli", "--version"],
+        [sys.executable, "-m", module, "--version"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

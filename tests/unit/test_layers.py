@@ -20,6 +20,7 @@ BUILD = "hvdtrain.horovod_build"
 # A name covers the modules below it too, except for the package itself.
 LAYERS = {
     "hvdtrain": 6,  # the public names
+    "hvdtrain.__main__": 6,
     "hvdtrain.api": 6,
     "hvdtrain.cli": 6,
     "hvdtrain.lab": 5,

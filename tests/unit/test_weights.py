@@ -20,7 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from hvdtrain.errors import UsageError
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
-from hvdtrain.weights import clean_names, find_weights, load_pretrained, read_weights
+from hvdtrain.weights import find_weights, load_pretrained, read_weights
+from hvdtrain.weights.names import clean_names
 from tests.unit.nets import Net, net, same
 
 ran: list[str] = []
@@ -147,6 +148,51 @@ def test_names_that_would_become_one_are_refused() -> None:
         clean_names({"a._orig_mod.w": torch.zeros(1), "a.w": torch.ones(1)})
 
 
+def below(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "others", "note"),
+    [
+        ("model.", {}, "removed from names: model. (26 times)"),
+        ("net.", {"accuracy.total": torch.tensor(0)}, "lack net.: accuracy.total"),
+        ("base_model.model.", {}, "removed from names: base_model.model. (26 times)"),
+        ("_fsdp_wrapped_module.", {}, "removed from names: _fsdp_wrapped_module. (26 times)"),
+        ("a.", {"b.0.weight": torch.zeros(3)}, "not loaded, as their names lack a.: b.0.weight"),
+    ],
+)
+def test_a_model_that_a_trainer_kept_as_its_part(
+    prefix: str, others: dict[str, torch.Tensor], note: str, tmp_path: Path
+) -> None:
+    """Fails if such a model is refused, or other tensors beside it vanish without a note."""
+    state = net().state_dict()
+    prefixed = below(prefix, state)
+    torch.save({"state_dict": prefixed | others}, tmp_path / "x.ckpt")
+    other = net(seed=1)
+    notes = load_pretrained(other, tmp_path / "x.ckpt")
+    assert same(other.state_dict(), state)
+    counted = note.replace("26", str(len(state)))
+    assert any(counted in it for it in notes), notes
+
+
+def test_two_models_in_one_file_are_told_apart_by_the_user(tmp_path: Path) -> None:
+    """Fails if the moving average, or the network before it, is chosen without a word."""
+    both = below("online.", net().state_dict()) | below("average.", net(seed=1).state_dict())
+    torch.save(both, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=r"2 times, below average\. and online\.; save those"):
+        load_pretrained(net(), tmp_path / "x.pt")
+
+
+def test_a_part_of_another_shape_is_another_architecture(tmp_path: Path) -> None:
+    """Fails if a prefix is removed although the tensors below it are not the model's."""
+    state = below("model.", net().state_dict())
+    name = next(iter(state))
+    torch.save(state | {name: torch.zeros(7, 7, 7)}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="weights of another architecture"):
+        load_pretrained(net(), tmp_path / "x.pt")
+
+
 @pytest.mark.parametrize("model", [HoldsModule, OnlyModule])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_model_with_an_attribute_called_module(model, wrapped: bool, tmp_path: Path) -> None:
@@ -170,6 +216,8 @@ NESTINGS = {
     "nanogpt": lambda state: {"model": state, "best_val_loss": torch.tensor(1.5), "iter_num": 3},
     "imagenet example": lambda state: {"state_dict": state, "best_acc1": torch.tensor(70.1)},
     "only averaged": lambda state: {"ema": state},
+    "composer": lambda state: {"state": {"model": state}, "rng": []},
+    "model_state": lambda state: {"model_state": state},
     "twice": lambda state: {"model": {"module": state}},
     "with extra state": lambda state: {**state, "features._extra_state": {"scale": 1}},
     "parameters": lambda state: {
@@ -265,6 +313,12 @@ def truncated(path: Path) -> None:
         ("x.pt", lambda path: torch.save({"lr": 1}, path), "no tensors by name in it; holds lr"),
         ("x.pt", lambda path: torch.save(torch.ones(2), path), "no tensors by name in it"),
         ("x.pt", lambda path: torch.save({"model": {}}, path), "no tensors by name in it"),
+        ("x.pt", lambda path: torch.save({"weights": [1]}, path), "in it; holds weights"),
+        (
+            "x.pt",
+            lambda path: torch.save({"student": {"w": torch.ones(1)}, "teacher": {}}, path),
+            "Save the model's: torch.save(torch.load(FILE)['teacher'], OTHER)",
+        ),
         (
             "x.pt",
             lambda path: torch.save({"w": torch.ones(1), "step": 3}, path),

@@ -1,0 +1,105 @@
+"""Names of tensors: without the prefixes that wrappers, compilers and trainers add."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from hvdtrain.errors import UsageError
+
+Weights = dict[str, torch.Tensor]
+# Parts of names that torch.compile, FSDP and its wrapper for checkpointed activations add.
+ADDED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPED = "module."  # of DataParallel, DistributedDataParallel and AveragedModel
+COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
+
+
+def clean_names(weights: Weights) -> tuple[Weights, dict[str, int]]:
+    """Return the weights by their clean names, and how often each prefix was removed.
+
+    A model whose only attribute is called `module` is indistinguishable from a wrapped one: that
+    prefix is removed too. Raises UsageError if two names become equal.
+    """
+    origins, removed = find_origins(weights)
+    return {clean: weights[name] for clean, name in origins.items()}, removed
+
+
+def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the names by their clean names, and how often each prefix was removed.
+
+    Raises UsageError if two names become equal.
+    """
+    removed: Counter[str] = Counter()
+    cleaned: dict[str, str] = {}
+    for name in names:
+        *path, last = name.split(".")
+        removed.update(f"{part}." for part in path if part in ADDED)
+        cleaned[name] = ".".join([*(part for part in path if part not in ADDED), last])
+    while {clean.startswith(WRAPPED) for clean in cleaned.values() if clean != COUNTER} == {True}:
+        for name, clean in list(cleaned.items()):
+            if clean == COUNTER:
+                del cleaned[name]
+                removed[COUNTER] += 1
+            else:
+                cleaned[name] = clean.removeprefix(WRAPPED)
+                removed[WRAPPED] += 1
+    origins: dict[str, str] = {}
+    for name, clean in cleaned.items():
+        other = origins.setdefault(clean, name)
+        if other != name:
+            raise UsageError(f"the names {other} and {name} would both become {clean}")
+    return origins, dict(+removed)  # without counts of 0
+
+
+def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
+    """Return the tensors of a model that is a part of what was saved, and a note.
+
+    Trainers keep the model as an attribute of theirs, so all its names have a prefix: Lightning's
+    `model.` or `net.`, PEFT's `base_model.model.`. It is removed if the names below it are those of
+    `targets`, in the same shapes except for a head's number of classes. Raises UsageError if there
+    are several such parts, such as a network and its moving average.
+    """
+    if weights.keys() & targets.keys():
+        return weights, []
+    first = next(iter(targets), "")
+    found = {n.removesuffix(first) for n in weights if n.endswith(f".{first}")}
+    prefixes = sorted(prefix for prefix in found if _is_all_in(prefix, weights, targets))
+    if not prefixes:
+        return weights, []
+    if len(prefixes) > 1:
+        one = repr(prefixes[0])
+        part = f"{{n.removeprefix({one}): t for n, t in W.items() if n.startswith({one})}}"
+        raise UsageError(
+            f"holds the model's weights {len(prefixes)} times, below {' and '.join(prefixes)}; "
+            f"save those that you want, W being the file's: torch.save({part}, OTHER)"
+        )
+    (prefix,) = prefixes
+    chosen = {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
+    notes = describe_removed({prefix: len(chosen)})
+    if others := [name for name in weights if not name.startswith(prefix)]:
+        notes.append(f"not loaded, as their names lack {prefix}: {', '.join(others[:3])}")
+        notes[-1] += f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return chosen, notes
+
+
+def _is_all_in(prefix: str, weights: Weights, targets: Weights) -> bool:
+    """Return whether all tensors are there below a prefix; of tied ones one is enough."""
+    there = {
+        name: tensor
+        for name, tensor in targets.items()
+        if prefix + name in weights and _is_like(weights[prefix + name], tensor)
+    }
+    places = {tensor.data_ptr() for tensor in there.values()}
+    return all(name in there or it.data_ptr() in places for name, it in targets.items())
+
+
+def _is_like(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
+    return theirs.dim() == ours.dim() and theirs.shape[1:] == ours.shape[1:]
+
+
+def describe_removed(removed: dict[str, int]) -> list[str]:
+    """Return a note such as ['removed from names: _orig_mod. (62 times)'], or none."""
+    counted = [f"{prefix} ({times} times)" for prefix, times in removed.items()]
+    return [f"removed from names: {', '.join(counted)}"] if counted else []
