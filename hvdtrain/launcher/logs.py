@@ -25,6 +25,7 @@ class Logs:
         self._partial: dict[int, str] = {}
         self._gaps: dict[int, str] = {}  # a newline before the next note where one is missing
         self._lossy = False
+        self.shown_ranks: frozenset[int] | None = None  # None: the lines of all ranks are shown
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.horovodrun = open_kept(folder / "horovodrun.log")
@@ -66,7 +67,8 @@ class Logs:
             last = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar, which rewrites it
             # Multi-byte characters may arrive in two pieces.
             shown.append(last.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-            self._show(rank, shown[-1])
+            if self.shown_ranks is None or rank in self.shown_ranks:
+                self._show(rank, shown[-1])
         return shown
 
     def note(self, text: str) -> None:

@@ -37,6 +37,7 @@ class Rank:
     speaks: bool = False  # whether it reports phases: a worker of hvdtrain
     exit_code: int | None = None  # minus n after signal n
     ended_s: float = 0.0
+    reported: bool = False  # it has printed the error that it ended with
     peer: bool = False  # ended because another rank had failed
     wrong_rank: int | None = None  # the rank that an audit, which ended this one, found to be wrong
     spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
@@ -84,7 +85,7 @@ class Rank:
             self.suspended_s = 0.0
         elif not self.suspended_s:
             self.suspended_s = time.monotonic()
-        self.peer = bool(report.get("peer", False))
+        self.reported, self.peer = "peer" in report, bool(report.get("peer", False))
         self.wrong_rank = report.get("wrong_rank")
 
     def keep(self, lines: Iterable[str]) -> None:

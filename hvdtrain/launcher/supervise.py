@@ -65,6 +65,7 @@ class Supervisor:
         self._signals_passed_on = 0
         self._broadcasts: list[Message] = []
         self._evidence = Evidence(watch.ranks, limits, logs.folder)
+        logs.shown_ranks = None
 
     def run(self) -> JobOutcome:
         """Start horovodrun, supervise it, end all its processes, and return the outcome."""
@@ -200,6 +201,9 @@ class Supervisor:
                 rank.take(message["pulse"])
             rank.end(int(message["ended"]))
             rank.keep(self._logs.finish(number))
+            if rank.has_failed and self._logs.shown_ranks is None:
+                # The same traceback of other ranks is for their logs.
+                self._logs.shown_ranks = frozenset({0, number})
             if rank.has_failed:
                 self._evidence.blame("a rank")
 

@@ -134,8 +134,10 @@ def _explain_failure(seen: Evidence, first: Rank) -> str:
     where = f", in phase {first.phase} of step {first.step}" if first.step else ""
     how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
     lines = [f"{first.place} {explain_end(first)}{how}"]
-    own = first.number == 0 and first.speaks  # its error stands above, and in the summary
-    if first.last_lines and not (own and first.last_lines[-1].startswith("hvdtrain: error")):
+    last = first.last_lines[-1] if first.last_lines else ""
+    has_reported = first.reported or first.speaks and last.startswith("hvdtrain: error")
+    # What rank 0 has reported stands above, and in the summary.
+    if last and not (first.number == 0 and has_reported):
         lines += ["its last lines:", *_quoted(first.last_lines)]
     after = [rank for rank in seen.ranks if rank.has_failed and rank is not first]
     killed = [rank.number for rank in after if rank.exit_code == -signal.SIGKILL]

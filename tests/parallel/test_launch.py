@@ -121,6 +121,29 @@ def test_first_failing_exit_code(tmp_path: Path) -> None:
     assert "then rank 0 on localhost ended with exit code 1" in done.output
 
 
+FAILING = """
+import hvdtrain, torch
+model = torch.nn.Linear(2, 1)
+samples = torch.utils.data.TensorDataset(torch.ones(6, 2))
+with hvdtrain.Loop(model, torch.optim.SGD(model.parameters(), 0.1), samples,
+                   global_batch_size=3, epochs=2) as loop:
+    for step in loop:
+        for (x,) in step.batches():
+            step.backward(model(x).sum(), len(x))
+        step.update()
+        {}["a name that is nowhere"]
+"""
+
+
+def test_a_failure_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
+    """Fails if the traceback of each rank, or once more that of the first, fills the terminal."""
+    (tmp_path / "train.py").write_text(FAILING)
+    done = run(launch("--", "python", "train.py", controller="mpi"), cwd=tmp_path)
+    assert done.exit_code == 1, done.output
+    assert done.output.count("Traceback") == 1, done.output
+    assert "rank 0 on" in done.output and ", in phase update of step 1" in done.output
+
+
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
     """Fails if the rank that ended well, but before the others, is not the one that is named, or
     the job counts as done.

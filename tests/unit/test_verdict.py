@@ -139,6 +139,14 @@ def test_an_error_is_shown_once() -> None:
         assert ("hvdtrain: error" in text) is ("its last lines" in text) is quoted, text
 
 
+def test_a_traceback_is_shown_once() -> None:
+    """Fails when the verdict repeats the traceback that rank 0 has printed, however long it is."""
+    lines = deque(["  File ...", "KeyError: 'nothing'"])
+    for number, reported, quoted in ((0, True, False), (1, True, True), (0, False, True)):
+        seen = rank(number, 1, last_lines=lines, speaks=True, reported=reported)
+        assert ("KeyError" in judge(evidence(seen)).text) is quoted
+
+
 def test_the_page_shows_a_verdict() -> None:
     """Fails when docs/several-machines.md shows another verdict than the launcher prints."""
     ranks = [
