@@ -150,7 +150,8 @@ class LaunchJob:
             stack.callback(channel.close)
             ticket = Ticket(job, self._orders(token, start).as_text())
             stack.callback(remove_ticket, job)
-            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address)
+            slots = slots_by_host(hosts, plan.workers)
+            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots)
             plan = self._place(hosts, found, start)
             channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
@@ -207,6 +208,12 @@ class LaunchJob:
         workers, interface = min(plan.workers, slots), plan.interface or found.interface
         placed = take_slots(fit, workers)
         return replace(plan, workers=workers, hosts=placed, interface=interface)
+
+
+def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:
+    """Return how many workers each host gets if all hosts are fit."""
+    most = min(workers, sum(host.slots for host in hosts))
+    return {host.address: host.slots for host in take_slots(hosts, most)}
 
 
 def channel_address(hosts: Sequence[Host], interface: str | None) -> str:

@@ -135,7 +135,7 @@ def _explain_failure(seen: Evidence, first: Rank) -> str:
     how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
     lines = [f"{first.place} {explain_end(first)}{how}"]
     last = first.last_lines[-1] if first.last_lines else ""
-    has_reported = first.reported or first.speaks and last.startswith("hvdtrain: error")
+    has_reported = first.reported or (first.speaks and last.startswith("hvdtrain: error"))
     # What rank 0 has reported stands above, and in the summary.
     if last and not (first.number == 0 and has_reported):
         lines += ["its last lines:", *_quoted(first.last_lines)]

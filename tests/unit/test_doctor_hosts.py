@@ -81,6 +81,19 @@ def test_this_machine_alone_is_quick(listening: int) -> None:
     assert found.interface is None
 
 
+def test_more_workers_than_a_host_has_room_for() -> None:
+    """Fails when `launch` starts workers that memory does not suffice for, or says nothing of
+    workers that share cores.
+    """
+    many = 1_000_000
+    with SshSetup([HERE], SshOptions()) as ssh:
+        found = preflight([HERE], ssh, 0, None, LIMIT_S, slots={HERE.address: many})
+    cores, memory = (it for it in found.findings if it.check in ("cores", "memory"))
+    assert (cores.status, memory.status) == ("warn", "fail")
+    assert f"{many} slots, but" in cores.text
+    assert f"of memory free for {many} workers, which take 307 MiB each, 300000.0" in memory.text
+
+
 def test_a_launcher_that_listens_on_one_network_only() -> None:
     """Fails when a host of this machine, or another, calls back to an address that nobody listens
     on: agents would wait for ever.

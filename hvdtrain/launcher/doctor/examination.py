@@ -56,12 +56,14 @@ def preflight(
     ticket: Ticket | None,
     timeout_s: float,
     channel_address: str = ANYWHERE,
+    slots: machine_checks.Slots | None = None,
 ) -> Preflight:
     """Run the quick part on all hosts in parallel.
 
     `channel_port`: a port of this machine on which the caller listens; each host connects to it and
     hangs up (0: not tried). `ticket`: stored on each host for the agents (see protocol.py).
-    `channel_address`: the address listened on, if not all.
+    `channel_address`: the address listened on, if not all. `slots`: how many workers each of these
+    hosts gets, for which its cores and its memory are checked (None: not checked).
     """
     request: dict[str, Any] = {"do": "quick", "channel_port": channel_port}
     if channel_address != ANYWHERE:
@@ -72,6 +74,9 @@ def preflight(
         facts, findings = _begin(sessions, ssh, request, timeout_s)
     distant = {host: found for host, found in facts.items() if not sessions[host].local}
     interface, more = checks.check_interface(distant, interfaces())
+    if slots:
+        used = {host: found for host, found in facts.items() if host in slots}
+        more += machine_checks.check_cores(used, slots) + machine_checks.check_memory(used, slots)
     return Preflight((*findings, *more), interface, facts)
 
 

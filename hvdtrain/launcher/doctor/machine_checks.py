@@ -55,8 +55,10 @@ def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
         each = free / slots[host]
         if each < MEMORY_WANTED:
             status: Status = "fail" if each < MEMORY_NEEDED else "warn"
-            text = f"{size(free)} of memory free for {slots[host]} workers"
-            fix = "free memory, give the host fewer slots, or raise the container's limit"
+            needed = f"{size(MEMORY_NEEDED)} each, {size(slots[host] * MEMORY_NEEDED)} in all"
+            text = f"{size(free)} of memory free for {slots[host]} workers, which take {needed}, "
+            text += "before they have a model"
+            fix = "give the host fewer slots (-np), free memory, or raise the container's limit"
             findings.append(Finding("memory", status, host, text, fix))
     return findings or _at_least("memory", shown, "{} free")
 
