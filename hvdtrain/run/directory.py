@@ -210,7 +210,7 @@ def free_folder(folder: Path) -> Path:
 
 def numbering(folder: Path, path: Path) -> str:
     """Return the line that reports the folder taken instead of `folder`."""
-    return f"{folder} holds another run: this one is {path} (--resume auto continues the other)"
+    return f"{folder} holds another run: this one is {path} (to continue the other: resume auto)"
 
 
 def _names(folder: Path) -> Iterator[Path]:

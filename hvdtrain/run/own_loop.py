@@ -56,6 +56,7 @@ from hvdtrain.run.script import (
     optimizer_problems,
 )
 from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
+from hvdtrain.run.wording import in_words_of_script
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
@@ -76,6 +77,7 @@ class Loop:
     over `step.batches()` with one call of `step.backward` each, then `step.update()`.
     """
 
+    @in_words_of_script()
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
@@ -161,7 +163,7 @@ class Loop:
         if direction := current_direction():
             self._directed = direction(self._script)
             return self
-        with ExitStack() as stack:
+        with ExitStack() as stack, in_words_of_script():
             topology = Topology.from_environment()
             command = ["python", *sys.argv]
             self._session = stack.enter_context(
@@ -184,7 +186,7 @@ class Loop:
         trace: TracebackType | None,
     ) -> bool | None:
         """Collective: end the run: evaluate and save, if the loop was left early, and report."""
-        with self._stack:
+        with self._stack, in_words_of_script():
             if error is not None:
                 raise error
             if self._directed is not None:

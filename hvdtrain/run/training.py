@@ -46,6 +46,7 @@ from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
 from hvdtrain.run.trackers import check_trackers, open_trackers
+from hvdtrain.run.wording import as_options
 from hvdtrain.topology import Topology
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State
@@ -291,7 +292,8 @@ def _open_records(
         resolved = {option: resolved[option] for option in OPTIONS}
         resolved["script"] = [str(script.path), *sys.argv[1:]]
     directory.write_config(resolved)
-    say(header(job, session.exchange, name))
+    first_lines = header(job, session.exchange, name)
+    say(as_options(first_lines) if session.script else first_lines)
     return RunLedger(
         directory,
         job,
