@@ -43,6 +43,10 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MAX_PIXELS = 89_478_485
 SKIPPING = "Repair or remove it, or give --skip-bad-samples to skip unreadable images"
 
+# Folders that operating systems and stores put beside a user's own; their files have the names of
+# images.
+FOREIGN = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+
 Labelled = list[tuple[str, int]]  # files with class numbers
 Changes = Callable[[Image.Image], torch.Tensor]
 
@@ -53,22 +57,30 @@ class Found:
 
     files: Labelled
     classes: list[str]
-    others: list[str]  # files of other types
+    others: list[str]  # files of other types, and hidden images
 
 
 def images_under(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the images below a folder, and the files of other types, both sorted.
+    """Return the images below a folder, and the files that are left out, both sorted.
 
-    Hidden files of other types are ignored.
+    These are files of other types, and hidden images: editors, file managers and archives leave
+    copies and previews in .ipynb_checkpoints/, __MACOSX/ and names that begin with a dot. Hidden
+    files of other types are ignored.
     """
     images: list[str] = []
     others: list[str] = []
     for file in sorted(_files_under(folder)):
-        if file.lower().endswith(EXTENSIONS):
+        is_hidden = any(map(_is_hidden, Path(file).relative_to(folder).parts))
+        is_image = file.lower().endswith(EXTENSIONS)
+        if is_image and not is_hidden:
             images.append(file)
-        elif not Path(file).name.startswith("."):
+        elif is_image or not is_hidden:
             others.append(file)
     return images, others
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in FOREIGN
 
 
 def _files_under(folder: Path) -> Iterator[str]:
@@ -97,8 +109,10 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def left_out(others: Sequence[str]) -> str:
-    """Return a note such as '2 files of other types left out (such as a/notes.txt)'."""
-    return f"{counted(len(others), 'file')} of other types left out (such as {others[0]})"
+    """Return a note such as '2 files left out, hidden or of other types (such as a/notes.txt)'."""
+    return (
+        f"{counted(len(others), 'file')} left out, hidden or of other types (such as {others[0]})"
+    )
 
 
 def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Found]:
@@ -182,7 +196,7 @@ def _classes_in(name: str, folder: Path) -> Found:
 
 def _entries(name: str, folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+        return [path for path in folder.iterdir() if not _is_hidden(path.name)]
     except OSError as error:
         raise UsageError(f"--data={name}: {folder} cannot be read: {error.strerror}") from error
 
