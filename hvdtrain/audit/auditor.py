@@ -102,7 +102,7 @@ class Auditor:
         self._evidence = evidence
         self._local = LocalGradients(self._parameters)
         self._due: list[list[Piece]] = []  # of this step, in groups
-        self._pieces: list[Piece] = []  # those of the optimizer
+        self._pieces: list[Piece] = []  # those of the optimizers
         self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
 
@@ -118,8 +118,8 @@ class Auditor:
         """Copy the gradients of each share on its own; has no effect unless the step is audited."""
         self._local.begin_share(share)
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Collective: compare the gradients, after the reduction: all, or those of an optimizer.
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> None:
+        """Collective: compare the gradients, after the reduction: all, or those of optimizers.
 
         Has no effect at a step that is not audited, or if no rank has run a backward pass since
         `begin`. Raises AuditMismatch on every rank if a gradient on any rank is beyond its bound,
@@ -128,8 +128,8 @@ class Auditor:
         if step % self._every:
             return
         groups = self._due
-        if optimizer is not None:
-            owned = set(map(id, parameters_of(optimizer)))
+        if optimizers is not None:
+            owned = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
             groups = [it for it in groups if id(self._parameters[it[0].parameter]) in owned]
         self._pieces = list(chain.from_iterable(groups))
         self._blocks = make_blocks(groups, self._parameters, self._check.whole)
@@ -237,9 +237,9 @@ class Audits:
         for audit in self._each:
             audit.begin_pass(share, batch)
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for audit in self._each:
-            audit.reduced(step, optimizer)
+            audit.reduced(step, optimizers)
 
     def updated(self, step: int, sums: StepSums) -> None:
         for audit in self._each:

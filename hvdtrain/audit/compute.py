@@ -112,7 +112,7 @@ class ComputeAudit:
         kept = copy.deepcopy(to_device(batch, torch.device("cpu")))
         self._passes.append((rng_state(self._job.device), kept))
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Collective: compute the chosen share again. Raises ComputeMismatch on a difference."""
         if step % self._every:
             return

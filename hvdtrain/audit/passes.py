@@ -7,7 +7,7 @@ graph, reject modules that work in place, and could change the order of sums.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class PassDigests:
         self._calls.clear()
         self._names.clear()
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.close()
 
     def updated(self, step: int, sums: StepSums) -> None: ...

@@ -100,11 +100,11 @@ class Tracer:
         if self._records:
             self._local.begin_pass(share, batch)
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Digest the reduced gradients of an optimizer."""
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Digest the reduced gradients of these optimizers."""
         if not self._records:
             return
-        owned = set(map(id, parameters_of(optimizer)))
+        owned = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
         places = {n for n, it in enumerate(self._parameters) if id(it) in owned}
         gradients = [it.grad for it in self._parameters]
         self._reduced += self._digests(gradients, [it for it in self._own_reduced if it in places])

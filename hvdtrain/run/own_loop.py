@@ -97,7 +97,8 @@ class Loop:
         """Check what is given; raises UsageError with every problem.
 
         `model`: one, or several by name; they are moved to the device of the rank, and those of
-        rank 0 are broadcast. `optimizer`: one, or several, for `step.batches(optimizer)`. `train`,
+        rank 0 are broadcast. `optimizer`: one, or several, which `step.batches()` trains
+        together and `step.batches(optimizer)` one by one. `train`,
         `valid`: the samples, as a split, a map-style data set, or a DataLoader, of which the
         samples, their collation and, as default for the global batch, its size are taken.
         `evaluate`: returns the Sums of a batch of `valid`, as

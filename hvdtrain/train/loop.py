@@ -95,6 +95,7 @@ class TrainingLoop:
         self.outcome: Outcome | None = None  # once the run has ended
         self._exchange, self._hooks = exchange, hooks
         self._step: Step | None = None  # whose body runs
+        self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
         self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
@@ -150,7 +151,7 @@ class TrainingLoop:
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
             clock, audit = self.state.meter.clock, self._hooks.audit
             number = self.state.step + 1
-            Step(self.job, self._exchange, audit, number, nothing, clock).leave()
+            Step(self.job, self._exchange, audit, number, nothing, clock).leave(self._first_trained)
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:
@@ -212,6 +213,7 @@ class TrainingLoop:
         assert self._step is not None
         step, self._step = self._step, None
         meter.end_step(step.close(), step.number, step.samples)
+        self._first_trained = step.first_trained
         hooks.profiler.end(step.number)
         state.step, state.samples_seen = step.number, state.samples_seen + step.samples
         if step.number % job.intervals.log == 0:

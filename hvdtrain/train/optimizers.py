@@ -16,8 +16,8 @@ UNSUITABLE = {
     "optimizer": "the base class",
     "lbfgs": "needs step(closure), whose gradients Horovod does not average",
     "sparseadam": "needs sparse gradients",
-    "muon": "takes matrices only",
 }
+UNSUITABLE_ALONE = UNSUITABLE | {"muon": "takes matrices only"}  # over all parameters of a model
 BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
@@ -45,11 +45,11 @@ def build_optimizer(
     decay too. Raises UsageError for an unsuitable name, or one without what else is given.
     """
     optimizer_class = BY_NAME.get(name.lower())
-    if optimizer_class is None or name.lower() in UNSUITABLE:
-        suitable = ", ".join(sorted(BY_NAME.keys() - UNSUITABLE.keys()))
-        near = closest(name.lower(), BY_NAME.keys() - UNSUITABLE.keys())
+    if optimizer_class is None or name.lower() in UNSUITABLE_ALONE:
+        suitable = ", ".join(sorted(BY_NAME.keys() - UNSUITABLE_ALONE.keys()))
+        near = closest(name.lower(), BY_NAME.keys() - UNSUITABLE_ALONE.keys())
         unknown = f"unknown (did you mean {near}?)" if near else "unknown"
-        reason = UNSUITABLE.get(name.lower(), unknown)
+        reason = UNSUITABLE_ALONE.get(name.lower(), unknown)
         raise UsageError(f"--opt={name}: {reason}; choose from {suitable}")
     accepted = inspect.signature(optimizer_class).parameters
     wanted: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}

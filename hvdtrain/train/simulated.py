@@ -59,7 +59,7 @@ class SimulatedRanks:
         # Of the sum of each reduced gradient's elements; None: the bits are those of the ranks.
         self.bounds: list[float] | None = None
 
-    def begin_step(self, optimizer: int) -> None:
+    def begin_step(self, optimizers: Sequence[int]) -> None:
         self._current = None
         self._gradients = [[None] * len(self._parameters) for _ in self._states]
 

@@ -12,7 +12,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -28,6 +28,8 @@ from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, StepSums
 from hvdtrain.train.update import not_finite
 
+Places = tuple[int, ...]  # of optimizers among those of the job
+
 
 class Audit(Protocol):
     """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
@@ -38,8 +40,8 @@ class Audit(Protocol):
     def begin_pass(self, share: int, batch: Any) -> None:
         """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: examine the gradients of an optimizer once they are reduced."""
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Collective: examine the gradients of these optimizers once they are reduced."""
 
     def updated(self, step: int, sums: StepSums) -> None:
         """Collective: examine the step once all parameters are updated."""
@@ -60,7 +62,8 @@ class Pass(NamedTuple):
 class Step:
     """One step: for each batch of `batches` a call of `backward`, then `update`, then `close`.
 
-    With several optimizers these follow one another for each of them, over the same batches.
+    Several optimizers are trained by the same passes, or these follow one another for each of them,
+    over the same batches.
     """
 
     def __init__(
@@ -82,9 +85,10 @@ class Step:
         self._data, self._clock, self._stop_requested = data, clock, stop_requested
         self._weight = job.reduction.weight(exchange.size) / max(data.samples, 1)
         self._loaded: list[Loaded] = []  # read so far, for the optimizers after the first
-        self._own: list[Pass] = []  # of the current optimizer
+        self._own: list[Pass] = []  # of the current optimizers
         self._pass: Pass | None = None  # which waits for its backward pass
-        self._active: int | None = None  # the optimizer whose passes are made
+        self._active: Places | None = None  # the optimizers whose passes are made
+        self.first_trained: Places = ()  # those of the first passes
         self._made: list[StepSums] = []  # of each update
         self._sums = StepSums(job.device)
         job.set_lr(number)
@@ -123,21 +127,24 @@ class Step:
     def batches(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Any]:
         """Yield each batch of this rank, on its device: none if its share is empty.
 
-        `optimizer`: the one to train, of several. Only its parameters have gradients meanwhile.
+        `optimizer`: the one to train, of several; only its parameters have gradients meanwhile.
+        None: all are trained by these passes.
         """
         job, clock = self.job, self._clock
         if self._active is not None:
             raise UsageError(
                 f"step {self.number}: call step.update() after the passes over its batches"
             )
-        self._active = place = _place_of(optimizer, job.optimizers)
-        job.optimizers[place].zero_grad()
+        self._active = places = _places_of(optimizer, job.optimizers)
+        self.first_trained = self.first_trained or places
+        for trained in self._trained(places):
+            trained.zero_grad()
         self._sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
         self._own = []
         # The passes of a further optimizer draw other random numbers.
         drawn = len(self._made) * job.feed.micro_batches
-        job.workers.begin_step(place)
-        with _others_frozen(job, place):
+        job.workers.begin_step(places)
+        with _others_frozen(job, places):
             for it in self._passes():
                 batch = it.loaded.on(job.device)
                 clock.enter("compute")
@@ -176,7 +183,7 @@ class Step:
         self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
 
     def update(self) -> None:
-        """Collective: reduce the gradients, and make one step of the optimizer.
+        """Collective: reduce the gradients, and make one step of each optimizer that was trained.
 
         Raises TrainingError on all ranks if a gradient is not finite.
         """
@@ -186,28 +193,30 @@ class Step:
             )
         self._refuse_missing_backward()
         job, sums, clock, number = self.job, self._sums, self._clock, self.number
-        optimizer, self._active = job.optimizers[self._active], None
+        optimizers, self._active = self._trained(self._active), None
         clock.enter("exchange")
         sums.start(self._exchange, number, self._stop_requested, clock.take(), len(self._made))
         job.workers.reduce_gradients()
         self._refuse_leavers()
-        self._audit.reduced(number, optimizer)
+        self._audit.reduced(number, optimizers)
         if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
             counted = float(sums.total()[COUNT])
-            job.update.rescale(optimizer, self._data.samples / counted if counted else 1.0)
+            job.update.rescale(optimizers, self._data.samples / counted if counted else 1.0)
         clock.enter("update")
-        if found := job.update.not_finite(optimizer):
+        if found := job.update.not_finite(optimizers):
             self._refuse_gradients(found)
         is_logged = number % job.intervals.log == 0
-        sums.gradient_norm = job.update.apply(optimizer, measure=is_logged)
+        sums.gradient_norm = job.update.apply(optimizers, measure=is_logged)
         self._made.append(sums)
 
-    def leave(self) -> None:
+    def leave(self, trained: Places) -> None:
         """Collective: leave the loop in place of this step, for which there are no batches.
 
-        Raises TrainingError on all ranks unless all leave it here.
+        `trained`: the optimizers of its first passes on ranks that do not leave it. Raises
+        TrainingError on all ranks unless all leave it here.
         """
-        for _ in self.batches(self.job.optimizers[0]):
+        alone = self.job.optimizers[trained[0]] if len(trained) == 1 else None
+        for _ in self.batches(alone):
             raise UsageError(f"step {self.number}: it has batches")
         self._sums.leave()
         self._sums.start(self._exchange, self.number, self._stop_requested, self._clock.take())
@@ -228,6 +237,9 @@ class Step:
         self._audit.updated(self.number, sums)
         self._clock.leave()
         return sums
+
+    def _trained(self, places: Places) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(self.job.optimizers[place] for place in places)
 
     def _passes(self) -> Iterator[Pass]:
         """Read and yield the passes of this rank, one after another."""
@@ -334,24 +346,25 @@ def train_step(
     return step.close()
 
 
-def _place_of(
+def _places_of(
     optimizer: torch.optim.Optimizer | None, optimizers: tuple[torch.optim.Optimizer, ...]
-) -> int:
-    """Return the place of an optimizer. Raises UsageError unless it is one of them."""
-    if optimizer is None and len(optimizers) == 1:
-        return 0
-    for place, known in enumerate(optimizers):
-        if known is optimizer:
-            return place
-    raise UsageError("step.batches(optimizer): name one of the optimizers that the loop was given")
+) -> Places:
+    """Return the place of an optimizer (None: all). Raises UsageError unless it is one of them."""
+    found = tuple(n for n, it in enumerate(optimizers) if optimizer is None or it is optimizer)
+    if not found:
+        raise UsageError(
+            "step.batches(optimizer): it is none of the optimizers that the loop was given. Leave "
+            "it out to train all of them by the same passes"
+        )
+    return found
 
 
 @contextmanager
-def _others_frozen(job: Job, place: int) -> Iterator[None]:
-    """Let only the parameters of one optimizer have gradients, of several."""
+def _others_frozen(job: Job, places: Places) -> Iterator[None]:
+    """Let only the parameters of these optimizers have gradients, if there are others."""
     frozen = []
-    if len(job.optimizers) > 1:
-        own = set(map(id, parameters_of(job.optimizers[place])))
+    if len(places) < len(job.optimizers):
+        own = {id(it) for place in places for it in parameters_of(job.optimizers[place])}
         frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]
     for parameter in frozen:
         parameter.requires_grad_(False)

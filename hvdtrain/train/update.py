@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 
-Optimizer = torch.optim.Optimizer
+Optimizers = Sequence[torch.optim.Optimizer]
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,36 +49,38 @@ class Update:
         """Return the loss for the backward pass (fp16: multiplied by the loss scale)."""
         return self._scaler.scale(loss)
 
-    def not_finite(self, optimizer: Optimizer) -> list[str]:
+    def not_finite(self, optimizers: Optimizers) -> list[str]:
         """Return the names of the parameters whose reduced gradient is not finite, on every rank.
 
         With fp16 there are none: the scaler skips such a step and lowers the loss scale.
         """
-        if self._scaler.is_enabled() or _all_finite(_gradients(optimizer)):
+        if self._scaler.is_enabled() or _all_finite(_gradients(optimizers)):
             return []
-        own = set(map(id, parameters_of(optimizer)))
+        own = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
         named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
         return not_finite({name: it for name, it in named.items() if it is not None})
 
-    def rescale(self, optimizer: Optimizer, factor: float) -> None:
+    def rescale(self, optimizers: Optimizers, factor: float) -> None:
         """Multiply all gradients by `factor`."""
         if factor != 1:
-            for gradient in _gradients(optimizer):
+            for gradient in _gradients(optimizers):
                 gradient.mul_(factor)
 
-    def apply(self, optimizer: Optimizer, measure: bool = False) -> torch.Tensor | None:
-        """Unscale and clip the gradients, and make one optimizer step.
+    def apply(self, optimizers: Optimizers, measure: bool = False) -> torch.Tensor | None:
+        """Unscale and clip the gradients, all by one norm, and make a step of each optimizer.
 
         Returns the norm before clipping if clipping is on or `measure` is set, else None.
         """
-        self._scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self._scaler.unscale_(optimizer)
         norm = None
         if self._clip_grad is not None or measure:
-            norm = torch.nn.utils.get_total_norm(_gradients(optimizer))
+            norm = torch.nn.utils.get_total_norm(_gradients(optimizers))
         if self._clip_grad is not None and norm is not None:
-            parameters = parameters_of(optimizer)
+            parameters = [it for optimizer in optimizers for it in parameters_of(optimizer)]
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
-        self._scaler.step(optimizer)
+        for optimizer in optimizers:
+            self._scaler.step(optimizer)
         self._scaler.update()
         return norm
 
@@ -99,8 +101,9 @@ class Update:
             self.average.load_state_dict(state["average"])
 
 
-def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [it.grad for it in parameters_of(optimizer) if it.grad is not None]
+def _gradients(optimizers: Optimizers) -> list[torch.Tensor]:
+    owned = (it for optimizer in optimizers for it in parameters_of(optimizer))
+    return [it.grad for it in owned if it.grad is not None]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

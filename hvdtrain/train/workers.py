@@ -50,8 +50,8 @@ def seed_all(*numbers: int) -> None:
 class Workers(Protocol):
     """The workers that this rank computes."""
 
-    def begin_step(self, optimizer: int) -> None:
-        """Prepare the passes of a step that train an optimizer, given by its place."""
+    def begin_step(self, optimizers: Sequence[int]) -> None:
+        """Prepare the passes of a step that train some optimizers, given by their places."""
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         """Prepare the model for a pass over a part of `share`; passes of a share are adjacent.
@@ -70,7 +70,7 @@ class Workers(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """Collective: make every `.grad` of that optimizer the sum over all workers."""
+        """Collective: make every `.grad` of these optimizers the sum over all workers."""
 
     def states(self) -> list[WorkerState]:
         """Return the state to save of each worker of this rank, in order."""
@@ -101,10 +101,10 @@ class RankWorker:
         """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
         self._model, self._optimizers, self._exchange = model, optimizers, exchange
         self._device, self._samples = device, samples
-        self._optimizer = optimizers[0]
+        self._trained: Sequence[torch.optim.Optimizer] = ()
 
-    def begin_step(self, optimizer: int) -> None:
-        self._optimizer = self._optimizers[optimizer]
+    def begin_step(self, optimizers: Sequence[int]) -> None:
+        self._trained = [self._optimizers[place] for place in optimizers]
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None: ...
 
@@ -113,7 +113,8 @@ class RankWorker:
     def seed(self, step: int, share: int, number: int, reading: bool) -> None: ...
 
     def reduce_gradients(self) -> None:
-        self._exchange.reduce_gradients(self._optimizer)
+        for optimizer in self._trained:
+            self._exchange.reduce_gradients(optimizer)
 
     def states(self) -> list[WorkerState]:
         buffers = copied_to_cpu(buffers_of(self._model))
@@ -162,25 +163,28 @@ class VirtualWorkers:
             CanonicalSums(model, optimizer, shares.rows, exchange, place)
             for place, optimizer in enumerate(optimizers)
         ]
-        self._sums = self._sums_of[0]
+        self._sums: Sequence[CanonicalSums] = ()  # of the optimizers that are trained
         self._buffers = {share: buffers_of(model) for share in self._own}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
         self._versions: list[int] = []  # of the parameters, when the step began
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
-    def begin_step(self, optimizer: int) -> None:
-        self._current, self._sums = None, self._sums_of[optimizer]
+    def begin_step(self, optimizers: Sequence[int]) -> None:
+        self._current, self._sums = None, [self._sums_of[place] for place in optimizers]
         self._versions = [parameter._version for parameter in self._model.parameters()]
         if self._first_hash == "":
             self._first_hash = params_sha256(self._model, with_buffers=False)
-        self._sums.begin()
+        for sums in self._sums:
+            sums.begin()
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         if self._current not in (None, share):
-            self._sums.next_share()
+            for sums in self._sums:
+                sums.next_share()
         self._current = share
-        self._sums.begin_pass(is_last)
+        for sums in self._sums:
+            sums.begin_pass(is_last)
         self.repeat_pass(step, share, number)
 
     def repeat_pass(self, step: int, share: int, number: int) -> None:
@@ -193,7 +197,8 @@ class VirtualWorkers:
 
     def reduce_gradients(self) -> None:
         self._refuse_changed_parameters()
-        self._sums.finish()
+        for sums in self._sums:
+            sums.finish()
 
     def _refuse_changed_parameters(self) -> None:
         """Raise TrainingError if a pass has changed parameters: each share would see other ones.

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -54,7 +54,7 @@ from hvdtrain.train.evaluate import Interrupted
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter, StepSums
-from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE
+from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
 from tests.rings import lengths_for, rank_data
@@ -237,7 +237,7 @@ def initial_state_is_that_of_rank_0(exchange: Exchange) -> None:
 
 
 OPTIMIZERS = [
-    *((BY_NAME[name], {}) for name in sorted(BY_NAME.keys() - UNSUITABLE.keys())),
+    *((BY_NAME[name], {}) for name in sorted(BY_NAME.keys() - UNSUITABLE_ALONE.keys())),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     (torch.optim.AdamW, {"foreach": True, "betas": (0.7, 0.8)}),
@@ -612,10 +612,10 @@ class FaultyExchangeAudit:
 
     def updated(self, step: int, sums: StepSums) -> None: ...
 
-    def reduced(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self._fault:
             self._fault(self._job.model.output.weight.grad)
-        self._audit.reduced(step, optimizer)
+        self._audit.reduced(step, optimizers)
 
 
 def a_loss_that_is_not_finite_ends_all_ranks(exchange: Exchange) -> None:

@@ -20,6 +20,7 @@ from tests.parallel.launching import (
 
 EXAMPLES = CHECKOUT / "examples"
 PYTHON = str(BIN / "python")
+TWO_OPTIMIZERS = "../tests/parallel/scripts/two_optimizers.py"
 TOLERANCE = 1e-9  # of each tensor's largest weight, in float64
 
 
@@ -95,6 +96,7 @@ def test_own_loop_of_transformers_learns_the_same_on_any_number_of_workers(
         ("own_loop.py", 3, "gloo", None),
         ("own_loop.py", 2, "mpi", 7),
         ("gan.py", 2, "mpi", None),
+        (TWO_OPTIMIZERS, 3, "mpi", 7),
         ("gpt2.py --dropout=0.1 --float32", 2, "gloo", None),
         ("lora.py --dropout=0.1 --float32", 2, "gloo", 7),
     ],

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.launcher.ssh import SshOptions
 
 ADDRESS = "127.0.1.1"  # of this machine, but of none of its interfaces: reached by ssh
@@ -24,6 +26,8 @@ class Sshd:
     """Runs until `stop`. Its folder holds the keys, known hosts, and an `ssh` that uses them."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
+        if SSHD is None:
+            pytest.skip("there is no SSH server: launch/setup --system-packages --test-packages")
         self.folder = folder
         for name in ("host_key", "key", "other_key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
@@ -51,7 +55,7 @@ class Sshd:
     def _start(self) -> None:
         """On a new port: a child of an sshd that was just stopped may still hold the old one."""
         Path("/run/sshd").mkdir(exist_ok=True)
-        assert SSHD is not None
+        assert SSHD is not None  # see __init__
         self.port = free_port()
         self.know_host_key()
         command = [SSHD, "-D", "-e", "-p", str(self.port), "-f", str(self.folder / "sshd_config")]

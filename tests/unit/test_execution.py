@@ -103,7 +103,7 @@ def test_simulated_ranks_lay_out_their_sums() -> None:
     model = last_network()
     messages = [dict(list(model.named_parameters())[:1]), dict(list(model.named_parameters())[1:])]
     ranks = SimulatedRanks(model, 2, OPEN_MPI_RING, CPU, 0, messages)
-    ranks.begin_step(0)
+    ranks.begin_step([0])
     expected = torch.zeros_like(model[2].weight)
     for rank in range(2):
         ranks.begin_pass(1, rank, 0, rank == 1)

@@ -17,7 +17,7 @@ from torch import nn
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import params_sha256
 from hvdtrain.models import build_model
-from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE, build_optimizer
+from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE, build_optimizer
 
 MODULE = """
 import torch
@@ -207,7 +207,7 @@ def small_model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - UNSUITABLE.keys()))
+@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - UNSUITABLE_ALONE.keys()))
 def test_every_suitable_optimizer_builds_and_steps(name: str) -> None:
     """Fails when an optimizer refuses its settings, or moves nothing, or what is frozen."""
     model = small_model()
@@ -279,12 +279,12 @@ def test_norms_and_biases_without_weight_decay() -> None:
         torch.testing.assert_close(after[name].detach(), value * factor)
 
 
-@pytest.mark.parametrize("name", [*UNSUITABLE, "sdg", "", "Adam W"])
+@pytest.mark.parametrize("name", [*UNSUITABLE_ALONE, "sdg", "", "Adam W"])
 def test_unsuitable_optimizers_are_refused(name: str) -> None:
     """Fails when one that cannot train here is built, or reason and others are not given."""
     with pytest.raises(UsageError) as caught:
         build_optimizer(name, small_model(), 0.1, 0.9, 0.0)
-    reason = UNSUITABLE.get(name, "unknown")
+    reason = UNSUITABLE_ALONE.get(name, "unknown")
     assert str(caught.value).startswith(f"--opt={name}: {reason}")
     choices = str(caught.value).partition("; choose from ")[2]
     assert choices.startswith("adadelta, ") and "lbfgs" not in choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -337,3 +338,49 @@ def test_the_run_of_a_script_is_replayed_and_evaluated(tmp_path: Path) -> None:
     script.unlink()
     code_, output = call("evaluate", "runs/mine", "--trust-code")
     assert (code_, "mine.py, which is not there" in output) == (2, True), output
+
+
+def two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for matrices and AdamW for the rest, as they are used together."""
+    matrices = [it for it in model.parameters() if it.ndim == 2]
+    others = [it for it in model.parameters() if it.ndim < 2]
+    return [torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(others, 0.02)]
+
+
+@pytest.mark.parametrize("virtual_workers", [None, 3])
+def test_one_backward_pass_trains_several_optimizers(virtual_workers: int | None) -> None:
+    """Fails if an optimizer lacks the gradients of a pass, or each is clipped by its own norm."""
+    torch.manual_seed(0)
+    x, y = torch.randn(23, 4).double(), torch.randn(23, 1).double()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double()
+    plain = copy.deepcopy(model)
+    expected = two_optimizers(plain)
+    for numbers in hvdtrain.GlobalBatchSampler(23, 5, seed=0).global_batches(0):
+        batch = torch.from_numpy(numbers)
+        for optimizer in expected:
+            optimizer.zero_grad()
+        (plain(x[batch]) - y[batch]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for optimizer in expected:
+            optimizer.step()
+    options = {"global_batch_size": 5, "epochs": 1, "clip_grad": 0.5, "trace_every": 1}
+    samples = torch.utils.data.TensorDataset(x, y)
+    with hvdtrain.Loop(
+        model, two_optimizers(model), samples, virtual_workers=virtual_workers, **options
+    ) as loop:
+        for step in loop:
+            for inputs, targets in step.batches():
+                step.backward((model(inputs) - targets).square().sum(), len(targets))
+            step.update()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_an_optimizer_of_another_loop_is_refused() -> None:
+    """Fails if its passes train nothing."""
+    model, optimizer = parts()
+    with (
+        hvdtrain.Loop(model, optimizer, SAMPLES, global_batch_size=5, epochs=1) as loop,
+        pytest.raises(UsageError, match="none of the optimizers that the loop was given"),
+    ):
+        next(iter(next(iter(loop)).batches(parts()[1])))

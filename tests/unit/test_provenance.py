@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ def git(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A work tree with a committed plug-in, pack/mine_1.py, which can be imported."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     tree = tmp_path / "tree"
     (tree / "pack").mkdir(parents=True)
     (tree / "pack" / "mine_1.py").write_text("def net(shape, classes): ...\n")
