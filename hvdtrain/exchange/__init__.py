@@ -106,6 +106,10 @@ class Exchange(Protocol):
         make_gradients_dense(model, optimizer)
         return optimizer
 
+    def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare for a backward pass; a loop calls this before each of them, or never."""
+        return
+
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until every `.grad` is reduced over ranks.
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
 
 Optimizer = torch.optim.Optimizer
+NEVER = 1 << 62  # passes before Horovod's hook begins to reduce a gradient
 KEEP_ORDER = (
     "build and freeze the same modules in the same order, also for the optimizer: iterate over a "
     "list or sorted(...), not over a set, whose order differs between processes"
@@ -191,6 +192,10 @@ class Flight:
 
     `copies`: how often Horovod itself changes one by an operation of torch: once, at a time of its
     own, where it copies a sum from the host to the GPU.
+
+    A loop that announces its passes (`begin_pass`) may have some that make a gradient in several
+    parts, as checkpointed activations of a layer that is used twice do. The first step shows it:
+    its gradients are sent once all passes are done, and with such ones those of later steps too.
     """
 
     def __init__(self, carrier: Any, buckets: Sequence[Bucket] = (), copies: int = 0) -> None:
@@ -205,6 +210,31 @@ class Flight:
         carrier._allreduce_grad_async = self._submit_and_note
         followed = [(it, bucket) for bucket in buckets for it in bucket.message.values()]
         self._nodes = [self._follow(*each) for each in followed]
+        self._is_announced = self._waits = self._in_parts = False
+        self._made: set[torch.Tensor] = set()  # by this pass
+        self._probes: list[Any] = []  # hooks of the first step
+
+    def begin_pass(self) -> None:
+        """Prepare for a backward pass of a loop that calls this before each."""
+        self._made.clear()
+        if not self._is_announced:
+            self._is_announced = self._waits = True
+            self._probes = [
+                it.register_post_accumulate_grad_hook(self._probe) for it in self.parameters
+            ]
+        if self._waits:
+            self._carrier._allreduce_delay.update(dict.fromkeys(self.parameters, NEVER))
+
+    def _probe(self, parameter: torch.Tensor) -> None:
+        self._in_parts = self._in_parts or parameter in self._made
+        self._made.add(parameter)
+
+    def _end_step(self) -> None:
+        """Decide after the first step whether gradients are sent while a pass makes others."""
+        for probe in self._probes:
+            probe.remove()
+        self._probes.clear()
+        self._waits = self._in_parts
 
     def synchronize(self) -> None:
         """Collective: wait until every gradient is reduced.
@@ -235,6 +265,7 @@ class Flight:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.data = laid_out_as(parameter.grad.data, parameter)
+        self._end_step()
 
     def _submit_and_note(self, message: torch.Tensor) -> Any:
         if message in self._buckets:
@@ -267,6 +298,8 @@ class Flight:
         """
 
         def gradient_is_made(*_: Any) -> None:
+            if self._waits:
+                return
             is_last = bucket.made(parameter)
             if not bucket.misses(parameter):
                 self._note(parameter)

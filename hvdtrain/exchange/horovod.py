@@ -188,6 +188,9 @@ class HorovodExchange:
                     tensor.copy_(dense[name].view(tensor.dtype))
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
+    def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:
+        carrier_of(optimizer).flight.begin_pass()
+
     @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Collective: wait until Horovod has reduced every gradient.

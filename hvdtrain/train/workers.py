@@ -106,7 +106,9 @@ class RankWorker:
     def begin_step(self, optimizers: Sequence[int]) -> None:
         self._trained = [self._optimizers[place] for place in optimizers]
 
-    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None: ...
+    def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
+        for optimizer in self._trained:
+            self._exchange.begin_pass(optimizer)
 
     def repeat_pass(self, step: int, share: int, number: int) -> None: ...
 

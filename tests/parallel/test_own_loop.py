@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,24 @@ def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path
     assert summaries[0]["params_sha256"] == summaries[1]["params_sha256"]
     assert summaries[1]["resumed_from"] == 16
     assert done.output.count("killed by SIGKILL") >= 6, done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "controller", "values"),
+    [
+        ("reentrant", 3, "gloo", {"grad_accum_steps": 2}),
+        ("reentrant, of a gradient that is sent alone", 2, "mpi", {}),
+        ("reentrant", 2, "mpi", {"virtual_workers": 3}),
+    ],
+)
+def test_kinds_of_loops_learn_what_a_plain_one_does(
+    kind: str, size: int, controller: str, values: dict[str, object], tmp_path: Path
+) -> None:
+    """Fails if such a loop is refused on several workers, or learns something else there."""
+    script = CHECKOUT / "tests" / "parallel" / "scripts" / "kinds_of_loops.py"
+    variables = options(tmp_path / "run", **values)
+    done = horovodrun(size, controller, [PYTHON, str(script), kind], variables=variables)
+    assert done.exit_code == 0, done.output
+    found = re.findall(r"rank \d: relative difference ([\d.e+-]+)", done.output)
+    assert len(found) == size and all(float(it) < TOLERANCE for it in found), done.output
+    assert "10 steps compared with the ring reference, 0 failed" in done.output
