@@ -28,6 +28,10 @@ from hvdtrain.train.metering import Totals
 SHARES_SHOWN = 8  # workers whose parts of the batch are listed one by one
 
 
+# Of a script: some libraries hand out their models in this mode.
+EVALUATED = "  note     the model is in evaluation mode, as the script left it: no dropout is drawn"
+
+
 class Console:
     """An observer that prints to standard output."""
 
@@ -130,6 +134,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
             f"  update   {optimizer}, learning rate {rates}{peak_lr:.4g}",
+            *([] if job.model.training else [EVALUATED]),
             *_notes_on_workers(job.model, len(shares), kind),
         ]
     )

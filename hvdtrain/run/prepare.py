@@ -28,6 +28,7 @@ from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
+from hvdtrain.train.evaluate import in_evaluation_mode
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
@@ -152,6 +153,8 @@ def _make_model(
         use_channels_last(model)
     if config.batch.virtual_workers is not None:
         check_model(model)
+    if not model.training:  # what is frozen within a model that is to be trained stays so
+        model.train()
     _try_once(model, source, config, exchange.rank, device)
     if config.model.compile:
         compile_forward(model)
@@ -297,7 +300,6 @@ def _try_once(
     own = np.array([number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64)
     if len(own) == 0:
         return
-    model.eval()
     try:
         read = ("--task", name) if name else ("--data", config.data.data)
         batch = to_device(plugins.call(*read, split.batch, own), device)
@@ -307,7 +309,7 @@ def _try_once(
     if tried > 0:  # otherwise none of these samples can be read, but others may be
         used = ("--task", name) if name else ("--model", config.model.model)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), in_evaluation_mode(model):
                 sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
         except UsageError as error:
             advice = "" if name else advice_on_size(config.model.model, batch[0].shape)
@@ -316,4 +318,3 @@ def _try_once(
         if notice and rank == 0:
             say(notice)
         check_sums(sums, source.task, tried, training=False)
-    model.train()

@@ -23,7 +23,6 @@ def measure_weights(job: Job, exchange: Exchange) -> tuple[float, ...]:
     gradients and the random generators change: prepare another job afterwards.
     """
     batch = next(iter(job.sampler.global_batches(0)))
-    job.model.train()
     seconds = []
     for _ in range(WARM_UP + MEASURED):
         data = job.feed.step(batch, exchange.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,11 @@ def evaluate(
     a batch is read, and before it is used; `waits` before waiting for other ranks. Raises
     Interrupted on all ranks if `stop_requested()` is true on any.
     """
-    was_training = model.training
-    model.eval()
     names = (*valid_metrics_of(task), *task.tables)
     width = 4 + len(valid_metrics_of(task)) + sum(map(math.prod, task.tables.values()))
     rows = torch.zeros((shares.rows, width), dtype=torch.float64)
     ahead, now = itertools.tee(_parts(len(split), shares, exchange.rank))
-    with torch.no_grad():
+    with torch.no_grad(), in_evaluation_mode(model):
         batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
         for share, number, _ in now:
             seed(share, number, True)
@@ -85,12 +84,26 @@ def evaluate(
             row[COUNT] += sums.samples
             row[LOSS] += sums.loss.double().cpu()
             row[4:] += torch.cat(figures) if figures else 0
-    model.train(was_training)
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
     return _as_evaluation(totals, task)
+
+
+@contextmanager
+def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Have all modules in evaluation mode, then each in its own mode again: a model may keep frozen
+    batch norms or a teacher in evaluation mode while it is trained.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # a module comes before its parts, which follow it
+            if module.training != mode:
+                module.train(mode)  # which may do more, such as to unmerge an adapter
 
 
 def _parts(samples: int, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:

@@ -106,7 +106,6 @@ class TrainingLoop:
         ranks have agreed to stop and the state is saved.
         """
         job, state, meter = self.job, self.state, self.state.meter
-        job.model.train()
         with self._stops_when_asked():
             if self._is_evaluation_due:  # stopped during it
                 evaluated = self._evaluate_if_due()

@@ -112,6 +112,28 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_what_is_frozen_stays_in_evaluation_mode() -> None:
+    """Fails when an evaluation puts a frozen batch norm, a teacher or an adapter into another mode,
+    or does not tell it.
+    """
+
+    class Told(nn.Linear):
+        def train(self, mode: bool = True) -> Told:
+            told.append(mode)
+            return super().train(mode)
+
+    told: list[bool] = []
+    frozen = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    model = nn.Sequential(frozen, Told(2, 2), nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)))
+    frozen.eval()
+    model[2][1].eval()
+    before = [it.training for it in model.modules()]
+    with module.in_evaluation_mode(model):
+        assert not any(it.training for it in model.modules())
+    assert [it.training for it in model.modules()] == before
+    assert told == [False, True]
+
+
 @pytest.mark.parametrize("asked", [0, 1, 2])
 def test_a_request_to_stop_is_known_to_all_ranks(asked: int, monkeypatch) -> None:
     """Fails when a rank goes on for long, gets a result of some samples, or waits for ever."""

@@ -384,3 +384,22 @@ def test_an_optimizer_of_another_loop_is_refused() -> None:
         pytest.raises(UsageError, match="none of the optimizers that the loop was given"),
     ):
         next(iter(next(iter(loop)).batches(parts()[1])))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_modes_are_those_of_the_script(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the loop, or an evaluation within it, puts frozen layers back into training, or says
+    nothing of a model that its library made for evaluation.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    (model if whole else model[0]).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"global_batch_size": 5, "epochs": 2}
+    with hvdtrain.Loop(model, optimizer, SAMPLES, SAMPLES, evaluate, **options) as loop:
+        for step in loop:
+            assert [it.training for it in model.modules()] == [not whole, False, not whole]
+            passes(step, model)
+            step.update()
+    assert torch.equal(model[0].running_mean, torch.zeros(4))
+    assert ("the model is in evaluation mode" in capsys.readouterr().out) == whole

@@ -98,6 +98,8 @@ class ThreadExchange:
         assert reduction == SUM
         return optimizer
 
+    def begin_pass(self, optimizer: torch.optim.Optimizer) -> None: ...
+
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad

@@ -42,7 +42,7 @@ class Subject:
     def __init__(self, job: Job, indices: Indices, epoch: int, shares: int) -> None:
         """Read the samples of `indices`, whole and in so many shares, fewer if samples are."""
         self.job = job
-        self.model = job.model.train()
+        self.model = job.model
         cuts = [Shares(shares).of(indices, rank) for rank in range(shares)]
         cuts = [cut for cut in cuts if len(cut)]
         split = job.data.train
