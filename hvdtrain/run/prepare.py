@@ -27,7 +27,7 @@ from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
-from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm
+from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
 from hvdtrain.train.evaluate import in_evaluation_mode
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
@@ -65,7 +65,7 @@ def prepare(
         model = convert_to_sync(model, exchange)
     settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
-    if has_batch_norm(model):
+    if normalises_over_batch(model):
         _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
     amp, compression = config.precision.amp, config.precision.compression
     ema_decay = settings.model_ema_decay if settings.model_ema else None

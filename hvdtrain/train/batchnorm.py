@@ -95,8 +95,16 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether any layer normalises over the batch."""
+    """Return whether any layer is batch norm."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def normalises_over_batch(model: nn.Module) -> bool:
+    """Return whether any layer normalises over the batch in its present mode: a frozen one, in
+    evaluation mode, uses its running statistics.
+    """
+    layers = [it for it in model.modules() if isinstance(it, _BatchNorm)]
+    return any(it.training or it.running_mean is None for it in layers)
 
 
 def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
