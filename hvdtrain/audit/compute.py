@@ -29,7 +29,8 @@ from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange, copied_to_cpu
 from hvdtrain.models.execution import copied
-from hvdtrain.train.workers import buffers_of, load_buffers, rng_state, set_rng_state
+from hvdtrain.train.buffers import buffers_of, load_buffers
+from hvdtrain.train.workers import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from hvdtrain.data.feeding import StepData

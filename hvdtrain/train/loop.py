@@ -14,6 +14,7 @@ import numpy as np
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks
+from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Meter, Totals
@@ -96,6 +97,7 @@ class TrainingLoop:
         self._exchange, self._hooks = exchange, hooks
         self._step: Step | None = None  # whose body runs
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
+        self._has_compared_buffers = False
         self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
@@ -213,12 +215,26 @@ class TrainingLoop:
         step, self._step = self._step, None
         meter.end_step(step.close(), step.number, step.samples)
         self._first_trained = step.first_trained
+        if not self._has_compared_buffers:
+            self._has_compared_buffers = True
+            self._note_differing_buffers()
         hooks.profiler.end(step.number)
         state.step, state.samples_seen = step.number, state.samples_seen + step.samples
         if step.number % job.intervals.log == 0:
             hooks.observer.interval_end(meter.read_interval(), job.lr)
         if job.intervals.hash and step.number % job.intervals.hash == 0:
             check_equal_on_all_ranks(job.model, self._exchange, f"after step {step.number}")
+
+    def _note_differing_buffers(self) -> None:
+        """Collective: print a note on buffers that the first passes have changed on each rank."""
+        names = self.job.workers.differing_buffers()
+        if names and self._exchange.rank == 0:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            say(
+                f"note: forward passes change the buffer {names[0]}{more}: each worker has its "
+                "own, so what is learned depends on their number, except with virtual workers. "
+                "Evaluations, checkpoints and the end of the training take those of rank 0"
+            )
 
     def _end_epoch(self, at_end: bool = False) -> bool:
         """Collective: report the epoch; evaluate and return whether that was due. Raises

@@ -20,10 +20,9 @@ from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.orders import KnownOrder, reproduce
 from hvdtrain.ring.transports import Transport, in_process_ring
+from hvdtrain.train.buffers import buffers_of, load_buffers
 from hvdtrain.train.workers import (
     WorkerState,
-    buffers_of,
-    load_buffers,
     rng_state,
     seed_all,
     set_rng_state,
@@ -114,6 +113,9 @@ class SimulatedRanks:
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         return nullcontext(model)  # nothing is evaluated or saved here
+
+    def differing_buffers(self) -> list[str]:
+        return []
 
     def _sums_in_order(
         self, each: Sequence[Mapping[torch.nn.Parameter, Array]], order: KnownOrder

@@ -30,6 +30,12 @@ from hvdtrain.train.batchnorm import (
     has_batch_norm,
     running_statistics,
 )
+from hvdtrain.train.buffers import (
+    buffers_of,
+    differing_buffers,
+    load_buffers,
+    with_buffers_of_rank_0,
+)
 
 WorkerState = Mapping[str, Any]  # "buffers": by name; "rng": random generators, or None
 
@@ -86,6 +92,9 @@ class Workers(Protocol):
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         """Collective: return a context in which `model` has the statistics of all workers."""
 
+    def differing_buffers(self) -> list[str]:
+        """Collective: return the names of the buffers, other than statistics, that differ."""
+
 
 class RankWorker:
     """The single worker of a rank without virtual workers."""
@@ -141,8 +150,17 @@ class RankWorker:
             load_buffers(model, states[rank]["buffers"])
         return None
 
-    def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
-        return averaged_statistics(model, self._exchange, own_weight=float(self._samples))
+    @contextmanager
+    def statistics(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Collective: yield `model` with averaged statistics, and the other buffers of rank 0."""
+        with (
+            averaged_statistics(model, self._exchange, own_weight=float(self._samples)),
+            with_buffers_of_rank_0(model, self._exchange),
+        ):
+            yield model
+
+    def differing_buffers(self) -> list[str]:
+        return differing_buffers(self._model, self._exchange)
 
 
 class VirtualWorkers:
@@ -251,6 +269,9 @@ class VirtualWorkers:
         finally:
             load_buffers(model, before)
 
+    def differing_buffers(self) -> list[str]:
+        return []  # each virtual worker has its own, the same for every number of ranks
+
     def _averages(self) -> dict[str, torch.Tensor]:
         """Collective: return running statistics averaged over workers, weighted by samples."""
         names = running_statistics(self._model)
@@ -277,39 +298,6 @@ class VirtualWorkers:
         """Copy the model's buffers back to the worker that they are of."""
         if self._loaded is not None:
             self._buffers[self._loaded] = buffers_of(self._model)
-
-
-Buffers = dict[str, torch.Tensor | None]
-
-
-def _slots(model: torch.nn.Module) -> Iterator[tuple[str, Buffers, str]]:
-    """Yield the full name of each buffer, the dictionary that holds it, and its key."""
-    for path, module in model.named_modules():
-        for key in module._buffers:
-            yield f"{path}.{key}" if path else key, module._buffers, key
-
-
-def buffers_of(model: torch.nn.Module) -> Buffers:
-    """Return copies of all buffers by name; None for those that are not set."""
-    return {
-        name: None if (buffer := held[key]) is None else buffer.clone()
-        for name, held, key in _slots(model)
-    }
-
-
-def load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
-    """Copy into the model's buffers; replace one that had none, another shape or another type."""
-    for name, held, key in _slots(model):
-        if name not in buffers:
-            continue
-        own, new = held[key], buffers[name]
-        if new is None:
-            held[key] = None
-        elif own is not None and own.is_contiguous() and own.numel() == new.numel():
-            own.copy_(new.view_as(own))
-        else:
-            device = own.device if own is not None else next(model.parameters()).device
-            held[key] = new.to(device, copy=True)
 
 
 def check_model(model: torch.nn.Module) -> None:
