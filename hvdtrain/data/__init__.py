@@ -7,6 +7,8 @@ splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
 mixing          mixup and CutMix
 adapters        splits made of a DataLoader, of torch and Hugging Face data sets, of iterables
+map_samples     batches of a data set that is read by number
+drawing         random numbers that belong to a sample or a batch
 permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
 feeding         batches of one rank, step by step; a host's own part of the samples

@@ -2,35 +2,26 @@
 
 What has `__len__` and `__getitem__` serves: data sets of torch, `datasets.Dataset` of Hugging Face,
 `litdata.StreamingDataset` (shards on disk). Reading a sample draws its random numbers from seed,
-epoch and number, in torch, NumPy and `random`: so they depend on no rank, process or earlier
-sample.
+epoch and number (`hvdtrain.data.drawing`).
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, cast, overload
+from collections.abc import Iterable, Iterator
+from typing import Any, cast, overload
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from hvdtrain.data.drawing import OF_BATCH, OF_EPOCH, kept, seed_for
 from hvdtrain.data.feeding import Loaded
-from hvdtrain.data.reading import BadSample, BeginReader, StreamedSplit
+from hvdtrain.data.map_samples import Collate, MapSamples, fingerprint_of, without_samples
+from hvdtrain.data.reading import BeginReader, StreamedSplit
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.splits import Split, texts_of
+from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError
-
-Collate = Callable[[list[Any]], Any]
-SHARDS = "index.json"  # of litdata, in the folder of its shards
-OF_SAMPLE, OF_BATCH, OF_EPOCH = range(3)  # purposes of random numbers
 
 
 class MapSplit(StreamedSplit):
@@ -55,7 +46,7 @@ class MapSplit(StreamedSplit):
         samples = MapSamples(dataset, collate or default_collate, seed)
         if readers:
             _check_sendable(samples, begin_reader)
-        super().__init__(samples, readers, may_skip=False, stay=True, begin_reader=begin_reader)
+        super().__init__(samples, readers, stay=True, begin_reader=begin_reader)
 
 
 @overload
@@ -124,111 +115,6 @@ class _Nowhere:
         return len(data)
 
 
-class Numbered(NamedTuple):
-    """A sample, with its number and the epoch."""
-
-    number: int
-    epoch: int
-    sample: Any
-
-
-@dataclass(frozen=True, eq=False)
-class MapSamples:
-    """Samples of a data set, read one by one."""
-
-    dataset: Any
-    make_batch: Collate
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def fingerprint(self) -> Iterable[str] | None:
-        return fingerprint_of(self.dataset)
-
-    def read(self, index: int, epoch: int) -> Any:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        try:
-            with drawing(self.seed, epoch, index):
-                return Numbered(index, epoch, self.dataset[index])
-        except Exception as error:  # the user's code raises errors of many types
-            kind = type(self.dataset).__name__
-            text = f"sample {index} of {kind}: {type(error).__name__}: {error}"
-            raise BadSample(text) from error
-
-    def collate(self, samples: list[Numbered]) -> Any:
-        if not samples:
-            return without_samples(self.make_batch, self.read(0, 0).sample, self.seed)
-        # What a batch draws itself depends on its first sample, and so on the number of ranks.
-        with drawing(self.seed, samples[0].epoch, samples[0].number, OF_BATCH):
-            return self.make_batch([it.sample for it in samples])
-
-    def finish(self, batch: Any) -> Any:
-        return batch
-
-
-def fingerprint_of(dataset: Any) -> Iterable[str] | None:
-    """Return the texts of a data set's `fingerprint()`, the digest that Hugging Face keeps of its
-    contents, the files of its shards (litdata), or None.
-    """
-    if callable(getattr(dataset, "fingerprint", None)):
-        return texts_of(dataset)
-    digest = getattr(dataset, "_fingerprint", None)
-    if isinstance(digest, str):
-        return [digest]
-    folder = getattr(getattr(dataset, "input_dir", None), "path", None)
-    index = Path(folder, SHARDS) if folder else None
-    if index is None or not index.is_file():
-        return None
-    sizes = ("filename", "chunk_size", "chunk_bytes")
-    return [str([it.get(key) for key in sizes]) for it in json.loads(index.read_text())["chunks"]]
-
-
-@contextmanager
-def drawing(seed: int, epoch: int, index: int, purpose: int = OF_SAMPLE) -> Iterator[None]:
-    """Seed all random generators for a sample; afterwards they continue as before."""
-    states = random.getstate(), np.random.get_state()
-    sequence = np.random.SeedSequence(seed, spawn_key=(epoch, index, purpose))
-    words = sequence.generate_state(4, np.uint32).tolist()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(words[0] << 31 | words[1] >> 1)
-        np.random.seed(words[2])
-        random.seed(words[3])
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
-def without_samples(collate: Collate, sample: Any, seed: int) -> Any:
-    """Return a batch of no samples, of the structure that `collate` makes of this one.
-
-    The dimension of samples is the one that differs between a batch of one and a batch of two.
-    """
-    with drawing(seed, 0, 0, OF_BATCH):
-        return _cut(collate([sample]), collate([sample, sample]))
-
-
-def _cut(one: Any, two: Any) -> Any:
-    if isinstance(one, torch.Tensor):
-        for dimension in range(one.dim() if one.dim() == two.dim() else 0):
-            if (one.shape[dimension], two.shape[dimension]) == (1, 2):
-                return one.narrow(dimension, 0, 0)
-        return one
-    if isinstance(one, np.ndarray):
-        return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
-    if isinstance(one, Mapping):
-        return {key: _cut(item, two[key]) for key, item in one.items()}
-    if isinstance(one, list | tuple):
-        if len(one) != len(two):  # of samples, such as texts
-            return type(one)()
-        items = [_cut(*pair) for pair in zip(one, two, strict=True)]
-        return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
-    return one
-
-
 class IterableSplit:
     """A split of a data set that can only be iterated: sample k is the k-th of an epoch.
 
@@ -269,45 +155,55 @@ class IterableSplit:
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
         """Return these samples as one batch, iterating from the beginning of the epoch."""
         wanted, places = np.unique(indices, return_inverse=True)
-        if not len(wanted):
-            return without_samples(self._collate, next(self._samples(epoch)), self._seed)
-        found = list(_chosen(self._samples(epoch), wanted, 0))
-        return self._made([found[place] for place in places], indices, epoch)
+        with kept():
+            if not len(wanted):
+                return self._empty(next(self._samples(epoch)))
+            found = list(_chosen(self._samples(epoch), wanted, 0))
+            return self._made([found[place] for place in places], indices, epoch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
         """Yield the batches of these samples, whose numbers must ascend over all batches."""
         samples, start = self._samples(epoch), 0
         example: list[Any] = []
         for indices in batches:
-            if len(indices):
-                found = list(_chosen(samples, indices, start))
-                example, start = found[:1], int(indices[-1]) + 1
-                yield Loaded(self._made(found, indices, epoch), len(found))
-            else:
-                if not example:  # nothing was read yet
-                    example = [next(samples)]
-                    samples = itertools.chain(example, samples)
-                yield Loaded(without_samples(self._collate, example[0], self._seed), 0)
+            with kept():
+                if len(indices):
+                    found = list(_chosen(samples, indices, start))
+                    example, start = found[:1], int(indices[-1]) + 1
+                    loaded = Loaded(self._made(found, indices, epoch), len(found))
+                else:
+                    if not example:  # nothing was read yet
+                        example = [next(samples)]
+                        samples = itertools.chain(example, samples)
+                    loaded = Loaded(self._empty(example[0]), 0)
+            yield loaded
 
     def _made(self, samples: list[Any], indices: Indices, epoch: int) -> Any:
-        with drawing(self._seed, epoch, int(indices[0]), OF_BATCH):
-            return self._collate(samples)
+        seed_for(self._seed, epoch, int(indices[0]), OF_BATCH)
+        return self._collate(samples)
+
+    def _empty(self, sample: Any) -> Any:
+        seed_for(self._seed, 0, 0, OF_BATCH)
+        return without_samples(lambda count: self._collate([sample] * count))
 
     def _samples(self, epoch: int) -> Iterator[Any]:
-        """Yield the samples of an epoch. Raises TrainingError if the data set ends too early."""
+        """Yield the samples of an epoch, each to be taken within `kept`.
+
+        Raises TrainingError if the data set ends too early.
+        """
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        with drawing(self._seed, epoch, 0, OF_EPOCH):
-            samples = iter(self._dataset)
+        seed_for(self._seed, epoch, 0, OF_EPOCH)
+        samples = iter(self._dataset)
         for number in range(self._length):
-            with drawing(self._seed, epoch, number):
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    raise TrainingError(
-                        f"{type(self._dataset).__name__} ended after {number} samples; its stated "
-                        f"length is {self._length}"
-                    ) from None
+            seed_for(self._seed, epoch, number)
+            try:
+                sample = next(samples)
+            except StopIteration:
+                raise TrainingError(
+                    f"{type(self._dataset).__name__} ended after {number} samples; its stated "
+                    f"length is {self._length}"
+                ) from None
             yield sample
 
 

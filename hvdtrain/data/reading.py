@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, default_convert
@@ -30,6 +30,19 @@ BeginReader = Callable[[int], object]  # called with the number of a reader proc
 
 class BadSample(TrainingError):
     """A sample that cannot be read; the message names the file."""
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """Samples that are read as batches. The object is sent to the reader processes."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, keys: list[Key]) -> Loaded:
+        """Return these samples as a batch. Raises BadSample."""
+
+    def finish(self, batch: Any) -> Any:
+        """Complete a batch in the training process, on the device where it is used."""
 
 
 class Samples(Protocol):
@@ -48,14 +61,14 @@ class Samples(Protocol):
 
 
 class StreamedSplit:
-    """A split that reads `Samples` ahead."""
+    """A split that reads samples ahead."""
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Samples | Batched,
         readers: int,
-        may_skip: bool,
-        stay: bool,
+        may_skip: bool = False,
+        stay: bool = True,
         advice: str = "",
         begin_reader: BeginReader | None = None,
     ) -> None:
@@ -64,8 +77,10 @@ class StreamedSplit:
         next epoch. `begin_reader`: called first in each process.
         """
         self.may_skip = may_skip
-        self._samples = samples
-        self._reader = _Reader(samples, may_skip, advice)
+        if not isinstance(samples, Batched):
+            samples = _OneByOne(samples, may_skip, advice)
+        self._samples: Batched = samples
+        self._reader = _Reader(samples)
         self._readers = readers
         self._stay = stay
         self._begin_reader = begin_reader
@@ -82,7 +97,7 @@ class StreamedSplit:
         return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
-        loaded = self._reader.load([(int(index), epoch) for index in indices])
+        loaded = self._samples.load([(int(index), epoch) for index in indices])
         return self._samples.finish(loaded.batch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
@@ -133,16 +148,26 @@ class _Batches:
 class _Reader(torch.utils.data.Dataset[Any]):
     """A map-style data set that reads a batch at a time, in any process."""
 
-    samples: Samples
-    may_skip: bool
-    advice: str
+    samples: Batched
 
     def __getitems__(self, keys: list[Key]) -> Loaded | str:
         # Returned, not raised: the loader would wrap the error in its own traceback.
         try:
-            return self.load(keys)
+            return self.samples.load(keys)
         except BadSample as error:
             return str(error)
+
+
+@dataclass(eq=False)
+class _OneByOne:
+    """Batches of samples that are read one by one."""
+
+    samples: Samples
+    may_skip: bool
+    advice: str
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def load(self, keys: list[Key]) -> Loaded:
         """Return these samples as a batch. Raises BadSample, unless samples may be skipped."""
@@ -156,6 +181,12 @@ class _Reader(torch.utils.data.Dataset[Any]):
                 if epoch == 0:
                     print(f"skipped: {error}", file=sys.stderr, flush=True)
         return Loaded(self.samples.collate(read), len(read), bad=len(keys) - len(read))
+
+    def finish(self, batch: Any) -> Any:
+        return self.samples.finish(batch)
+
+    def fingerprint(self) -> Iterable[str] | None:
+        return texts_of(self.samples)
 
 
 def _begin(begin_reader: BeginReader | None, number: int) -> None:

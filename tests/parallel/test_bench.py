@@ -38,6 +38,8 @@ RATIOS = {
         "bare Horovod loop",
         "bare single-device loop",
         "bare single-device loop, in step",
+        "hvdtrain.Loop to bare Horovod loop, over a DataLoader",
+        "hvdtrain.Loop to bare single-device loop, over a DataLoader",
     },
     "checkpoint": {"in the background", "waited for"},
     "audit": {"1/100 at every step", "all at every step", "all at every 100th step"}

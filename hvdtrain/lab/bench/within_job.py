@@ -30,6 +30,7 @@ from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.gpus import CPU, GpuExchange, OwnGpu, find_devices, find_own_gpu
 from hvdtrain.files import write_json
+from hvdtrain.lab.bench.own_script import bare_loader_step, script_step
 from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
 from hvdtrain.lab.bench.ring_speed import bench_ring
 from hvdtrain.lab.bench.rounds import Measured, Options, plan_of, run_rounds
@@ -56,6 +57,7 @@ WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every ste
 TRACED, COMPUTED = "trace of every step", "computation at every step"
 NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
 OURS, VIRTUAL = "hvdtrain", "hvdtrain, virtual workers"
+SCRIPT, OVER_LOADER = "hvdtrain.Loop", ", over a DataLoader"
 
 
 def run(arguments: dict[str, Any], topology: Topology) -> int:
@@ -183,14 +185,18 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
 
     The single-device loop runs on all workers at the same time, without exchange: the limit of
     this machine. "In step": after each step all wait for the slowest, as any exchange requires.
+    Scripts with a DataLoader of their own, by `hvdtrain.Loop` and by hand, are compared too.
     """
     if options.virtual_workers is not None:
         return _bench_virtual_workers(options, exchange, options.virtual_workers)
-    contestants = {}
+    contestants, scripts, single = {}, {}, SingleProcess()
     if exchange.size > 1:
         contestants["bare Horovod loop"] = bare_step(options, exchange)
-    alone = bare_step(options, SingleProcess())
+        horovod = bare_loader_step(options, make_work(options, exchange.size), exchange)
+        scripts["bare Horovod loop"] = horovod
+    alone = bare_step(options, single)
     contestants["bare single-device loop"] = alone
+    scripts["bare single-device loop"] = bare_loader_step(options, make_work(options, 1), single)
     nothing = torch.zeros(1, device=options.device)
 
     def in_step() -> None:
@@ -199,10 +205,15 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
 
     if exchange.size > 1:
         contestants["bare single-device loop, in step"] = in_step
-    # Ours last: the exchange monitors the parameters of the optimizer that it distributed last.
     contestants[OURS] = our_step(make_job(options, exchange), exchange)
-    seconds = run_rounds(contestants, options, exchange)
+    own = script_step(options, make_work(options, exchange.size), exchange)
+    over_loader = {f"{name}{OVER_LOADER}": it for name, it in (scripts | {SCRIPT: own}).items()}
+    seconds = run_rounds(contestants | over_loader, options, exchange)
     ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
+    ours = seconds[f"{SCRIPT}{OVER_LOADER}"]
+    for name in scripts:
+        of_script = f"{SCRIPT} to {name}{OVER_LOADER}"
+        ratios[of_script] = ratio(ours, seconds[f"{name}{OVER_LOADER}"])
     return Measured(seconds, ratios)
 
 

@@ -1,0 +1,185 @@
+"""Samples of a data set that is read by number, in batches.
+
+A batch is read as a DataLoader of torch reads it: by the data set's `__getitems__`, if it has one.
+Where something draws random numbers it is read sample by sample, each with its own numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.data.drawing import OF_BATCH, kept, marks, seed_for, torch_state_of
+from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.reading import BadSample, Key
+from hvdtrain.data.splits import texts_of
+
+Collate = Callable[[Any], Any]
+SHARDS = "index.json"  # of litdata, in the folder of its shards
+
+
+@dataclass(eq=False)
+class MapSamples:
+    """Samples of a data set, read as batches.
+
+    `samples_draw`, `batches_draw`: whether reading a sample, and making a batch of samples, draws
+    random numbers, as far as this process has seen; None before the first batch.
+    """
+
+    dataset: Any
+    make_batch: Collate
+    seed: int
+    samples_draw: bool | None = None
+    batches_draw: bool | None = None
+    is_batched: bool = False  # `__getitems__` returns something else than a list of samples
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fingerprint(self) -> Iterable[str] | None:
+        return fingerprint_of(self.dataset)
+
+    def load(self, keys: Sequence[Key]) -> Loaded:
+        """Return these samples, each a number and the epoch, as a batch. Raises BadSample."""
+        numbers = [number for number, _ in keys]
+        epoch = keys[0][1] if keys else 0
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        with kept():
+            if numbers:
+                return Loaded(self._batch(numbers, epoch), len(numbers))
+            return Loaded(without_samples(lambda count: self._batch([0] * count, 0)), 0)
+
+    def finish(self, batch: Any) -> Any:
+        return batch
+
+    def _batch(self, numbers: list[int], epoch: int) -> Any:
+        if self.samples_draw is False and self.batches_draw is False:
+            is_quiet, batch = self._quietly(lambda: self.make_batch(self._together(numbers)), epoch)
+            if is_quiet:
+                return batch
+            # Which of the two has drawn, or failed, is found below.
+            self.samples_draw = self.batches_draw = None
+        samples = self._samples(numbers, epoch)
+        if self.batches_draw is False:
+            is_quiet, batch = self._quietly(lambda: self.make_batch(samples), epoch)
+            if is_quiet:
+                return batch
+            samples = self._samples(numbers, epoch)  # `make_batch` may have changed them
+        # What a batch draws itself depends on its first sample, and so on the number of ranks.
+        seed_for(self.seed, epoch, numbers[0], OF_BATCH)
+        before = marks()
+        batch = self.make_batch(samples)
+        self.batches_draw = bool(self.batches_draw) or marks() != before
+        return batch
+
+    def _samples(self, numbers: list[int], epoch: int) -> Any:
+        """Read these samples; return what `make_batch` takes."""
+        if self.samples_draw is False:
+            is_quiet, samples = self._quietly(lambda: self._together(numbers), epoch)
+            if is_quiet:
+                return samples
+        return self._one_by_one(numbers, epoch)
+
+    def _quietly(self, call: Callable[[], Any], epoch: int) -> tuple[bool, Any]:
+        """Return whether a call of the user's code ended without random numbers, and its result."""
+        torch.set_rng_state(torch_state_of(self.seed, epoch))
+        before = marks()
+        try:
+            result = call()
+        except Exception:  # errors of many types; one by one it is found which sample it is
+            return False, None
+        return marks() == before, result
+
+    def _together(self, numbers: list[int]) -> list[Any]:
+        found: list[Any] = fetch(self.dataset, numbers)
+        if not is_list(found, len(numbers)):
+            raise TypeError(f"__getitems__ returned {type(found).__name__}")
+        return found
+
+    def _one_by_one(self, numbers: list[int], epoch: int) -> Any:
+        """Read each sample with its own random numbers."""
+        found: list[Any] = []
+        draws = bool(self.samples_draw)
+        for number in [] if self.is_batched else numbers:
+            seed_for(self.seed, epoch, number)
+            before = None if draws else marks()
+            one = self._fetch([number], number)
+            if not is_list(one, 1):
+                self.is_batched = True
+                break
+            draws = draws or marks() != before
+            found += one
+        if self.is_batched:  # as of a batch: it has no samples to give their own random numbers
+            seed_for(self.seed, epoch, numbers[0], OF_BATCH)
+            return self._fetch(numbers, numbers[0])
+        self.samples_draw = draws
+        return found
+
+    def _fetch(self, numbers: list[int], first: int) -> Any:
+        try:
+            return fetch(self.dataset, numbers)
+        except Exception as error:  # the user's code raises errors of many types
+            kind = type(self.dataset).__name__
+            text = f"sample {first} of {kind}: {type(error).__name__}: {error}"
+            raise BadSample(text) from error
+
+
+def fetch(dataset: Any, numbers: list[int]) -> Any:
+    """Return samples as a DataLoader of torch reads them, before it collates them."""
+    together = getattr(dataset, "__getitems__", None)
+    return together(numbers) if together else [dataset[number] for number in numbers]
+
+
+def is_list(found: Any, length: int) -> bool:
+    """Return whether samples were read, not a batch of them."""
+    return isinstance(found, list) and len(found) == length
+
+
+def fingerprint_of(dataset: Any) -> Iterable[str] | None:
+    """Return the texts of a data set's `fingerprint()`, the digest that Hugging Face keeps of its
+    contents, the files of its shards (litdata), or None.
+    """
+    if callable(getattr(dataset, "fingerprint", None)):
+        return texts_of(dataset)
+    digest = getattr(dataset, "_fingerprint", None)
+    if isinstance(digest, str):
+        return [digest]
+    folder = getattr(getattr(dataset, "input_dir", None), "path", None)
+    index = Path(folder, SHARDS) if folder else None
+    if index is None or not index.is_file():
+        return None
+    sizes = ("filename", "chunk_size", "chunk_bytes")
+    return [str([it.get(key) for key in sizes]) for it in json.loads(index.read_text())["chunks"]]
+
+
+def without_samples(batch_of: Callable[[int], Any]) -> Any:
+    """Return a batch of no samples, of the structure that others have.
+
+    `batch_of`: returns a batch of one or of two. The dimension of samples is the one that differs.
+    """
+    return _cut(batch_of(1), batch_of(2))
+
+
+def _cut(one: Any, two: Any) -> Any:
+    if isinstance(one, torch.Tensor):
+        for dimension in range(one.dim() if one.dim() == two.dim() else 0):
+            if (one.shape[dimension], two.shape[dimension]) == (1, 2):
+                return one.narrow(dimension, 0, 0)
+        return one
+    if isinstance(one, np.ndarray):
+        return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
+    if isinstance(one, Mapping):
+        return {key: _cut(item, two[key]) for key, item in one.items()}
+    if isinstance(one, list | tuple):
+        if len(one) != len(two):  # of samples, such as texts
+            return type(one)()
+        items = [_cut(*pair) for pair in zip(one, two, strict=True)]
+        return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+    return one
