@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast, overload
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, default_collate
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from hvdtrain.data.drawing import OF_BATCH, OF_EPOCH, kept, seed_for
 from hvdtrain.data.feeding import Loaded
@@ -22,6 +32,8 @@ from hvdtrain.data.reading import BeginReader, StreamedSplit
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError
+
+PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 
 class MapSplit(StreamedSplit):
@@ -61,8 +73,9 @@ def split_of(source: Any, seed: int = 0) -> Split:
     """Return the split of a torch DataLoader, or of a data set that is read by number.
 
     A DataLoader contributes its data set, `collate_fn`, `num_workers` and `worker_init_fn`. Its
-    batch size and sampler have no effect: steps are global batches in the order of the run. `seed`:
-    as for `MapSplit`. A split is returned as it is. Raises UsageError for anything else.
+    batch size and order have no effect: steps are global batches in the order of the run. `seed`:
+    as for `MapSplit`. A split is returned as it is. Raises UsageError for anything else, and for a
+    DataLoader whose sampler does more than to order all samples.
     """
     if isinstance(source, DataLoader):
         if source.batch_size is None and getattr(source, "batch_sampler", None) is None:
@@ -70,12 +83,51 @@ def split_of(source: Any, seed: int = 0) -> Split:
                 "hvdtrain.split_of: this DataLoader has batch_size=None, so its data set returns "
                 "batches. Give it a data set of single samples"
             )
+        if problem := order_problem(source):
+            raise UsageError(f"hvdtrain.split_of: {problem}")
         begin = source.worker_init_fn if source.num_workers else None
         return MapSplit(source.dataset, source.collate_fn, source.num_workers, seed, begin)
     # `datasets.Dataset` has a method `batch`, too, which is something else.
     if hasattr(source, "batch") and hasattr(source, "__len__") and not _has_items(source):
         return cast(Split, source)
     return MapSplit(source, seed=seed)
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Return the batch size of a DataLoader, which may be that of its batch sampler."""
+    size = loader.batch_size
+    return getattr(loader.batch_sampler, "batch_size", None) if size is None else size
+
+
+def order_problem(loader: DataLoader[Any]) -> str | None:
+    """Return why a DataLoader cannot be taken, if its order is one that steps would not have."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None  # has no order to choose, and is refused as one that is only iterated
+    batches: Any = loader.batch_sampler
+    if type(batches) not in (BatchSampler, type(None)):
+        found = f"batches by {type(batches).__name__}"
+    elif not _takes_all(chosen := getattr(batches, "sampler", loader.sampler), loader.dataset):
+        found = f"a {type(chosen).__name__}"
+        if type(chosen) in PLAIN_SAMPLERS:
+            found += " that does not take each sample once"
+    else:
+        return None
+    return (
+        f"the DataLoader has {found}, but the order of samples is the run's own, with each sample "
+        "once an epoch. Leave the sampler out, or give a data set in which samples stand as often "
+        "as wanted, such as torch.utils.data.Subset(dataset, numbers)"
+    )
+
+
+def _takes_all(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler is known to take each sample once; others may do anything."""
+    kind = type(sampler)  # not isinstance: derived classes take samples in ways of their own
+    if kind not in PLAIN_SAMPLERS:
+        return False
+    source = sampler.dataset if kind is DistributedSampler else sampler.data_source
+    if kind is RandomSampler and (sampler.replacement or sampler.num_samples != len(source)):
+        return False
+    return len(source) == len(dataset)
 
 
 def _has_items(dataset: Any) -> bool:
@@ -85,6 +137,15 @@ def _has_items(dataset: Any) -> bool:
 
 def _check_random_access(dataset: Any) -> None:
     kind = type(dataset).__name__
+    by_name = isinstance(dataset, Mapping) and 0 not in dataset
+    if by_name or (
+        isinstance(dataset, tuple) and all(isinstance(it, torch.Tensor) for it in dataset)
+    ):
+        raise UsageError(
+            f"hvdtrain.MapSplit: a {kind} is not a data set of samples. Of tensors, make "
+            "torch.utils.data.TensorDataset(*tensors) or StackDataset(**by_name); of samples, a "
+            "list"
+        )
     if not _has_items(dataset):
         raise UsageError(
             f"hvdtrain.MapSplit: {kind} cannot be read by number (it has no __getitem__). For a "

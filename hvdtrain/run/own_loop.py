@@ -20,14 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import (
@@ -38,7 +31,7 @@ from hvdtrain.config.options import (
     train_options,
 )
 from hvdtrain.data import Split, Splits, TensorSplit
-from hvdtrain.data.adapters import split_of
+from hvdtrain.data.adapters import batch_size_of, order_problem, split_of
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
@@ -118,7 +111,7 @@ class Loop:
         """
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options:
-            options = {"global_batch_size": train.batch_size, **options}
+            options = {"global_batch_size": batch_size_of(train), **options}
         self._config = _read_options(options)
         path = Path(sys.argv[0])
         problems = []
@@ -127,7 +120,8 @@ class Loop:
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         whole = as_one(model)
         problems += optimizer_problems(whole, optimizers, state)
-        problems += [text for it in (train, valid) if (text := _order_problem(it))]
+        loaders = [it for it in (train, valid) if isinstance(it, DataLoader)]
+        problems += [f"hvdtrain.Loop: {text}" for it in loaders if (text := order_problem(it))]
         if not save_frozen and all(it.requires_grad for it in whole.parameters()):
             problems.append("hvdtrain.Loop: save_frozen=False: no parameter is frozen")
         names = ("loss", *(metrics if valid_metrics is None else valid_metrics))
@@ -308,19 +302,3 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
     config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
     restarted = os.environ.get(RESTART, "0") != "0"
     return replace(config, run=replace(config.run, resume="auto")) if restarted else config
-
-
-def _order_problem(samples: Any) -> str | None:
-    """Return why a DataLoader cannot be taken, if its order is one that steps would not have."""
-    if not isinstance(samples, DataLoader):
-        return None
-    kinds = (RandomSampler, SequentialSampler, DistributedSampler)
-    chosen: Any = samples.sampler
-    if type(samples.batch_sampler) not in (BatchSampler, type(None)):
-        chosen = samples.batch_sampler
-    if isinstance(chosen, kinds):
-        return None
-    return (
-        f"hvdtrain.Loop: the DataLoader has a {type(chosen).__name__}, but the order of samples is "
-        "the run's own. Leave it out, or give a data set in which samples stand as often as wanted"
-    )

@@ -95,6 +95,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "sampler": ((MODEL, OPTIMIZER, WEIGHTED), {}, "the DataLoader has a WeightedRandomSampler"),
     "iterable": ((MODEL, OPTIMIZER, ITERABLE), {}, "hvdtrain.IterableSplit(dataset, length)"),
+    "iterable in a loader": (
+        (MODEL, OPTIMIZER, torch.utils.data.DataLoader(ITERABLE, 2)),
+        {},
+        "hvdtrain.IterableSplit(dataset, length)",
+    ),
+    "tuple": ((MODEL, OPTIMIZER, (torch.ones(9, 4), torch.ones(9))), {}, "TensorDataset(*tensors)"),
+    "dict": ((MODEL, OPTIMIZER, {"x": torch.ones(9, 4)}), {}, "StackDataset(**by_name)"),
+    "validation sampler": (
+        (MODEL, OPTIMIZER, SAMPLES, WEIGHTED, evaluate),
+        {},
+        "the DataLoader has a WeightedRandomSampler",
+    ),
     "schedule": ((MODEL, SCHEDULED, SAMPLES), {}, "begin anew after a resume: give state=[sched"),
 }
 
@@ -106,6 +118,22 @@ def test_what_cannot_be_used_is_refused_at_once(name: str) -> None:
     with pytest.raises(UsageError) as found:
         hvdtrain.Loop(*arguments, **options)
     assert expected in str(found.value)
+
+
+def test_the_batch_of_a_batch_sampler_is_the_global_batch() -> None:
+    """Fails if a DataLoader with a batch sampler of its own gets the default global batch."""
+    order = torch.utils.data.SequentialSampler(range(21))
+    batches = torch.utils.data.BatchSampler(order, 4, drop_last=False)
+    data = torch.utils.data.TensorDataset(SAMPLES.inputs, SAMPLES.labels)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
+    model, optimizer = parts()
+    with hvdtrain.Loop(model, optimizer, loader, epochs=1, device="cpu") as loop:
+        found = []
+        for step in loop:
+            found.append(step.samples)
+            passes(step, model)
+            step.update()
+    assert found == [4, 4, 4, 4, 4, 1]
 
 
 # The optimizers of MODEL, and what the message says.
