@@ -8,7 +8,6 @@ epoch and number (`hvdtrain.data.drawing`).
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast, overload
 
@@ -27,9 +26,16 @@ from torch.utils.data import (
 
 from hvdtrain.data.drawing import OF_BATCH, OF_EPOCH, kept, seed_for
 from hvdtrain.data.feeding import Loaded
-from hvdtrain.data.map_samples import Collate, MapSamples, fingerprint_of, without_samples
+from hvdtrain.data.map_samples import (
+    Collate,
+    MapSamples,
+    begin_epoch,
+    fingerprint_of,
+    without_samples,
+)
 from hvdtrain.data.reading import BeginReader, StreamedSplit
 from hvdtrain.data.sampler import Indices
+from hvdtrain.data.sending import digest_of
 from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError
 
@@ -46,6 +52,7 @@ class MapSplit(StreamedSplit):
         readers: int = 0,
         seed: int = 0,
         begin_reader: BeginReader | None = None,
+        send_once: bool = False,
     ) -> None:
         """Raise UsageError for a data set without length or random access, or, with `readers`, one
         that cannot be sent to other processes.
@@ -53,12 +60,32 @@ class MapSplit(StreamedSplit):
         `collate`: makes a batch of a list of samples; by default torch's. `readers`: the number of
         processes that read ahead; 0: read in the training process. `seed`: of random augmentation,
         usually the run's. `begin_reader`: called in each reader process, with its number.
+        `send_once`: processes keep the data set that they were sent first; by default they begin
+        anew in each epoch for which it was changed.
         """
         _check_random_access(dataset)
         samples = MapSamples(dataset, collate or default_collate, seed)
-        if readers:
-            _check_sendable(samples, begin_reader)
+        self._parts = (dataset, samples.make_batch, begin_reader)
+        self._sent = digest_of(*self._parts) if readers else ""
+        self._is_sent_once = send_once
         super().__init__(samples, readers, stay=True, begin_reader=begin_reader)
+
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        """Yield the batches of these samples, with the data set as it is when this is called."""
+        if self._readers:
+            self._send_changes()
+            begin_epoch(self._parts[0], epoch)  # readers do so too, each with its own
+            self._send_changes(are_known=True)
+        return super().stream(batches, epoch)
+
+    def _send_changes(self, are_known: bool = False) -> None:
+        """Let processes begin anew if the data set was changed, unless they know the change."""
+        if self._is_sent_once or (are_known and not hasattr(self._parts[0], "set_epoch")):
+            return
+        now = digest_of(*self._parts)
+        if now != self._sent and not are_known:
+            self.restart()
+        self._sent = now
 
 
 @overload
@@ -86,7 +113,8 @@ def split_of(source: Any, seed: int = 0) -> Split:
         if problem := order_problem(source):
             raise UsageError(f"hvdtrain.split_of: {problem}")
         begin = source.worker_init_fn if source.num_workers else None
-        return MapSplit(source.dataset, source.collate_fn, source.num_workers, seed, begin)
+        kept, readers = source.persistent_workers, source.num_workers
+        return MapSplit(source.dataset, source.collate_fn, readers, seed, begin, send_once=kept)
     # `datasets.Dataset` has a method `batch`, too, which is something else.
     if hasattr(source, "batch") and hasattr(source, "__len__") and not _has_items(source):
         return cast(Split, source)
@@ -154,26 +182,6 @@ def _check_random_access(dataset: Any) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise UsageError(f"hvdtrain.MapSplit: {kind} has no __len__")
-
-
-def _check_sendable(*parts: Any) -> None:
-    """Raise UsageError for what reader processes, which are not forked, could not receive."""
-    for part in parts:
-        try:
-            pickle.Pickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(part)
-        except Exception as error:  # classes define how they are pickled
-            raise UsageError(
-                f"hvdtrain.MapSplit: reader processes cannot receive the data set or its functions "
-                f"({type(error).__name__}: {error}). Define them at the top of a module, or read "
-                "without processes (readers=0, num_workers=0)"
-            ) from error
-
-
-class _Nowhere:
-    """A file that drops what is written."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class IterableSplit:

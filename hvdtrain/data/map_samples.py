@@ -7,7 +7,9 @@ Where something draws random numbers it is read sample by sample, each with its 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ class MapSamples:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a reader process receives: it has seen nothing of what draws."""
+        seen = {"samples_draw": None, "batches_draw": None, "epoch": _epoch_of(self.dataset)}
+        return self.__dict__ | seen
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        epoch = state.pop("epoch")
+        self.__dict__.update(state)
+        if epoch is not None:
+            _note_epoch(self.dataset, epoch)
+
     def fingerprint(self) -> Iterable[str] | None:
         return fingerprint_of(self.dataset)
 
@@ -49,8 +62,7 @@ class MapSamples:
         """Return these samples, each a number and the epoch, as a batch. Raises BadSample."""
         numbers = [number for number, _ in keys]
         epoch = keys[0][1] if keys else 0
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        begin_epoch(self.dataset, epoch)
         with kept():
             if numbers:
                 return Loaded(self._batch(numbers, epoch), len(numbers))
@@ -129,6 +141,30 @@ class MapSamples:
             kind = type(self.dataset).__name__
             text = f"sample {first} of {kind}: {type(error).__name__}: {error}"
             raise BadSample(text) from error
+
+
+_epochs: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity, as not all can be hashed
+
+
+def begin_epoch(dataset: Any, epoch: int) -> None:
+    """Call `set_epoch` of a data set that has one, unless it was called so last in this process.
+
+    Two splits may have the same data set, and take turns.
+    """
+    if hasattr(dataset, "set_epoch") and _epoch_of(dataset) != epoch:
+        dataset.set_epoch(epoch)
+        _note_epoch(dataset, epoch)
+
+
+def _epoch_of(dataset: Any) -> int | None:
+    reference, epoch = _epochs.get(id(dataset), (None, None))
+    return epoch if reference is not None and reference() is dataset else None
+
+
+def _note_epoch(dataset: Any, epoch: int) -> None:
+    number = id(dataset)
+    with suppress(TypeError):  # of a type without weak references: called for each batch
+        _epochs[number] = weakref.ref(dataset, lambda _: _epochs.pop(number, None)), epoch
 
 
 def fetch(dataset: Any, numbers: list[int]) -> Any:

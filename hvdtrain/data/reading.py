@@ -118,6 +118,10 @@ class StreamedSplit:
             reason = str(error) or "the connection broke while it sent a batch"
             raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
 
+    def restart(self) -> None:
+        """End the processes; new ones, with the samples as they are then, begin the next epoch."""
+        self._loader = None
+
     def _make_loader(self) -> DataLoader[Loaded]:
         if self._readers:
             _start_fork_server()

@@ -117,3 +117,35 @@ class Begun(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> int:
         return int(os.environ.get("BEGUN", -1))
+
+
+class Changed(torch.utils.data.Dataset[Any]):
+    """A data set that a script changes: sample i is (its level, sum of its values, the process)."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.values = torch.zeros(3)
+        self.array = np.zeros(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[float]:
+        total = float(self.values.sum()) + float(self.array.sum())
+        return [float(self.level), total, float(os.getpid())]
+
+
+class Counting(torch.utils.data.Dataset[Any]):
+    """A data set with epochs: sample i is (the epoch, the number of calls of `set_epoch`)."""
+
+    def __init__(self) -> None:
+        self.epoch, self.calls = -1, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.calls = epoch, self.calls + 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [self.epoch, self.calls]

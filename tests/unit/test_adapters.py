@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from hvdtrain.data import GlobalBatchSampler, Shares, VirtualShares
 from hvdtrain.data.feeding import Feed, stream
 from hvdtrain.data.splits import difference, fingerprint
 from hvdtrain.errors import TrainingError, UsageError
-from tests.unit.readable import Begun, Flow, Noisy, begin, joined
+from tests.unit.readable import Begun, Changed, Counting, Flow, Noisy, begin, joined
 
 BATCHES = [np.array(numbers, dtype=np.int64) for numbers in ([5, 3, 9], [0], [39, 38, 1, 2])]
 
@@ -83,6 +84,71 @@ def test_a_loader_begins_its_own_processes() -> None:
     split = split_of(DataLoader(Begun(), num_workers=2, worker_init_fn=begin))
     loaded = list(stream(split, [np.array([0])] * 4, 0))
     assert {int(it.batch) for it in loaded} == {0, 1}
+
+
+EIGHT = [np.arange(4), np.arange(4, 8)]
+
+
+def values_of(split: Any, epoch: int) -> list[float]:
+    """Return what all samples of an epoch have in common."""
+    columns = zip(*(loaded.batch for loaded in stream(split, EIGHT, epoch)), strict=True)
+    found = [set(torch.cat(column).tolist()) for column in columns]
+    return [it.pop() if len(it) == 1 else math.nan for it in found]
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_data_set_that_is_changed_between_epochs(readers: int) -> None:
+    """Fails if an epoch is read from the data set as it was in an earlier one, or processes begin
+    anew although nothing has changed.
+    """
+    data = Changed()
+    split = split_of(DataLoader(data, 4, num_workers=readers))
+    found = [values_of(split, 0)]
+    for epoch, change in enumerate(
+        (
+            lambda: None,
+            lambda: setattr(data, "level", 2),
+            lambda: data.values.add_(1),
+            lambda: data.array.__setitem__(0, 4),
+            lambda: None,
+        ),
+        start=1,
+    ):
+        change()
+        found.append(values_of(split, epoch))
+    seen = [(level, total) for level, total, _ in found]
+    assert seen == [(0, 0), (0, 0), (2, 0), (2, 3), (2, 7), (2, 7)]
+    processes = [process for *_, process in found]
+    assert processes[0] == processes[1] and processes[4] == processes[5]
+    assert len({*processes}) == (4 if readers else 1)
+
+
+def test_persistent_processes_keep_their_data_set() -> None:
+    """Fails if processes of a DataLoader with `persistent_workers` begin anew."""
+    data = Changed()
+    split = split_of(DataLoader(data, 4, num_workers=1, persistent_workers=True))
+    first = values_of(split, 0)
+    data.level = 1
+    assert values_of(split, 1) == first
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_set_epoch_is_called_once_an_epoch(readers: int) -> None:
+    """Fails if `set_epoch` is called for each sample or batch, or not in the training process, or
+    if it makes processes begin anew; or if another split over the same data set, as for validation,
+    leaves its epoch behind.
+    """
+    data = Counting()
+    split = split_of(DataLoader(data, 4, num_workers=readers))
+    for epoch in range(3):
+        assert values_of(split, epoch) == [epoch, epoch + 1]
+        assert (data.epoch, data.calls) == (epoch, epoch + 1)
+    if readers:
+        return
+    batches = stream(split, EIGHT, 3)
+    first = next(batches)
+    assert values_of(split_of(data), 0)[0] == 0
+    assert [it[0].tolist() for it in (first.batch, next(batches).batch)] == [[3] * 4] * 2
 
 
 def test_splits_are_taken_as_they_are() -> None:
