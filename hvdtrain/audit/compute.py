@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
-from hvdtrain.data.feeding import to_device
+from hvdtrain.data.feeding import changed, to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange, copied_to_cpu
 from hvdtrain.models.execution import copied
@@ -310,11 +310,4 @@ class ComputeAudit:
 
 def _doubled(batch: Any) -> Any:
     """Return a batch with its floating-point tensors in float64."""
-    if isinstance(batch, torch.Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _doubled(item) for key, item in batch.items()}
-    if isinstance(batch, list | tuple):
-        items = [_doubled(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    return changed(batch, lambda it: it.double() if it.is_floating_point() else it)

@@ -14,12 +14,15 @@ have a given digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from hvdtrain.data.sending import digest_of as content_digest
+from hvdtrain.errors import UsageError
 
 WORDS = 2
 Words = NDArray[np.int32]  # of shape (..., WORDS)
@@ -47,11 +50,11 @@ class BatchDigest:
         self._hash = hashlib.sha256()
 
     def add(self, batch: Any) -> None:
-        """Add a batch: a tensor, or a list, tuple or dict of such."""
+        """Add a batch: a tensor, a list, tuple or mapping of such, or another object."""
         if isinstance(batch, torch.Tensor):
             self._hash.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
             self._hash.update(_hash_of(_bytes(batch)).digest())
-        elif isinstance(batch, dict):
+        elif isinstance(batch, Mapping):
             for key in batch:
                 self._hash.update(repr(key).encode())
                 self.add(batch[key])
@@ -59,6 +62,8 @@ class BatchDigest:
             self._hash.update(f"{len(batch)}:".encode())
             for item in batch:
                 self.add(item)
+        elif hasattr(batch, "__dict__") and not isinstance(batch, type):
+            self._hash.update(_content_of(batch).encode())
         else:
             self._hash.update(repr(batch).encode())
 
@@ -131,6 +136,14 @@ def _hash_of(data: NDArray[np.uint8]) -> Any:
     found = hashlib.sha256(np.einsum("ij,j->i", words, KEYS, dtype=np.int64, casting="unsafe"))
     found.update(data[whole:].tobytes())
     return found
+
+
+def _content_of(batch: object) -> str:
+    """Return a digest of an object's content; of one that cannot be pickled, its type."""
+    try:
+        return content_digest(batch)
+    except UsageError:
+        return type(batch).__qualname__
 
 
 def _words(digest: Any) -> Words:

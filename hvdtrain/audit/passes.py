@@ -7,7 +7,7 @@ graph, reject modules that work in place, and could change the order of sums.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -146,7 +146,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a nested structure."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
     elif isinstance(value, list | tuple):

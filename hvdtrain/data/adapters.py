@@ -45,6 +45,8 @@ PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 class MapSplit(StreamedSplit):
     """A split of a data set that is read by number: one with `__len__` and `__getitem__`."""
 
+    batch_size: int | None = None  # samples to evaluate at a time; None: as by default
+
     def __init__(
         self,
         dataset: Any,
@@ -99,10 +101,10 @@ def split_of(source: Any, seed: int = 0) -> Split: ...
 def split_of(source: Any, seed: int = 0) -> Split:
     """Return the split of a torch DataLoader, or of a data set that is read by number.
 
-    A DataLoader contributes its data set, `collate_fn`, `num_workers` and `worker_init_fn`. Its
-    batch size and order have no effect: steps are global batches in the order of the run. `seed`:
-    as for `MapSplit`. A split is returned as it is. Raises UsageError for anything else, and for a
-    DataLoader whose sampler does more than to order all samples.
+    A DataLoader contributes its data set, `collate_fn`, `num_workers` and `worker_init_fn`, and its
+    batch size for evaluation. Its order has no effect: steps are global batches in the order of the
+    run. `seed`: as for `MapSplit`. A split is returned as it is. Raises UsageError for anything
+    else, and for a DataLoader whose sampler does more than to order all samples.
     """
     if isinstance(source, DataLoader):
         if source.batch_size is None and getattr(source, "batch_sampler", None) is None:
@@ -114,7 +116,9 @@ def split_of(source: Any, seed: int = 0) -> Split:
             raise UsageError(f"hvdtrain.split_of: {problem}")
         begin = source.worker_init_fn if source.num_workers else None
         kept, readers = source.persistent_workers, source.num_workers
-        return MapSplit(source.dataset, source.collate_fn, readers, seed, begin, send_once=kept)
+        split = MapSplit(source.dataset, source.collate_fn, readers, seed, begin, send_once=kept)
+        split.batch_size = batch_size_of(source)
+        return split
     # `datasets.Dataset` has a method `batch`, too, which is something else.
     if hasattr(source, "batch") and hasattr(source, "__len__") and not _has_items(source):
         return cast(Split, source)

@@ -6,10 +6,11 @@ ahead as the split reads (see `hvdtrain.data.reading`).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,8 +22,8 @@ from hvdtrain.ring import split_evenly
 
 Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
-
 CPU = torch.device("cpu")
+EVALUATION_BATCH = 512  # unless the split has another: limits memory, does not affect results
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ def stream(split: Split, batches: Iterable[Indices], epoch: int) -> Iterator[Loa
 def may_skip(split: Split) -> bool:
     """Return whether a batch of this split may have fewer samples than requested."""
     return isinstance(split, StreamingSplit) and split.may_skip
+
+
+def evaluation_batch(split: Split) -> int:
+    """Return the number of samples to evaluate at a time on one rank."""
+    return getattr(split, "batch_size", None) or EVALUATION_BATCH
 
 
 def in_order(split: Split) -> bool:
@@ -160,23 +166,71 @@ class Feed:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the same structure with its tensors on `device`.
+    """Return the same structure with its tensors, and objects that have a method `to`, on `device`.
 
     The host does not wait for a copy to a device, which is made from memory that cannot be paged.
     For a copy to the CPU it does: otherwise the values would be read before they have arrived.
     """
-    if isinstance(batch, torch.Tensor):
-        if device.type == "cpu" or batch.device.type != "cpu":
-            return batch.to(device)
-        if batch.layout == torch.strided:
-            batch = batch.pin_memory()
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(item, device) for key, item in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [to_device(item, device) for item in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+
+    def move(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            moved = item.to(device)
+            return item if moved is None else moved  # it may move itself
+        if device.type == "cpu" or item.device.type != "cpu":
+            return item.to(device)
+        if item.layout == torch.strided and device.type != "meta":
+            item = item.pin_memory()
+        return item.to(device, non_blocking=True)
+
+    def has_to(item: Any) -> bool:
+        return callable(getattr(item, "to", None)) and not isinstance(item, type)
+
+    return changed(batch, move, has_to)
+
+
+def is_tensor(item: Any) -> bool:
+    """Return whether this is a tensor."""
+    return isinstance(item, torch.Tensor)
+
+
+def changed(
+    batch: Any, change: Callable[[Any], Any], applies: Callable[[Any], bool] = is_tensor
+) -> Any:
+    """Return the same structure with what `applies` to replaced by its change.
+
+    Structures are mappings, lists, tuples and dataclasses, also derived ones, which keep their type
+    and further attributes; other objects stay as they are.
+    """
+    if applies(batch):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        items = {key: changed(item, change, applies) for key, item in batch.items()}
+        return items if type(batch) is dict else with_items(batch, items)
+    if isinstance(batch, tuple):
+        found = [changed(item, change, applies) for item in batch]
+        return type(batch)(*found) if hasattr(batch, "_fields") else type(batch)(found)
+    if isinstance(batch, list):
+        found = [changed(item, change, applies) for item in batch]
+        return found if type(batch) is list else with_items(batch, found)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        copied = copy.copy(batch)
+        for field in fields(batch):
+            value = changed(getattr(batch, field.name), change, applies)
+            object.__setattr__(copied, field.name, value)  # it may be frozen
+        return copied
     return batch
+
+
+def with_items(batch: Any, items: Any) -> Any:
+    """Return a copy of a derived list or dict with other items."""
+    if not isinstance(batch, list | MutableMapping):
+        return type(batch)(items)
+    copied = copy.copy(batch)
+    if isinstance(copied, list):
+        copied[:] = items
+    else:
+        copied.update(items)
+    return copied
 
 
 class PartSplit:
@@ -187,6 +241,7 @@ class PartSplit:
         self._start = start
         self._samples = samples
         self.may_skip = may_skip(part)
+        self.batch_size = evaluation_batch(part)
 
     def __len__(self) -> int:
         return self._samples

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from hvdtrain.data.drawing import OF_BATCH, kept, marks, seed_for, torch_state_of
-from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.feeding import Loaded, with_items
 from hvdtrain.data.reading import BadSample, Key
 from hvdtrain.data.splits import texts_of
+from hvdtrain.errors import TrainingError
 
 Collate = Callable[[Any], Any]
 SHARDS = "index.json"  # of litdata, in the folder of its shards
@@ -212,10 +213,17 @@ def _cut(one: Any, two: Any) -> Any:
     if isinstance(one, np.ndarray):
         return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
     if isinstance(one, Mapping):
-        return {key: _cut(item, two[key]) for key, item in one.items()}
-    if isinstance(one, list | tuple):
+        found = {key: _cut(item, two[key]) for key, item in one.items()}
+        return found if type(one) is dict else with_items(one, found)
+    if isinstance(one, list | tuple) and not hasattr(one, "to"):
         if len(one) != len(two):  # of samples, such as texts
             return type(one)()
         items = [_cut(*pair) for pair in zip(one, two, strict=True)]
         return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+    if hasattr(one, "to") or getattr(one, "__dict__", None):  # it may hold the samples
+        kind = type(one).__name__
+        raise TrainingError(
+            f"a batch is a {kind}, of which none without samples can be made, as a worker without "
+            "samples needs for sync_bn. Take a larger global batch, or leave sync_bn out"
+        )
     return one

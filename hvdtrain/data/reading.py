@@ -196,6 +196,9 @@ class _OneByOne:
 def _begin(begin_reader: BeginReader | None, number: int) -> None:
     """Prepare a reader process."""
     _end_with_parent()
+    info: Any = torch.utils.data.get_worker_info()
+    # The user's own, as code that asks for it expects; the class lets no attribute be set.
+    object.__setattr__(info, "dataset", getattr(info.dataset.samples, "dataset", info.dataset))
     if begin_reader:
         begin_reader(number)
 

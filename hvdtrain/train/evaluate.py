@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from hvdtrain.data import SharesLike, Split
-from hvdtrain.data.feeding import stream
+from hvdtrain.data.feeding import evaluation_batch, stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Task, check_sums, valid_metrics_of
 
-EVALUATION_BATCH = 512  # samples at a time on one rank: limits memory, does not affect results
 STOP, SAMPLES, COUNT, LOSS = range(4)
 
 Seed = Callable[[int, int, bool], None]  # share, number of its batch, whether it is being read
@@ -64,7 +63,7 @@ def evaluate(
     names = (*valid_metrics_of(task), *task.tables)
     width = 4 + len(valid_metrics_of(task)) + sum(map(math.prod, task.tables.values()))
     rows = torch.zeros((shares.rows, width), dtype=torch.float64)
-    ahead, now = itertools.tee(_parts(len(split), shares, exchange.rank))
+    ahead, now = itertools.tee(_parts(split, shares, exchange.rank))
     with torch.no_grad(), in_evaluation_mode(model):
         batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
         for share, number, _ in now:
@@ -106,12 +105,13 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
                 module.train(mode)  # which may do more, such as to unmerge an adapter
 
 
-def _parts(samples: int, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:
-    """Yield the samples of a rank, EVALUATION_BATCH at a time, after their share and number."""
+def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:
+    """Yield the samples of a rank, some at a time, after their share and number."""
+    size = evaluation_batch(split)
     for share in shares.of_rank(rank):
-        own = shares.of_all(samples, share)
-        for number, start in enumerate(range(own.start, own.stop, EVALUATION_BATCH)):
-            yield share, number, np.arange(start, min(start + EVALUATION_BATCH, own.stop))
+        own = shares.of_all(len(split), share)
+        for number, start in enumerate(range(own.start, own.stop, size)):
+            yield share, number, np.arange(start, min(start + size, own.stop))
 
 
 def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:

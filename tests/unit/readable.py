@@ -149,3 +149,24 @@ class Counting(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> list[int]:
         return [self.epoch, self.calls]
+
+
+class Opened(torch.utils.data.Dataset[Any]):
+    """A data set whose file is opened in each reader process, by `open_file`."""
+
+    file = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and info.dataset is self
+        return self.file
+
+
+def open_file(number: int) -> None:
+    """Prepare the data set of a reader process, as torch's documentation shows it."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None and info.id == number
+    info.dataset.file = 10 + number  # type: ignore[attr-defined]

@@ -21,7 +21,17 @@ from hvdtrain.data import GlobalBatchSampler, Shares, VirtualShares
 from hvdtrain.data.feeding import Feed, stream
 from hvdtrain.data.splits import difference, fingerprint
 from hvdtrain.errors import TrainingError, UsageError
-from tests.unit.readable import Begun, Changed, Counting, Flow, Noisy, begin, joined
+from tests.unit.readable import (
+    Begun,
+    Changed,
+    Counting,
+    Flow,
+    Noisy,
+    Opened,
+    begin,
+    joined,
+    open_file,
+)
 
 BATCHES = [np.array(numbers, dtype=np.int64) for numbers in ([5, 3, 9], [0], [39, 38, 1, 2])]
 
@@ -84,6 +94,12 @@ def test_a_loader_begins_its_own_processes() -> None:
     split = split_of(DataLoader(Begun(), num_workers=2, worker_init_fn=begin))
     loaded = list(stream(split, [np.array([0])] * 4, 0))
     assert {int(it.batch) for it in loaded} == {0, 1}
+
+
+def test_processes_know_their_data_set() -> None:
+    """Fails if `get_worker_info().dataset` is not the data set that is read, as in torch."""
+    split = split_of(DataLoader(Opened(), 4, num_workers=2, worker_init_fn=open_file))
+    assert [it.batch.tolist() for it in stream(split, EIGHT, 0)] == [[10] * 4, [11] * 4]
 
 
 EIGHT = [np.arange(4), np.arange(4, 8)]

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.data import TensorSplit
+from hvdtrain.data import TensorSplit, feeding
 from hvdtrain.data.splits import Dataset
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train import evaluate as module
 from hvdtrain.train.evaluate import Evaluation, Interrupted, class_accuracy
 from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
 from tests.unit.threads import connect, run_ranks
@@ -94,7 +93,7 @@ def test_batches_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = plain().double()
     whole = evaluate_on(model, data, SingleProcess())
-    monkeypatch.setattr(module, "EVALUATION_BATCH", 7)
+    monkeypatch.setattr(feeding, "EVALUATION_BATCH", 7)
     parts = evaluate_on(model, data, SingleProcess())
     assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
     assert (parts.tables, parts.metrics) == (whole.tables, whole.metrics)
@@ -137,7 +136,7 @@ def test_what_is_frozen_stays_in_evaluation_mode() -> None:
 @pytest.mark.parametrize("asked", [0, 1, 2])
 def test_a_request_to_stop_is_known_to_all_ranks(asked: int, monkeypatch) -> None:
     """Fails when a rank goes on for long, gets a result of some samples, or waits for ever."""
-    monkeypatch.setattr(module, "EVALUATION_BATCH", 2)
+    monkeypatch.setattr(feeding, "EVALUATION_BATCH", 2)
     data = made_up_data(1, valid=30)
     model = plain().double()
     questions = [0, 0, 0]

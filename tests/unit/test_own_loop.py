@@ -136,6 +136,30 @@ def test_the_batch_of_a_batch_sampler_is_the_global_batch() -> None:
     assert found == [4, 4, 4, 4, 4, 1]
 
 
+def test_evaluation_takes_the_batches_of_its_loader() -> None:
+    """Fails if evaluation takes more samples at a time than the DataLoader for it, as memory may
+    not hold more.
+    """
+    data, sizes = torch.utils.data.TensorDataset(SAMPLES.inputs, SAMPLES.labels), []
+
+    def sized(model: torch.nn.Module, batch: Any) -> hvdtrain.Sums:
+        sizes.append(len(batch[1]))
+        return evaluate(model, batch)
+
+    for valid, expected in (
+        (torch.utils.data.DataLoader(data, 4), [4] * 5 + [1]),
+        (data, [21]),
+    ):
+        sizes.clear()
+        model, loop = make(valid=valid, evaluate=sized, epochs=1)
+        with loop:
+            for step in loop:
+                passes(step, model)
+                step.update()
+        assert sizes == expected
+        assert loop.evaluation is not None and loop.evaluation.samples == 21
+
+
 # The optimizers of MODEL, and what the message says.
 OWNED: dict[str, tuple[Callable[[], list[torch.optim.Optimizer]], str]] = {
     "foreign": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return all tensors of a structure of tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_in(item)]
