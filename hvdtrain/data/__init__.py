@@ -2,6 +2,7 @@
 
 builtin         digits, Fashion-MNIST and CIFAR-10, with downloads; generated images
 image_folder    images in one folder per class
+image_files     image files below a folder
 plugin          a user's data set
 splits          the types of splits and data sets; detection of changed data
 transforms      augmentation and resizing
@@ -9,6 +10,7 @@ mixing          mixup and CutMix
 adapters        splits made of a DataLoader, of torch and Hugging Face data sets, of iterables
 map_samples     batches of a data set that is read by number
 drawing         random numbers that belong to a sample or a batch
+sending         what processes that read receive
 permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
 feeding         batches of one rank, step by step; a host's own part of the samples

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import default_collate
 
 from hvdtrain.data.builtin import import_torchvision
+from hvdtrain.data.image_files import (
+    EXTENSIONS,
+    hidden_images,
+    images_under,
+    is_hidden,
+    left_out,
+)
 from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.data.transforms import normalised
@@ -28,11 +35,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
 
 IMAGE_FOLDER = "imagefolder:"
-# The types that Pillow reads and that are in use for pictures.
-EXTENSIONS = (
-    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png"),
-    *(".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
-)
 IMAGE_SIZE = 224
 CROP_SCALE = 0.08  # as torchvision's RandomResizedCrop, and its references for ImageNet
 HFLIP = 0.5
@@ -42,10 +44,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's default. Rotating and converting an image may take 7 bytes per pixel.
 MAX_PIXELS = 89_478_485
 SKIPPING = "Repair or remove it, or give --skip-bad-samples to skip unreadable images"
-
-# Folders that operating systems and stores put beside a user's own; their files have the names of
-# images.
-FOREIGN = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 
 Labelled = list[tuple[str, int]]  # files with class numbers
 Changes = Callable[[Image.Image], torch.Tensor]
@@ -57,62 +55,7 @@ class Found:
 
     files: Labelled
     classes: list[str]
-    others: list[str]  # files of other types, and hidden images
-
-
-def images_under(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the images below a folder, and the files that are left out, both sorted.
-
-    These are files of other types, and hidden images: editors, file managers and archives leave
-    copies and previews in .ipynb_checkpoints/, __MACOSX/ and names that begin with a dot. Hidden
-    files of other types are ignored.
-    """
-    images: list[str] = []
-    others: list[str] = []
-    for file in sorted(_files_under(folder)):
-        is_hidden = any(map(_is_hidden, Path(file).relative_to(folder).parts))
-        is_image = file.lower().endswith(EXTENSIONS)
-        if is_image and not is_hidden:
-            images.append(file)
-        elif is_image or not is_hidden:
-            others.append(file)
-    return images, others
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in FOREIGN
-
-
-def _files_under(folder: Path) -> Iterator[str]:
-    """Yield the files below `folder`; follow links to folders, except to enclosing ones."""
-    real = folder.resolve()
-    named = real if ".." in folder.parts else folder.absolute()
-    around = frozenset(map(_identity, [*real.parents, *named.parents]))
-    if _identity(folder) in around:
-        return
-    within = {folder: around}
-    for root, folders, names in os.walk(folder, followlinks=True):
-        place = Path(root)
-        own = within.pop(place) | {_identity(place)}
-        folders[:] = [name for name in folders if _identity(place / name) not in own]
-        within |= {place / name: own for name in folders}
-        yield from (str(place / name) for name in names)
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return device and inode of a folder, or None if it cannot be accessed."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def left_out(others: Sequence[str]) -> str:
-    """Return a note such as '2 files left out, hidden or of other types (such as a/notes.txt)'."""
-    return (
-        f"{counted(len(others), 'file')} left out, hidden or of other types (such as {others[0]})"
-    )
+    others: list[str]  # files that are left out
 
 
 def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Found]:
@@ -172,13 +115,17 @@ def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
 
 def _classes_in(name: str, folder: Path) -> Found:
     """Return the images in a folder of classes. Raises UsageError with all classes without any."""
-    classes = sorted(path.name for path in _entries(name, folder) if path.is_dir())
+    folders = [path for path in _entries(name, folder) if path.is_dir()]
+    classes = sorted(path.name for path in folders if not is_hidden(path.name))
     if len(classes) < 2:
         raise UsageError(
             f"--data={name}: {folder} has {counted(len(classes), 'folder')} of classes "
             f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
         )
     found = Found([], classes, [])
+    for path in folders:
+        if is_hidden(path.name):
+            found.others.extend(hidden_images(path))
     problems = []
     for label, class_name in enumerate(classes):
         images, others = images_under(folder / class_name)
@@ -196,7 +143,7 @@ def _classes_in(name: str, folder: Path) -> Found:
 
 def _entries(name: str, folder: Path) -> list[Path]:
     try:
-        return [path for path in folder.iterdir() if not _is_hidden(path.name)]
+        return sorted(folder.iterdir())
     except OSError as error:
         raise UsageError(f"--data={name}: {folder} cannot be read: {error.strerror}") from error
 

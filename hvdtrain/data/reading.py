@@ -77,10 +77,10 @@ class StreamedSplit:
         next epoch. `begin_reader`: called first in each process.
         """
         self.may_skip = may_skip
-        if not isinstance(samples, Batched):
-            samples = _OneByOne(samples, may_skip, advice)
-        self._samples: Batched = samples
-        self._reader = _Reader(samples)
+        self._samples = samples
+        self._reader = _Reader(
+            samples if isinstance(samples, Batched) else _OneByOne(samples, may_skip, advice)
+        )
         self._readers = readers
         self._stay = stay
         self._begin_reader = begin_reader
@@ -97,7 +97,7 @@ class StreamedSplit:
         return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
-        loaded = self._samples.load([(int(index), epoch) for index in indices])
+        loaded = self._reader.samples.load([(int(index), epoch) for index in indices])
         return self._samples.finish(loaded.batch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
@@ -188,9 +188,6 @@ class _OneByOne:
 
     def finish(self, batch: Any) -> Any:
         return self.samples.finish(batch)
-
-    def fingerprint(self) -> Iterable[str] | None:
-        return texts_of(self.samples)
 
 
 def _begin(begin_reader: BeginReader | None, number: int) -> None:

@@ -12,14 +12,8 @@ import torch
 from hvdtrain.config import DataConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
 from hvdtrain.data import Shares
-from hvdtrain.data.image_folder import (
-    EXTENSIONS,
-    MAX_PIXELS,
-    centred,
-    images_under,
-    left_out,
-    read_image,
-)
+from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
+from hvdtrain.data.image_folder import MAX_PIXELS, centred, read_image
 from hvdtrain.data.reading import BadSample
 from hvdtrain.data.splits import ImageFormat, Splits
 from hvdtrain.data.transforms import normalised, resize

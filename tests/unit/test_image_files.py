@@ -13,7 +13,8 @@ from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, load_dataset
 from hvdtrain.data.feeding import stream
-from hvdtrain.data.image_folder import EXTENSIONS, images_under, left_out, read_image
+from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
+from hvdtrain.data.image_folder import read_image
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from tests.unit.folders import make_class, make_folder, pixels
@@ -57,31 +58,32 @@ def test_files_of_other_types_are_counted_and_one_is_named(tmp_path: Path) -> No
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
     assert load(folder).note.endswith(
-        "0 readers a worker; 3 files left out, hidden or of other types "
-        f"(such as {folder}/train/cat/b/x.heic)"
+        f"0 readers a worker; 3 files of other types left out (such as {folder}/train/cat/b/x.heic)"
     )
-    assert left_out(["a"]) == "1 file left out, hidden or of other types (such as a)"
+    assert left_out(["a"]) == "1 file of other types left out (such as a)"
     assert " 1 reader a worker" in load(folder, readers=1).note
 
 
-@pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "__MACOSX", "@eaDir", "deep/.git"])
-def test_copies_that_programs_leave_are_no_samples(hidden: str, tmp_path: Path) -> None:
-    """Fails when an editor's copy, an archive's or a preview is trained on, makes a class of its
-    own, or is left out without a note.
+def test_what_systems_put_beside_images_is_no_sample_and_no_class(tmp_path: Path) -> None:
+    """Fails when a copy that a notebook keeps, a thumbnail, or the metadata of an archive is
+    trained on or becomes a class, or is left out without a word.
     """
-    folder = make_folder(tmp_path, 2, 1)
-    make_class(folder / "train" / "cat" / hidden, 3)
-    (folder / "train" / "cat" / "._000.png").write_bytes(b"\0\5\x16\7")
-    make_class(folder / "train" / hidden.rpartition("/")[2] / "cat", 2)
+    folder = make_folder(tmp_path / ".cache", 2, 1)  # what lies in a hidden folder may be shown
+    hidden = [
+        *("train/cat/.ipynb_checkpoints/000-checkpoint.png", "train/cat/._000.png"),
+        *("train/cat/.thumb.png", "train/dog/@eaDir/000.png/SYNOFILE_THUMB_M.jpg"),
+        *("train/__MACOSX/cat/._000.png", "train/__MACOSX/cat/001.png"),
+        *("train/.ipynb_checkpoints/001.png", "valid/lost+found/003.jpg"),
+    ]
+    for name in hidden:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"no image")
     data = load(folder)
-    assert (data.classes, len(data.train)) == (2, 4)
-    assert "; 4 files left out, hidden or of other types (such as " in data.note
-
-
-def test_a_hidden_folder_that_is_asked_for(tmp_path: Path) -> None:
-    """Fails when images are left out for the name of the folder that the user names."""
-    make_class(tmp_path / ".cache" / "cat", 2)
-    assert len(images_under(tmp_path / ".cache" / "cat")[0]) == 2
+    assert (data.class_names, len(data.train), len(data.valid)) == (("cat", "dog"), 4, 2)
+    assert "; 8 files that are hidden or of other types left out (such as " in data.note
+    assert images_under(folder / "train" / "cat")[0] == [
+        f"{folder}/train/cat/{name}.png" for name in ("000", "001")
+    ]
 
 
 def test_a_class_without_images_is_reported_with_what_its_folder_holds(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_a_class_without_images_is_reported_with_what_its_folder_holds(tmp_path:
     with pytest.raises(UsageError) as caught:
         load(folder)
     reported = str(caught.value)
-    assert f"of other types (such as {folder}/train/emu/raw.cr2)" in reported and ".gif" in reported
+    assert f"left out (such as {folder}/train/emu/raw.cr2)" in reported and ".gif" in reported
 
 
 def test_messages_of_the_system_are_shown_without_their_number(tmp_path: Path) -> None:
