@@ -10,6 +10,7 @@ mixing          mixup and CutMix
 adapters        splits made of a DataLoader, of torch and Hugging Face data sets, of iterables
 map_samples     batches of a data set that is read by number
 drawing         random numbers that belong to a sample or a batch
+sketch          a few samples, to compare the data of ranks and starts
 sending         what processes that read receive
 permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank

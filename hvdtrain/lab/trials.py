@@ -96,7 +96,9 @@ class Trial:
         self._mark = f"{os.getpid()}-{name}"
         place = {"resume": "auto", "output": str(folder), "experiment": name}
         self._options = place | options
-        self._environment = os.environ | {MARK: self._mark, "PATH": search_path(os.environ)}
+        own = {MARK: self._mark, "PATH": search_path(os.environ)}
+        # As `hvdtrain launch` does: sets have one order in all processes.
+        self._environment = {"PYTHONHASHSEED": "0"} | os.environ | own
         self.start(training, workers)
 
     def start(self, training: Training, workers: int) -> None:

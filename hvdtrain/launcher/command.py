@@ -210,6 +210,8 @@ def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[s
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // int(local_size))),
+        # Sets, by which a script may number classes, have the same order on all ranks.
+        "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",  # logs must not lag behind
         "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
     }

@@ -14,13 +14,15 @@ import yaml
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import Option, as_flat_dict, train_options
-from hvdtrain.data.splits import difference
+from hvdtrain.data.sketch import SKETCH
+from hvdtrain.data.splits import Fingerprint, Split, difference
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.formats import refuse_newer
-from hvdtrain.log import say
+from hvdtrain.log import counted, say
 from hvdtrain.pulse import RESTART
 from hvdtrain.run.directory import SUMMARY, RunDirectory
+from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
 from hvdtrain.train.base import refuse_another_base, saved_base
@@ -112,7 +114,7 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
             f"{part} split{f' of host {host}' if not whole else ''}: {changed}"
             for host in range(len(new))
             for part, split in (("train", source.data.train), ("valid", source.data.valid))
-            if (changed := difference(old[host][part], new[host][part], split if whole else None))
+            if (changed := _change(old[host][part], new[host][part], split if whole else None))
         ]
     if problems:
         task = config.model.task
@@ -123,6 +125,14 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
             f"{config.folder} to take over its weights"
         )
         raise UsageError(*problems)
+
+
+def _change(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | None:
+    """Return a description of the change of a split, or None. `split`: the new one, if known."""
+    if found := difference(old, new, split):
+        return found
+    found = changed_values(old.get(SKETCH), new.get(SKETCH), split)
+    return f"{counted(new['samples'], 'sample')} as before, which now {found}" if found else None
 
 
 def refuse_changed_base(model: torch.nn.Module, found: Resumable | None) -> None:

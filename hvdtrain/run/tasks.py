@@ -26,12 +26,14 @@ from hvdtrain.data import (
 from hvdtrain.data.builtin import fetch
 from hvdtrain.data.feeding import PartSplit, in_order
 from hvdtrain.data.mixing import mixed
+from hvdtrain.data.sketch import SKETCH, sketch_of
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import counted
 from hvdtrain.models import IMAGE_SIZES, check_model, fit_dataset
 from hvdtrain.models import build_model as build_network
+from hvdtrain.run.same_data import refuse_other_data
 from hvdtrain.run.script import Script
 from hvdtrain.tasks import Settings, Task
 from hvdtrain.tasks.classification import Classification
@@ -51,7 +53,7 @@ class Source:
     parts: tuple[int, ...]  # training samples on each host; () if every host has all
     shares: SharesLike
     valid_shares: SharesLike
-    fingerprints: list[Fingerprints]  # on rank 0: one, or with parts one per host
+    fingerprints: list[Fingerprints]  # one, or with parts one per host
 
     def sampler(self, global_batch_size: int, seed: int, given: BatchConfig) -> GlobalBatchSampler:
         """Return the sampler of the training samples. Raises UsageError if the batch exceeds them.
@@ -82,7 +84,8 @@ def find_source(
 
     `script`: has a task and data of its own.
 
-    Raises AgreedFailure if a rank fails, or hosts hold parts of different data sets.
+    Raises AgreedFailure if a rank fails, has other data than the others, or hosts hold parts of
+    different data sets.
     """
     hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
@@ -98,13 +101,15 @@ def find_source(
                 "--data-placement=per-host: samples that are read in order, as those of "
                 "hvdtrain.IterableSplit, cannot be parts of several hosts"
             )
-        known = {} if shared and exchange.rank > 0 else _fingerprints(data, config)
-        return task, data, known
+        return task, data, _fingerprints(data, config, script)
 
     task, data, known = agree(exchange, "data", build)
     if not shared:
         weights, virtual = config.batch.weights(exchange.size), config.batch.virtual_workers
-        return _place(task, data, known, hosts, weights, virtual, exchange)
+        source = _place(task, data, known, hosts, weights, virtual, exchange)
+        refuse_other_data(exchange, data, known, hosts)
+        return source
+    refuse_other_data(exchange, data, known, [0] * exchange.size)
     shares = share_out(config, exchange.size)
     return Source(task, data, (), shares, shares, [known])
 
@@ -115,10 +120,14 @@ def share_out(config: TrainConfig, workers: int) -> SharesLike:
     return shares if virtual is None else VirtualShares(Shares(virtual), shares.sizes(virtual))
 
 
-def _fingerprints(data: Splits, config: TrainConfig) -> Fingerprints:
+def _fingerprints(data: Splits, config: TrainConfig, script: Script | None) -> Fingerprints:
     user = ("--task", config.model.task) if config.model.task else ("--data", config.data.data)
     parts = {"train": data.train, "valid": data.valid}
-    return {part: plugins.call(*user, partial(fingerprint, split)) for part, split in parts.items()}
+    known = {part: plugins.call(*user, partial(fingerprint, it)) for part, it in parts.items()}
+    if script or config.model.task or plugins.is_plugin(config.data.data):
+        for part, split in parts.items():
+            known[part][SKETCH] = sketch_of(split)
+    return known
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:

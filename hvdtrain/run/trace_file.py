@@ -19,6 +19,7 @@ import yaml
 
 from hvdtrain.audit.trace import Setting, TraceRecord
 from hvdtrain.config.options import train_options
+from hvdtrain.data.sketch import SKETCH
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.formats import FIELD, refuse_newer, stamped
@@ -66,12 +67,17 @@ class TraceFile:
 def origin_of(config: Mapping[str, Any], fingerprints: Sequence[Mapping[str, Any]]) -> str:
     """Return the SHA-256 of a run's identity: the options that decide what is learned, and data.
 
-    Options with their default are left out, so that one that a later version adds changes nothing.
+    Options with their default are left out, so that one that a later version adds changes nothing;
+    so are sketches of samples, which are not the same to the bit everywhere.
     """
     options = train_options()
     learns = {name: it.default for name, it in options.items() if it.learns}
     learning = {n: v for n, v in config.items() if n in learns and v != learns[n]}
-    return digest_of({"options": learning, "data": list(fingerprints)})
+    data = [
+        {part: {k: v for k, v in known.items() if k != SKETCH} for part, known in one.items()}
+        for one in fingerprints
+    ]
+    return digest_of({"options": learning, "data": data})
 
 
 def digest_of(record: Mapping[str, Any]) -> str:

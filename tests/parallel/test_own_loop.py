@@ -167,6 +167,21 @@ def test_own_loop_that_one_rank_leaves_ends_on_all(
     assert (summary["status"], summary["steps"]) == ("failed", 6)  # noted at the epoch
 
 
+def test_data_that_differ_between_workers_are_refused(tmp_path: Path) -> None:
+    """Fails if workers whose classes have other numbers train together, or if they have under
+    `launch`, which gives all of them one order of sets.
+    """
+    script = str(CHECKOUT / "tests" / "parallel" / "scripts" / "classes_of_a_set.py")
+    command = [PYTHON, script, str(tmp_path)]
+    done = horovodrun(2, "gloo", command, variables={"PYTHONHASHSEED": "random"})
+    check_exit_code(done, "gloo", 2)
+    assert "rank 1: the train data have samples with other values, unlike on rank 0" in done.output
+    assert not any(tmp_path.iterdir())
+    launched = hvdtrain("launch", "-np", "2", f"--log-dir={tmp_path / 'logs'}", "--", *command)
+    done = run(launched)
+    assert done.exit_code == 0, done.output
+
+
 def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path) -> None:
     """Fails if a restart loses or repeats a sample, a step of the schedule, or the optimizer's
     state; or if it does not resume by itself.
