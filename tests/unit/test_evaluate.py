@@ -11,7 +11,12 @@ from torch import nn
 from hvdtrain.data import TensorSplit, feeding
 from hvdtrain.data.splits import Dataset
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train.evaluate import Evaluation, Interrupted, class_accuracy
+from hvdtrain.train.evaluate import (
+    Evaluation,
+    Interrupted,
+    class_accuracy,
+    in_evaluation_mode,
+)
 from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
 from tests.unit.threads import connect, run_ranks
 
@@ -127,7 +132,7 @@ def test_what_is_frozen_stays_in_evaluation_mode() -> None:
     frozen.eval()
     model[2][1].eval()
     before = [it.training for it in model.modules()]
-    with module.in_evaluation_mode(model):
+    with in_evaluation_mode(model):
         assert not any(it.training for it in model.modules())
     assert [it.training for it in model.modules()] == before
     assert told == [False, True]
