@@ -53,8 +53,8 @@ with hvdtrain.Loop(
 ) as loop:
     for step in loop:
         for x, y in step.batches():
-            loss = cross_entropy(model(x), y, reduction="sum", ignore_index=IGNORED)
-            step.backward(loss, (y != IGNORED).sum())
+            loss = cross_entropy(model(x), y, ignore_index=IGNORED)
+            step.backward(mean=loss, count=(y != IGNORED).sum())
         step.update()
         schedule.step()
 

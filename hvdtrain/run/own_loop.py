@@ -3,7 +3,7 @@
 with hvdtrain.Loop(model, optimizer, train_set, global_batch_size=100, epochs=3) as loop:
     for step in loop:
         for x, y in step.batches():
-            step.backward(cross_entropy(model(x), y, reduction="sum"), len(y))
+            step.backward(mean=cross_entropy(model(x), y), count=len(y))
         step.update()
 """
 

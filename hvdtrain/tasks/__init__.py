@@ -23,13 +23,25 @@ class Sums:
     """The results of one batch: sums, not means, so that parts of a batch add up to the whole.
 
     `loss`: the sum of the losses of all samples, a scalar tensor. `samples`: the number of samples
-    in that sum (or of tokens, with `Task.counts_samples = False`). `metrics`: sums by name, such as
-    the number of correct predictions; scalars are reported divided by `samples`, tables as sums.
+    in that sum (or of tokens, or a sum of weights, with `Task.counts_samples = False`). `metrics`:
+    sums by name, such as the number of correct predictions; scalars are reported divided by
+    `samples`, tables as sums.
     """
 
     loss: torch.Tensor
-    samples: int
+    samples: float
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_means(
+        cls,
+        loss: torch.Tensor,
+        samples: float | torch.Tensor,
+        metrics: Mapping[str, torch.Tensor] | None = None,
+    ) -> Sums:
+        """Return the sums of a batch whose loss and metrics are means over its samples."""
+        count = float(samples)
+        return cls(loss * count, count, {n: it * count for n, it in (metrics or {}).items()})
 
 
 @dataclass(frozen=True)

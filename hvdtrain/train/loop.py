@@ -97,7 +97,7 @@ class TrainingLoop:
         self._exchange, self._hooks = exchange, hooks
         self._step: Step | None = None  # whose body runs
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
-        self._has_compared_buffers = False
+        self._is_first_step = True  # of this process
         self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
@@ -204,7 +204,8 @@ class TrainingLoop:
         hooks.profiler.begin(number)
         meter.begin_step(number)
         stop = hooks.keeper.stop_requested()
-        step = Step(self.job, self._exchange, hooks.audit, number, data, meter.clock, stop)
+        audit, is_first = hooks.audit, self._is_first_step
+        step = Step(self.job, self._exchange, audit, number, data, meter.clock, stop, is_first)
         self._step = step
         return step
 
@@ -215,8 +216,8 @@ class TrainingLoop:
         step, self._step = self._step, None
         meter.end_step(step.close(), step.number, step.samples)
         self._first_trained = step.first_trained
-        if not self._has_compared_buffers:
-            self._has_compared_buffers = True
+        if self._is_first_step:
+            self._is_first_step = False
             self._note_differing_buffers()
         hooks.profiler.end(step.number)
         state.step, state.samples_seen = step.number, state.samples_seen + step.samples

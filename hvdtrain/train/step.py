@@ -12,6 +12,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -23,6 +24,7 @@ from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.tasks import Sums, as_sums, check_sums
+from hvdtrain.tasks.means import mean_in
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, StepSums
@@ -75,11 +77,14 @@ class Step:
         data: StepData,
         clock: PhaseClock,
         stop_requested: bool = False,
+        is_first: bool = False,
     ) -> None:
         """Begin step `number` (from 1). `data`: this rank's part of the global batch.
 
-        `stop_requested`: of this rank; all ranks learn of it with the sums of the step.
+        `stop_requested`: of this rank; all ranks learn of it with the sums of the step. `is_first`:
+        of this process, so that mistakes of a script are looked for.
         """
+        self._is_first = is_first
         self.number = number  # from 1
         self.job, self._exchange, self._audit = job, exchange, audit
         self._data, self._clock, self._stop_requested = data, clock, stop_requested
@@ -159,28 +164,86 @@ class Step:
                 clock.enter("data")
 
     def backward(
-        self, loss: torch.Tensor, count: int, metrics: Mapping[str, torch.Tensor] | None = None
+        self,
+        loss: torch.Tensor | None = None,
+        count: float | torch.Tensor | None = None,
+        metrics: Mapping[str, torch.Tensor] | None = None,
+        *,
+        sum: torch.Tensor | None = None,  # noqa: A002
+        mean: torch.Tensor | None = None,
     ) -> None:
         """Add the weighted gradient of the current batch to `.grad`, and its sums to the step's.
 
-        `loss`: the sum of the losses of the batch, a scalar. `count`: what the step's loss is a
-        mean over: the number of samples (or of tokens) in that sum. `metrics`: further sums, by
-        name; a script may leave some out. Raises TrainingError unless they were declared.
+        The loss of the batch, a scalar, is given as `sum` or as `mean` (of cross_entropy and most
+        other functions of torch, unless told otherwise). `count`: what the step's loss is a mean
+        over, and that of the batch a sum or mean over: the number of samples, or of tokens, or the
+        sum of their weights. `loss`, without a name, is a sum; one that is found to be a mean in
+        the first step of this process is refused. `metrics`: further sums, by name; a script may
+        leave some out. Raises UsageError unless there is one loss and a count, and TrainingError
+        for metrics that were not declared.
         """
         job, it = self.job, self._pass
         if it is None:
             raise UsageError(
-                f"step {self.number}: step.backward(loss, count) is called once for each batch"
+                f"step {self.number}: step.backward(mean=loss, count=count) is called once for "
+                "each batch"
             )
+        counted = self._counted(count)
+        loss = self._summed(loss, sum, mean, counted)
         self._pass = None
         given = dict(metrics or {})
         if not job.task.computes_loss:
             nothing = torch.zeros((), device=job.device)
             given = dict.fromkeys(job.task.metrics, nothing) | given
-        found = Sums(loss, int(count), given)
+        found = Sums(loss, counted, given)
         found = check_sums(found, job.task, it.loaded.samples, training=True)
         job.update.scale(found.loss * self._weight).backward()
         self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
+
+    def _counted(self, count: float | torch.Tensor | None) -> float:
+        """Return the count of a batch. Raises UsageError unless it is a number that can be one."""
+        try:
+            counted = float(count)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            counted = math.nan
+        if not (counted >= 0 and math.isfinite(counted)):
+            shown = "none" if count is None else repr(count)
+            raise UsageError(
+                f"step {self.number}: step.backward needs a count, and got {shown}: give count=, "
+                "the number of samples (or tokens) that the loss is a sum or mean over"
+            )
+        return counted
+
+    def _summed(
+        self,
+        loss: torch.Tensor | None,
+        total: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        count: float,
+    ) -> torch.Tensor:
+        """Return the sum of the losses of a batch. Raises UsageError unless one of them is given,
+        or if `loss` is a mean.
+        """
+        losses = [it for it in (loss, total, mean) if it is not None]
+        if len(losses) != 1:
+            raise UsageError(
+                f"step {self.number}: step.backward takes one loss of the batch: sum=, or mean="
+            )
+        (given,) = losses
+        if mean is None:
+            looks = loss is not None and self._is_first and not self.job.task.computes_loss
+            if looks and isinstance(given, torch.Tensor) and (found := mean_in(given, count)):
+                raise UsageError(
+                    f"step {self.number}: step.backward(loss, count) takes the sum of the losses "
+                    f"of a batch, and this is a mean ({found}): updates would be {count:g} times "
+                    "too small. Give step.backward(mean=loss, count=...), or make it a sum: "
+                    'reduction="sum". If it is one, give step.backward(sum=loss, count=...)'
+                )
+            return given
+        if count == 0:  # a mean over nothing is not a number
+            parameters = (it for it in self.job.model.parameters() if it.requires_grad)
+            return torch.stack([it.sum() * 0.0 for it in parameters]).sum()
+        return mean * count
 
     def update(self) -> None:
         """Collective: reduce the gradients, and make one step of each optimizer that was trained.
@@ -267,7 +330,7 @@ class Step:
     def _refuse_missing_backward(self) -> None:
         if self._pass is not None:
             raise UsageError(
-                f"step {self.number}: call step.backward(loss, count), in place of "
+                f"step {self.number}: call step.backward(mean=loss, count=...), in place of "
                 "loss.backward(), for each of its batches"
             )
 

@@ -218,9 +218,9 @@ def call_backward_twice(step: Step, model: torch.nn.Module) -> None:
 MISUSED = {
     forget_update: "step 1: call step.update(), in place of optimizer.step(), once its batches",
     forget_batches: "step 1: iterate over step.batches() before step.update()",
-    forget_backward: "step 1: call step.backward(loss, count), in place of loss.backward(), for",
+    forget_backward: "step 1: call step.backward(mean=loss, count=...), in place of loss.back",
     leave_passes: "step 1: call step.update() after the passes over its batches",
-    call_backward_twice: "step 1: step.backward(loss, count) is called once for each batch",
+    call_backward_twice: "step 1: step.backward(mean=loss, count=count) is called once for each",
 }
 
 
@@ -455,3 +455,77 @@ def test_modes_are_those_of_the_script(whole: bool, capsys: pytest.CaptureFixtur
             step.update()
     assert torch.equal(model[0].running_mean, torch.zeros(4))
     assert ("the model is in evaluation mode" in capsys.readouterr().out) == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "needs a count, and got none"),
+        ({"count": 5}, "takes one loss of the batch"),
+        ({"sum": 1, "mean": 1, "count": 5}, "takes one loss of the batch"),
+        ({"loss": 1}, "needs a count, and got none"),
+        ({"sum": 1, "count": "five"}, "needs a count, and got 'five'"),
+        ({"mean": 1, "count": -1}, "needs a count, and got -1"),
+        ({"mean": 1, "count": float("nan")}, "needs a count, and got nan"),
+        (
+            {"loss": 1, "count": 5},
+            "the sum of the losses of a batch, and this is a mean (Nll",
+        ),
+    ],
+)
+def test_a_loss_is_a_sum_or_a_mean(given: dict[str, Any], expected: str) -> None:
+    """Fails if what is given can be taken for the other, or is not named."""
+    model, loop = make()
+    with pytest.raises(UsageError) as found, loop:
+        step = next(iter(loop))
+        x, y = next(iter(step.batches()))
+        loss = cross_entropy(model(x), y)
+        step.backward(**{n: it if n == "count" else loss for n, it in given.items()})
+    assert expected in str(found.value)
+
+
+@pytest.mark.parametrize("virtual_workers", [None, 3])
+def test_means_and_sums_learn_the_same(virtual_workers: int | None) -> None:
+    """Fails if a mean, a mean of class weights or a count that is not whole weighs otherwise than
+    in a plain loop over the whole batch.
+    """
+    torch.manual_seed(0)
+    x, y = torch.randn(23, 4).double(), torch.arange(23) % 3
+    weight = torch.tensor([0.2, 0.3, 0.7]).double()
+    first = torch.nn.Linear(4, 3).double()
+    plain = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    for numbers in hvdtrain.GlobalBatchSampler(23, 8, seed=0).global_batches(0):
+        batch = torch.from_numpy(numbers)
+        optimizer.zero_grad()
+        cross_entropy(plain(x[batch]), y[batch], weight=weight).backward()
+        optimizer.step()
+    for kind in ("sum", "mean"):
+        model = copy.deepcopy(first)
+        samples = torch.utils.data.TensorDataset(x, y)
+        options = {"global_batch_size": 8, "epochs": 1, "virtual_workers": virtual_workers}
+        own = torch.optim.SGD(model.parameters(), 0.5)
+        with hvdtrain.Loop(model, own, samples, grad_accum_steps=2, **options) as loop:
+            for step in loop:
+                for inputs, labels in step.batches():
+                    scores = model(inputs)
+                    loss = cross_entropy(scores, labels, weight=weight, reduction=kind)
+                    step.backward(**{kind: loss}, count=weight[labels].sum())
+                step.update()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mean_over_nothing_counts_nothing() -> None:
+    """Fails if a batch without a label to learn makes the gradient of the others NaN."""
+    model, optimizer = parts()
+    x, y = torch.rand(4, 4), torch.tensor([0, 1, -100, -100])
+    samples = torch.utils.data.TensorDataset(x, y)
+    options = {"global_batch_size": 4, "grad_accum_steps": 4, "epochs": 1}
+    with hvdtrain.Loop(model, optimizer, samples, **options) as loop:
+        for step in loop:
+            for inputs, labels in step.batches():
+                count = (labels != -100).sum()
+                step.backward(mean=cross_entropy(model(inputs), labels), count=count)
+            step.update()
+    assert all(it.isfinite().all() for it in model.parameters())
