@@ -77,6 +77,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     here = Path(__file__).parent
     own = [it for it in frames if here not in Path(it.filename).parents]
     own = [it for it in own if Path(it.filename).name != "contextlib.py"]
+    own = [it for it in own if "site-packages" not in Path(it.filename).parts] or own
     place = f": error at {own[-1].filename}:{own[-1].lineno}" if own else ": error"
     if isinstance(error, Stopped):
         place = ""

@@ -61,7 +61,7 @@ def reduce_before_step(
     zero_grad = optimizer.zero_grad
 
     def guarded_zero_grad(set_to_none: bool = True) -> None:
-        if carrier._handles:
+        if carrier._handles and not flight.is_announced:  # such a loop checks all gradients itself
             raise TrainingError(
                 "optimizer.zero_grad() between backward() and optimizer.step(): the gradients are "
                 "still being reduced. To drop them call workers.reduce_gradients(optimizer) first"
@@ -210,15 +210,15 @@ class Flight:
         carrier._allreduce_grad_async = self._submit_and_note
         followed = [(it, bucket) for bucket in buckets for it in bucket.message.values()]
         self._nodes = [self._follow(*each) for each in followed]
-        self._is_announced = self._waits = self._in_parts = False
+        self.is_announced = self._waits = self._in_parts = False
         self._made: set[torch.Tensor] = set()  # by this pass
         self._probes: list[Any] = []  # hooks of the first step
 
     def begin_pass(self) -> None:
         """Prepare for a backward pass of a loop that calls this before each."""
         self._made.clear()
-        if not self._is_announced:
-            self._is_announced = self._waits = True
+        if not self.is_announced:
+            self.is_announced = self._waits = True
             self._probes = [
                 it.register_post_accumulate_grad_hook(self._probe) for it in self.parameters
             ]

@@ -16,6 +16,7 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, check_equal_on_all_ranks
 from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
+from hvdtrain.train.guard import steps_are_ours
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Meter, Totals
 from hvdtrain.train.step import Audit, Step, compute
@@ -108,7 +109,7 @@ class TrainingLoop:
         ranks have agreed to stop and the state is saved.
         """
         job, state, meter = self.job, self.state, self.state.meter
-        with self._stops_when_asked():
+        with self._stops_when_asked(), steps_are_ours(job):
             if self._is_evaluation_due:  # stopped during it
                 evaluated = self._evaluate_if_due()
                 self._save(evaluated)

@@ -26,6 +26,7 @@ from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.tasks.means import mean_in
 from hvdtrain.train.clock import PhaseClock
+from hvdtrain.train.guard import GradientGuard
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, StepSums
 from hvdtrain.train.update import not_finite
@@ -96,6 +97,7 @@ class Step:
         self.first_trained: Places = ()  # those of the first passes
         self._made: list[StepSums] = []  # of each update
         self._sums = StepSums(job.device)
+        self._guard = GradientGuard(job, exchange, number)
         job.set_lr(number)
         audit.begin(number, data)
 
@@ -154,11 +156,13 @@ class Step:
                 batch = it.loaded.on(job.device)
                 clock.enter("compute")
                 if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+                    self._guard.forget()
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
                     self._audit.begin_pass(it.share, batch)
                     self._pass = it
                     yield batch
                     self._refuse_missing_backward()
+                    self._guard.check()
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
                         self._own.append(it._replace(number=it.number + drawn))
                 clock.enter("data")
@@ -175,7 +179,7 @@ class Step:
         """Add the weighted gradient of the current batch to `.grad`, and its sums to the step's.
 
         The loss of the batch, a scalar, is given as `sum` or as `mean` (of cross_entropy and most
-        other functions of torch, unless told otherwise). `count`: what the step's loss is a mean
+        other functions of torch by default). `count`: what the step's loss is a mean
         over, and that of the batch a sum or mean over: the number of samples, or of tokens, or the
         sum of their weights. `loss`, without a name, is a sum; one that is found to be a mean in
         the first step of this process is refused. `metrics`: further sums, by name; a script may
@@ -198,6 +202,7 @@ class Step:
         found = Sums(loss, counted, given)
         found = check_sums(found, job.task, it.loaded.samples, training=True)
         job.update.scale(found.loss * self._weight).backward()
+        self._guard.note(self._trained(self._active or ()))
         self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
 
     def _counted(self, count: float | torch.Tensor | None) -> float:
@@ -255,6 +260,8 @@ class Step:
                 f"step {self.number}: iterate over step.batches() before step.update()"
             )
         self._refuse_missing_backward()
+        self._guard.check()
+        self._guard.forget()
         job, sums, clock, number = self.job, self._sums, self._clock, self.number
         optimizers, self._active = self._trained(self._active), None
         clock.enter("exchange")

@@ -36,6 +36,7 @@ class Update:
         self._amp_dtype = AMP_DTYPES.get(amp)
         self._clip_grad = clip_grad
         self._scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        self.is_applied = False  # while the optimizers make their steps
         self.average: AveragedModel | None = None
         if ema_decay is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
@@ -79,8 +80,10 @@ class Update:
         if self._clip_grad is not None and norm is not None:
             parameters = [it for optimizer in optimizers for it in parameters_of(optimizer)]
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        self.is_applied = True
         for optimizer in optimizers:
             self._scaler.step(optimizer)
+        self.is_applied = False
         self._scaler.update()
         return norm
 

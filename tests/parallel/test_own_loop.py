@@ -219,3 +219,14 @@ def test_kinds_of_loops_learn_what_a_plain_one_does(
     found = re.findall(r"rank \d: relative difference ([\d.e+-]+)", done.output)
     assert len(found) == size and all(float(it) < TOLERANCE for it in found), done.output
     assert "10 steps compared with the ring reference, 0 failed" in done.output
+
+
+def test_a_line_of_the_former_loop_is_refused_as_on_one_worker(tmp_path: Path) -> None:
+    """Fails if several workers give another error for it than one does, or one that is about
+    Horovod.
+    """
+    script = CHECKOUT / "tests" / "parallel" / "scripts" / "kinds_of_loops.py"
+    command = [PYTHON, str(script), "with a line of the former loop"]
+    done = horovodrun(2, "gloo", command, variables=options(tmp_path / "run"))
+    assert "step 1: code has changed the gradient of weight after step.backward()" in done.output
+    assert "finished" not in done.output

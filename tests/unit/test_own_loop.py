@@ -529,3 +529,59 @@ def test_a_mean_over_nothing_counts_nothing() -> None:
                 step.backward(mean=cross_entropy(model(inputs), labels), count=count)
             step.update()
     assert all(it.isfinite().all() for it in model.parameters())
+
+
+def left_over(kind: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A line of the loop as it was on one device."""
+    if kind == "clip_grad_norm_":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+    elif kind == "zero_grad":
+        optimizer.zero_grad()
+    elif kind == "zero_grad of the model":
+        model.zero_grad()
+    elif kind == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        optimizer.step()
+
+
+LEFT_OVER = ("clip_grad_norm_", "zero_grad", "zero_grad of the model", "zeros", "step")
+
+
+@pytest.mark.parametrize("virtual_workers", [None, 2])
+@pytest.mark.parametrize("kind", [*LEFT_OVER, "step after the update", "clip within the passes"])
+def test_lines_of_the_former_loop_are_refused(kind: str, virtual_workers: int | None) -> None:
+    """Fails if such a line is used in silence: a gradient that is dropped, scaled or used twice."""
+    model, optimizer = parts()
+    options = {"global_batch_size": 6, "grad_accum_steps": 2, "epochs": 1}
+    with (
+        pytest.raises(UsageError) as found,
+        hvdtrain.Loop(model, optimizer, SAMPLES, virtual_workers=virtual_workers, **options) as it,
+    ):
+        for step in it:
+            for x, y in step.batches():
+                step.backward(mean=cross_entropy(model(x), y), count=len(y))
+                if kind == "clip within the passes":
+                    left_over("clip_grad_norm_", model, optimizer)
+            if kind in LEFT_OVER:
+                left_over(kind, model, optimizer)
+            step.update()
+            if kind == "step after the update":
+                left_over("step", model, optimizer)
+    stepped = "the script calls optimizer.step()"
+    changed = "step 1: code has changed the gradient of weight after step.backward()"
+    assert (stepped if "step" in kind else changed) in str(found.value)
+
+
+def test_the_optimizer_is_the_scripts_after_the_loop() -> None:
+    """Fails if the guard of the loop outlives it."""
+    model, loop = make(epochs=1)
+    optimizer = loop._script.optimizers[0]
+    with loop:
+        for step in loop:
+            passes(step, model)
+            step.update()
+    before = model.weight.clone()
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)

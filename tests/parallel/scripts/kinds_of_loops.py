@@ -35,6 +35,7 @@ class Repeated(torch.nn.Module):
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "reentrant": lambda: Repeated(6),
     "reentrant, of a gradient that is sent alone": lambda: Repeated(400),
+    "with a line of the former loop": lambda: torch.nn.Linear(3, 1),
 }
 
 
@@ -58,6 +59,8 @@ def main(kind: str) -> None:
         for step in loop:
             for x, y in step.batches():
                 step.backward(mse_loss(model(x), y, reduction="sum"), len(y))
+            if kind == "with a line of the former loop":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             step.update()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)

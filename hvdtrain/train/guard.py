@@ -1,0 +1,76 @@
+"""Guards against lines of a script's former loop that are left beside `step.backward` and `update`.
+
+Without them such a line is refused on several workers alone, where gradients are being reduced, or
+on none: the run then learns something else, with an exit code of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.train.job import Job
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class GradientGuard:
+    """The gradients of a step of a script, which only `step.backward` and `step.update` change."""
+
+    def __init__(self, job: Job, exchange: Exchange, step: int) -> None:
+        self._job, self._step = job, step
+        # Without NCCL, Horovod copies each sum to the GPU by an operation of torch.
+        staged = exchange.size > 1 and job.device.type != "cpu"
+        self._copies = int(staged and not getattr(exchange, "has_nccl", True))
+        self._noted: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+
+    def note(self, optimizers: Optimizers) -> None:
+        """Note the gradients that a backward pass has made."""
+        if self._job.task.computes_loss:  # no code of a script runs between the passes
+            return
+        owned = (it for optimizer in optimizers for it in parameters_of(optimizer))
+        self._noted = [(it, it.grad, 0 if it.grad is None else it.grad._version) for it in owned]
+
+    def forget(self) -> None:
+        """Forget the gradients: those of virtual workers are kept elsewhere between passes."""
+        self._noted = []
+
+    def check(self) -> None:
+        """Raise UsageError if code has changed a gradient since it was noted, or dropped it."""
+        for parameter, gradient, version in self._noted:
+            last = 0 if gradient is None else gradient._version
+            if parameter.grad is not gradient or last > version + self._copies:
+                names = {id(it): name for name, it in self._job.model.named_parameters()}
+                raise UsageError(
+                    f"step {self._step}: code has changed the gradient of "
+                    f"{names.get(id(parameter), 'a parameter')} after step.backward(). Lines of "
+                    "the loop as it was before, such as zero_grad() or clip_grad_norm_(), must go: "
+                    "step.update() clips by the option clip_grad, makes the step of the optimizer, "
+                    "and the next step begins without gradients"
+                )
+
+
+@contextmanager
+def steps_are_ours(job: Job) -> Iterator[None]:
+    """Refuse `optimizer.step()` by the code of a script: `step.update()` makes the step."""
+
+    def refuse(*_: Any) -> None:
+        if not job.update.is_applied:
+            raise UsageError(
+                "hvdtrain.Loop: the script calls optimizer.step(), but step.update() has made, or "
+                "will make, the step of this optimizer: remove that line"
+            )
+
+    with ExitStack() as stack:
+        for optimizer in () if job.task.computes_loss else job.optimizers:
+            hook = optimizer.register_step_pre_hook(refuse)
+            # Before that of Horovod, which would reduce the gradients first.
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+            stack.callback(hook.remove)
+        yield
