@@ -154,7 +154,7 @@ def _wrong_in(sums: Sums, task: Task, samples: int, training: bool) -> Iterator[
         yield "the loss does not depend on any parameter that is trained"
     if task.counts_samples and sums.samples != samples:
         yield (
-            f"a batch of {samples} samples was counted as {sums.samples}. Is the batch dimension "
+            f"a batch of {samples} samples was counted as {sums.samples:g}. Is the batch dimension "
             "another one? To count tokens, set counts_samples = False"
         )
     expected = set(task.metrics if training else (*valid_metrics_of(task), *task.tables))

@@ -246,8 +246,8 @@ class Step:
                 )
             return given
         if count == 0:  # a mean over nothing is not a number
-            parameters = (it for it in self.job.model.parameters() if it.requires_grad)
-            return torch.stack([it.sum() * 0.0 for it in parameters]).sum()
+            trained = (it for it in self.job.model.parameters() if it.requires_grad)
+            return sum((it.sum() * 0.0 for it in trained), mean.new_zeros(()))
         return mean * count
 
     def update(self) -> None:
