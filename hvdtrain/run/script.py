@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import UsageError
@@ -112,7 +114,8 @@ def optimizer_problems(
             problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
         owned |= {id(it) for it in own}
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and not any(getattr(it, "optimizer", None) is optimizer for it in state):
+        kept = [it for it in state if getattr(it, "optimizer", None) is optimizer]
+        if (scheduled and not kept) or any(it not in kept for it in _plateaus_of(optimizer)):
             problems.append(
                 f"hvdtrain.Loop: {kind} has a learning rate schedule that would begin anew after a "
                 "resume: give state=[schedule]"
@@ -124,6 +127,16 @@ def optimizer_problems(
             "requires_grad_(False)"
         )
     return problems
+
+
+def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:
+    """Return the schedules of this type: unlike the others they leave no mark in the optimizer."""
+    holders = gc.get_referrers(optimizer)
+    for holder in [*holders]:
+        if isinstance(holder, dict) and holder.get("optimizer") is optimizer:  # of attributes
+            holders += gc.get_referrers(holder)
+    found = [it for it in holders if issubclass(type(it), ReduceLROnPlateau)]
+    return [it for it in found if it.optimizer is optimizer]
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]

@@ -76,6 +76,8 @@ WEIGHTED = torch.utils.data.DataLoader(
 ITERABLE = Endless()
 SCHEDULED = torch.optim.SGD(MODEL.parameters(), 0.1)
 SCHEDULE = torch.optim.lr_scheduler.StepLR(SCHEDULED, 5)
+PLATEAUED = torch.optim.SGD(MODEL.parameters(), 0.1)
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(PLATEAUED)
 OTHER = torch.nn.Linear(4, 3)
 # What is given, and what the message says.
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
@@ -107,6 +109,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "the DataLoader has a WeightedRandomSampler",
     ),
+    "plateau": ((MODEL, PLATEAUED, SAMPLES), {}, "begin anew after a resume: give state=[sched"),
     "schedule": ((MODEL, SCHEDULED, SAMPLES), {}, "begin anew after a resume: give state=[sched"),
 }
 
