@@ -88,7 +88,17 @@ class MapSamples:
         # What a batch draws itself depends on its first sample, and so on the number of ranks.
         seed_for(self.seed, epoch, numbers[0], OF_BATCH)
         before = marks()
-        batch = self.make_batch(samples)
+        try:
+            batch = self.make_batch(samples)
+        except Exception as error:  # the user's code raises errors of many types
+            listed = samples if is_list(samples, len(numbers)) else []
+            missing = [it for it, sample in zip(numbers, listed, strict=False) if sample is None]
+            if not missing:
+                raise
+            kind = type(self.dataset).__name__
+            raise BadSample(
+                f"sample {missing[0]} of {kind} is None, of which no batch can be made"
+            ) from error
         self.batches_draw = bool(self.batches_draw) or marks() != before
         return batch
 

@@ -202,6 +202,22 @@ def test_a_sample_that_cannot_be_read_is_named(readers: int) -> None:
         list(stream(split, BATCHES, 0))
 
 
+def test_a_sample_that_is_none_is_named() -> None:
+    """Fails if only the type is reported, which does not tell which of a million samples it is; or
+    if a `collate_fn` that leaves such samples out is not taken.
+    """
+    samples: Any = [torch.ones(2) if number != 4 else None for number in range(6)]
+    batches = [np.array([3, 4, 5])]
+    with pytest.raises(TrainingError, match="sample 4 of list is None, of which no batch can be"):
+        list(stream(MapSplit(samples), batches, 0))
+
+    def without_none(found: list[Any]) -> torch.Tensor:
+        return torch.stack([it for it in found if it is not None])
+
+    (loaded,) = stream(MapSplit(samples, without_none), batches, 0)
+    assert len(loaded.batch) == 2
+
+
 def test_an_empty_batch_draws_nothing_of_the_run() -> None:
     """Fails if a rank without samples, whose collate draws random numbers, goes on with others."""
     torch.manual_seed(1)
