@@ -56,8 +56,7 @@ def _mean_at(node: Any, count: float, power: int, depth: int) -> str | None:
     if name in ("Mul", "Div"):
         if len(inputs) != 1:
             return None
-        number = _number(node)
-        power += _power(number if name == "Mul" else 1 / number if number else math.nan, count)
+        power += _power(_number(node), count, name == "Div")
         return _mean_at(inputs[0], count, power, depth + 1)
     reduction = getattr(node, "_saved_reduction", None)
     is_mean = name == "Mean" or reduction == MEAN
@@ -78,12 +77,15 @@ def _number(node: Any) -> float:
     return math.nan
 
 
-def _power(factor: float, count: float) -> int:
-    """Return 1 for a multiple of the count, -1 for its inverse, else 0, such as for a weight."""
-    if not math.isfinite(factor) or factor == 0:
+def _power(number: float, count: float, divides: bool) -> int:
+    """Return 1 for a product with a multiple of the count, such as the number of elements, -1 for a
+    division by the count, else 0: for a weight, which may be the inverse of any number.
+    """
+    if not math.isfinite(number):
         return 0
-    for value, power in ((abs(factor), 1), (1 / abs(factor), -1)):
-        times = value / count
-        if round(times) >= 1 and math.isclose(times, round(times), rel_tol=1e-5):
-            return power
-    return 0
+    times = abs(number) / count
+    if round(times) < 1 or not math.isclose(times, round(times), rel_tol=1e-5):
+        return 0
+    if not divides:
+        return 1
+    return -1 if round(times) == 1 else 0

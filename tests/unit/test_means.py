@@ -56,7 +56,6 @@ MEANS: dict[str, Loss] = {
     "mean()": lambda x, y, t: focal(x).mean(),
     "mean(0)": lambda x, y, t: focal(x).mean(0),
     "divided by the count": lambda x, y, t: total(x, y) / N,
-    "times its inverse": lambda x, y, t: total(x, y) * (1 / N),
     "timm": lambda x, y, t: timm_soft(x, t),
     "transformers": lambda x, y, t: of_language_model(x, y),
     "with a weight": lambda x, y, t: 0.5 * functional.cross_entropy(x, y),
@@ -107,6 +106,17 @@ def test_means_are_found(name: str) -> None:
 def test_sums_are_taken(name: str) -> None:
     """Fails if a script that is right is refused."""
     assert mean_in(made(SUMS[name]), N) is None
+
+
+@pytest.mark.parametrize("count", [2, 5, 8, 10, 50, 64, 100, 128])
+@pytest.mark.parametrize("weight", [0.5, 0.1, 0.01, 0.001, 1 / 128])
+def test_a_weight_is_not_taken_for_a_division(weight: float, count: int) -> None:
+    """Fails if a weighted sum is refused at some sizes of a batch, and so at some numbers of
+    workers.
+    """
+    loss = weight * made(SUMS["cross_entropy"])
+    assert mean_in(loss, count) is None
+    assert mean_in(loss / (4 * count), count) is None
 
 
 def test_a_loss_without_a_graph_is_taken() -> None:
