@@ -50,6 +50,8 @@ def _mean_at(node: Any, count: float, power: int, depth: int) -> str | None:
         return _mean_at(inputs[0], count, power, depth + 1) if len(inputs) == 1 else None
     if name in ("Mean", "Sum") and size == ():
         return _mean_at(inputs[0], count, power, depth + 1)
+    if name == "Sum" and len(inputs) == 1 and inputs[0].name().startswith("Stack"):
+        name, inputs = "Add", [it for it, _ in inputs[0].next_functions if it is not None]
     if name in ("Add", "Sub"):
         found = [_mean_at(it, count, power, depth + 1) for it in inputs]
         return found[0] if found and all(found) else None

@@ -61,6 +61,8 @@ MEANS: dict[str, Loss] = {
     "with a weight": lambda x, y, t: 0.5 * functional.cross_entropy(x, y),
     "of accumulation": lambda x, y, t: functional.cross_entropy(x, y) / 2,
     "two": lambda x, y, t: functional.cross_entropy(x, y) + 0.1 * functional.mse_loss(x, t),
+    "several": lambda x, y, t: torch.stack([functional.cross_entropy(x, y), x.mean()]).sum(),
+    "with another mean": lambda x, y, t: functional.cross_entropy(x, y) + 0.1 * x.mean(),
     "of replicas": lambda x, y, t: functional.cross_entropy(x, y).view(1).sum(),
 }
 SUMS: dict[str, Loss] = {
@@ -84,6 +86,7 @@ SUMS: dict[str, Loss] = {
     "of accumulation": lambda x, y, t: total(x, y) / 2,
     "two": lambda x, y, t: total(x, y) + 0.1 * functional.mse_loss(x, t, reduction="sum"),
     "mixed up": lambda x, y, t: 0.3 * total(x, y) + 0.7 * total(x, y.flip(0)),
+    "several": lambda x, y, t: torch.stack([total(x, y), x.mean()]).sum(),
     "with a penalty": lambda x, y, t: total(x, y) + 0.01 * x.pow(2).mean(),
     "of bfloat16": lambda x, y, t: total(x.bfloat16(), y).float(),
     "focal": lambda x, y, t: focal(x).sum(),
