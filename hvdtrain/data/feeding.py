@@ -229,7 +229,8 @@ def with_items(batch: Any, items: Any) -> Any:
     if isinstance(copied, list):
         copied[:] = items
     else:
-        copied.update(items)
+        for key, item in items.items():  # `update` of a Counter would add
+            copied[key] = item
     return copied
 
 

@@ -150,6 +150,13 @@ def test_a_batch_that_cannot_be_empty_is_an_error(collate: Callable[[Any], Any])
         list(stream(split, [np.arange(0)], 0))
 
 
+def test_counts_are_replaced_not_added() -> None:
+    """Fails if a Counter in a batch holds twice its values once it is moved."""
+    moved = to_device(collections.Counter(a=torch.ones(2), b=3), torch.device("cpu"))
+    assert type(moved) is collections.Counter
+    assert moved["a"].tolist() == [1.0, 1.0] and moved["b"] == 3
+
+
 def test_an_empty_mapping_keeps_its_type() -> None:
     """Fails if a batch without samples has another type than others."""
     split = MapSplit([{"x": torch.ones(2)}] * 3, lambda it: Encoding(default_collate(it)))
