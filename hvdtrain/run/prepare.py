@@ -302,7 +302,8 @@ def _try_once(
         return
     try:
         read = ("--task", name) if name else ("--data", config.data.data)
-        batch = to_device(plugins.call(*read, split.batch, own), device)
+        with in_evaluation_mode(model):  # as a plug-in may look at it
+            batch = to_device(plugins.call(*read, split.batch, own), device)
     except BadSample as error:
         raise UsageError(str(error)) from error
     tried = len(batch[1]) if may_skip(split) else len(own)
