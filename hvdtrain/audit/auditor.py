@@ -129,7 +129,7 @@ class Auditor:
             return
         groups = self._due
         if optimizers is not None:
-            owned = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
+            owned = set(map(id, parameters_of(*optimizers)))
             groups = [it for it in groups if id(self._parameters[it[0].parameter]) in owned]
         self._pieces = list(chain.from_iterable(groups))
         self._blocks = make_blocks(groups, self._parameters, self._check.whole)

@@ -104,7 +104,7 @@ class Tracer:
         """Digest the reduced gradients of these optimizers."""
         if not self._records:
             return
-        owned = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
+        owned = set(map(id, parameters_of(*optimizers)))
         places = {n for n, it in enumerate(self._parameters) if id(it) in owned}
         gradients = [it.grad for it in self._parameters]
         self._reduced += self._digests(gradients, [it for it in self._own_reduced if it in places])

@@ -27,9 +27,10 @@ KEEP_ORDER = (
 )
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters of an optimizer, in the order in which its state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of optimizers, each in the order in which its state numbers them."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def reduce_before_step(

@@ -34,8 +34,10 @@ class GradientGuard:
         """Note the gradients that a backward pass has made."""
         if self._job.task.computes_loss:  # no code of a script runs between the passes
             return
-        owned = (it for optimizer in optimizers for it in parameters_of(optimizer))
-        self._noted = [(it, it.grad, 0 if it.grad is None else it.grad._version) for it in owned]
+        self._noted = [
+            (it, it.grad, 0 if it.grad is None else it.grad._version)
+            for it in parameters_of(*optimizers)
+        ]
 
     def forget(self) -> None:
         """Forget the gradients: those of virtual workers are kept elsewhere between passes."""

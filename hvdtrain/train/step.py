@@ -434,7 +434,7 @@ def _others_frozen(job: Job, places: Places) -> Iterator[None]:
     """Let only the parameters of these optimizers have gradients, if there are others."""
     frozen = []
     if len(places) < len(job.optimizers):
-        own = {id(it) for place in places for it in parameters_of(job.optimizers[place])}
+        own = set(map(id, parameters_of(*(job.optimizers[place] for place in places))))
         frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]
     for parameter in frozen:
         parameter.requires_grad_(False)

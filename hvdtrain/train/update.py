@@ -57,7 +57,7 @@ class Update:
         """
         if self._scaler.is_enabled() or _all_finite(_gradients(optimizers)):
             return []
-        own = {id(it) for optimizer in optimizers for it in parameters_of(optimizer)}
+        own = set(map(id, parameters_of(*optimizers)))
         named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
         return not_finite({name: it for name, it in named.items() if it is not None})
 
@@ -78,8 +78,7 @@ class Update:
         if self._clip_grad is not None or measure:
             norm = torch.nn.utils.get_total_norm(_gradients(optimizers))
         if self._clip_grad is not None and norm is not None:
-            parameters = [it for optimizer in optimizers for it in parameters_of(optimizer)]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters_of(*optimizers), self._clip_grad, norm)
         self.is_applied = True
         for optimizer in optimizers:
             self._scaler.step(optimizer)
@@ -105,8 +104,7 @@ class Update:
 
 
 def _gradients(optimizers: Optimizers) -> list[torch.Tensor]:
-    owned = (it for optimizer in optimizers for it in parameters_of(optimizer))
-    return [it.grad for it in owned if it.grad is not None]
+    return [it.grad for it in parameters_of(*optimizers) if it.grad is not None]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
