@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvdtrain.audit import Audits
 from hvdtrain.data import GlobalBatchSampler, Shares, Splits, split_of
-from hvdtrain.data.feeding import Feed, StepData, to_device
+from hvdtrain.data.feeding import Feed, to_device
 from hvdtrain.exchange import AVERAGE, Exchange
-from hvdtrain.lab.bench.rounds import Options
+from hvdtrain.lab.bench.rounds import ENDLESS, Options, endless_steps
 from hvdtrain.lab.systems.work import Work, trained
 from hvdtrain.run.script import ScriptTask
 from hvdtrain.train.job import Intervals, Job
@@ -27,7 +27,6 @@ from hvdtrain.train.step import Step
 from hvdtrain.train.update import Update
 
 SAMPLES = 16384
-ENDLESS = 2**62  # steps
 
 
 def samples_of(work: Work) -> TensorDataset:
@@ -63,7 +62,7 @@ def script_step(options: Options, work: Work, exchange: Exchange) -> Callable[[]
     """Return the step of a script with `hvdtrain.Loop` over a DataLoader, a collective."""
     job = _job(options, work, exchange)
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)
-    steps, numbers = _steps(job, exchange.rank), itertools.count(1)
+    steps, numbers = endless_steps(job, exchange.rank), itertools.count(1)
 
     def run() -> None:
         number = next(numbers)
@@ -99,8 +98,3 @@ def _job(options: Options, work: Work, exchange: Exchange) -> Job:
         intervals=Intervals(log=10, evaluation=1),
     )
     return job.distributed(exchange)
-
-
-def _steps(job: Job, rank: int) -> Iterator[StepData]:
-    for epoch in itertools.count():
-        yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.lab.bench.ratios import Ratio
 from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.train.job import Job
 
 WARM_UP_STEPS = 5
+ENDLESS = 2**62  # steps
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 
@@ -118,3 +122,9 @@ def run_rounds(
             own = (time.perf_counter() - started) / steps
             seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
     return seconds
+
+
+def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
+    """Yield the data of one step after the other."""
+    for epoch in itertools.count():
+        yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)

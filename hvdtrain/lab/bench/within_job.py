@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.data import Shares, SharesLike, VirtualShares
-from hvdtrain.data.feeding import Feed, StepData, to_device
+from hvdtrain.data.feeding import Feed, to_device
 from hvdtrain.errors import EXIT_OK, UsageError
 from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
@@ -33,7 +33,7 @@ from hvdtrain.files import write_json
 from hvdtrain.lab.bench.own_script import bare_loader_step, script_step
 from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
 from hvdtrain.lab.bench.ring_speed import bench_ring
-from hvdtrain.lab.bench.rounds import Measured, Options, plan_of, run_rounds
+from hvdtrain.lab.bench.rounds import ENDLESS, Measured, Options, endless_steps, plan_of, run_rounds
 from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.log import counted, say
 from hvdtrain.run.process import keep_freed_memory
@@ -48,7 +48,6 @@ from hvdtrain.train.update import Update
 
 DATA = "synthetic:1x28x28"
 LR, MOMENTUM = 0.01, 0.9
-ENDLESS = 2**62  # steps
 NO_AUDITS = Audits()
 PARTS = 100
 RARELY = 100  # steps between whole audits
@@ -137,12 +136,6 @@ def make_job(
         intervals=Intervals(log=10, evaluation=1),
     )
     return job.distributed(exchange)
-
-
-def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
-    """Yield the data of one step after the other."""
-    for epoch in itertools.count():
-        yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
 
 
 def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
