@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.utils.data import _utils as loading
 
+from hvdtrain import exchange
 from tests.unit import recorded
 
 loading.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that torch waits for a stuck reader, in place of 5
@@ -34,3 +37,14 @@ def run(honest: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "runs" / "run"
     shutil.copytree(honest, copy)
     return copy
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A script of its own in an empty folder."""
+    monkeypatch.setattr(exchange, "_joined", None)
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.chdir(tmp_path)
+    hook = sys.excepthook
+    yield
+    sys.excepthook = hook

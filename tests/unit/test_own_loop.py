@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
-from hvdtrain import exchange
 from hvdtrain.errors import UsageError
 from hvdtrain.train.step import Step
 from tests.unit import commands
@@ -24,17 +22,7 @@ Run = Callable[..., Any]
 SAMPLES = hvdtrain.TensorSplit(
     torch.rand(21, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 )
-
-
-@pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A script of its own in an empty folder."""
-    monkeypatch.setattr(exchange, "_joined", None)
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
-    monkeypatch.chdir(tmp_path)
-    hook = sys.excepthook
-    yield
-    sys.excepthook = hook
+pytestmark = pytest.mark.usefixtures("script")
 
 
 def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

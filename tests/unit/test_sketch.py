@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import hvdtrain
-from hvdtrain import IterableSplit, MapSplit, exchange, split_of
+from hvdtrain import IterableSplit, MapSplit, split_of
 from hvdtrain.data.sketch import SAMPLES, SKETCH, alike, sketch_of
 from hvdtrain.data.splits import Splits, fingerprint
 from hvdtrain.errors import AgreedFailure
@@ -130,17 +128,6 @@ def refused(make: Callable[[int], tuple[Any, Any]]) -> str:
     found = run_ranks(connect(3), check)
     assert len({*found}) == 1
     return found[0]
-
-
-@pytest.fixture()
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A script of its own in an empty folder."""
-    monkeypatch.setattr(exchange, "_joined", None)
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
-    monkeypatch.chdir(tmp_path)
-    hook = sys.excepthook
-    yield
-    sys.excepthook = hook
 
 
 def train(data: Any, **options: Any) -> int:
