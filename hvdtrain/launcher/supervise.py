@@ -201,11 +201,10 @@ class Supervisor:
                 rank.take(message["pulse"])
             rank.end(int(message["ended"]))
             rank.keep(self._logs.finish(number))
-            if rank.has_failed and self._logs.shown_ranks is None:
-                # The same traceback of other ranks is for their logs.
-                self._logs.shown_ranks = frozenset({0, number})
             if rank.has_failed:
                 self._evidence.blame("a rank")
+                if self._logs.shown_ranks is None:  # the same traceback of others is for their logs
+                    self._logs.shown_ranks = frozenset({0, number})
 
     def _lose(self, number: int) -> None:
         rank = self._ranks[number]

@@ -155,7 +155,8 @@ def _make_model(
         check_model(model)
     if not model.training:  # what is frozen within a model that is to be trained stays so
         model.train()
-    _try_once(model, source, config, exchange.rank, device)
+    with in_evaluation_mode(model):
+        _try_once(model, source, config, exchange.rank, device)
     if config.model.compile:
         compile_forward(model)
     seed_all(config.run.seed, exchange.rank)  # other dropout on each rank
@@ -290,7 +291,9 @@ def _try_once(
     model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
     """Evaluate a few samples, so that a model that rejects its data fails before files are written.
-    Running statistics do not change. Random generators may advance, so seed them afterwards.
+
+    The model is in evaluation mode, also while they are read, as a plug-in may look at it. Running
+    statistics do not change. Random generators may advance, so seed them afterwards.
     """
     name, split = config.model.task, source.data.train
     shares = source.shares.of_rank(rank)
@@ -302,15 +305,14 @@ def _try_once(
         return
     try:
         read = ("--task", name) if name else ("--data", config.data.data)
-        with in_evaluation_mode(model):  # as a plug-in may look at it
-            batch = to_device(plugins.call(*read, split.batch, own), device)
+        batch = to_device(plugins.call(*read, split.batch, own), device)
     except BadSample as error:
         raise UsageError(str(error)) from error
     tried = len(batch[1]) if may_skip(split) else len(own)
     if tried > 0:  # otherwise none of these samples can be read, but others may be
         used = ("--task", name) if name else ("--model", config.model.model)
         try:
-            with torch.no_grad(), in_evaluation_mode(model):
+            with torch.no_grad():
                 sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
         except UsageError as error:
             advice = "" if name else advice_on_size(config.model.model, batch[0].shape)

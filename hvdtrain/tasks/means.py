@@ -15,15 +15,7 @@ import torch
 MEAN, SUM = 1, 2  # torch.nn.functional's codes of `reduction`
 # Operations on one value that leave it as it is, but for its sign, type and shape.
 UNCHANGING = (
-    "Neg",
-    "ToCopy",
-    "Squeeze",
-    "Unsqueeze",
-    "View",
-    "Reshape",
-    "Clone",
-    "Alias",
-    "Expand",
+    *("Neg", "ToCopy", "Squeeze", "Unsqueeze", "View", "Reshape", "Clone", "Alias", "Expand"),
 )
 DEEPEST = 64  # operations
 
@@ -46,10 +38,9 @@ def _mean_at(node: Any, count: float, power: int, depth: int) -> str | None:
         return None
     inputs = [it for it, _ in node.next_functions if it is not None]
     size = getattr(node, "_saved_self_sym_sizes", None)
-    if name.startswith(UNCHANGING) or (name in ("Mean", "Sum") and size and math.prod(size) == 1):
+    of_one = name in ("Mean", "Sum") and size is not None and math.prod(size) == 1
+    if of_one or name.startswith(UNCHANGING):
         return _mean_at(inputs[0], count, power, depth + 1) if len(inputs) == 1 else None
-    if name in ("Mean", "Sum") and size == ():
-        return _mean_at(inputs[0], count, power, depth + 1)
     if name == "Sum" and len(inputs) == 1 and inputs[0].name().startswith("Stack"):
         name, inputs = "Add", [it for it, _ in inputs[0].next_functions if it is not None]
     if name in ("Add", "Sub"):
@@ -61,8 +52,7 @@ def _mean_at(node: Any, count: float, power: int, depth: int) -> str | None:
         power += _power(_number(node), count, name == "Div")
         return _mean_at(inputs[0], count, power, depth + 1)
     reduction = getattr(node, "_saved_reduction", None)
-    is_mean = name == "Mean" or reduction == MEAN
-    if is_mean:
+    if name == "Mean" or reduction == MEAN:
         return name if power == 0 else None
     is_sum = name == "Sum" or reduction == SUM
     return "division by the count" if is_sum and power < 0 else None
