@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
-from hvdtrain.data.feeding import changed, to_device
+from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
-from hvdtrain.exchange import Exchange, copied_to_cpu
+from hvdtrain.exchange import Exchange
 from hvdtrain.models.execution import copied
+from hvdtrain.tensors import changed, copied_to_cpu
 from hvdtrain.train.buffers import buffers_of, load_buffers
 from hvdtrain.train.workers import rng_state, set_rng_state
 

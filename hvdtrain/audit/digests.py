@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.sending import digest_of as content_digest
 from hvdtrain.errors import UsageError
+from hvdtrain.tensors import items_of
 
 WORDS = 2
 Words = NDArray[np.int32]  # of shape (..., WORDS)
@@ -58,9 +59,9 @@ class BatchDigest:
             for key in batch:
                 self._hash.update(repr(key).encode())
                 self.add(batch[key])
-        elif isinstance(batch, list | tuple):
-            self._hash.update(f"{len(batch)}:".encode())
-            for item in batch:
+        elif (items := items_of(batch)) is not None:
+            self._hash.update(f"{len(items)}:".encode())
+            for item in items.values():
                 self.add(item)
         elif hasattr(batch, "__dict__") and not isinstance(batch, type):
             self._hash.update(_content_of(batch).encode())

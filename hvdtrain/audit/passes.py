@@ -7,7 +7,7 @@ graph, reject modules that work in place, and could change the order of sums.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdtrain.audit.digests import BatchDigest, text_of
 from hvdtrain.data.feeding import StepData
 from hvdtrain.data.sampler import Indices
+from hvdtrain.tensors import tensors_in
 from hvdtrain.train.metering import StepSums
 
 Digests = dict[str, str]  # of tensors by name, in the order of computation
@@ -81,7 +82,7 @@ class PassDigests:
         self._open.append(call)
         self._own[f"the input of {call}"] = _digest([inputs, named_inputs])
         is_leaf = next(module.children(), None) is None
-        for tensor in _tensors([inputs, named_inputs]):
+        for tensor in tensors_in([inputs, named_inputs]):
             if tensor.requires_grad:
                 if tensor not in self._names:  # computed outside of modules
                     self._watch(tensor, f"the input of {call}")
@@ -91,7 +92,7 @@ class PassDigests:
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         name = f"the output of {self._open.pop()}"
         self._own[name] = _digest(output)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 self._watch(tensor, name)
 
@@ -137,18 +138,6 @@ def _first(one: Digests, other: Digests) -> str | None:
 
 def _digest(value: Any) -> str:
     found = BatchDigest()
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         found.add(tensor)
     return text_of(found.words())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a nested structure."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -6,11 +6,10 @@ ahead as the split reads (see `hvdtrain.data.reading`).
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from hvdtrain.data.sampler import GlobalBatchSampler, Indices, SharesLike
 from hvdtrain.data.splits import Split
 from hvdtrain.ring import split_evenly
+from hvdtrain.tensors import changed
 
 Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
@@ -186,52 +186,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return callable(getattr(item, "to", None)) and not isinstance(item, type)
 
     return changed(batch, move, has_to)
-
-
-def is_tensor(item: Any) -> bool:
-    """Return whether this is a tensor."""
-    return isinstance(item, torch.Tensor)
-
-
-def changed(
-    batch: Any, change: Callable[[Any], Any], applies: Callable[[Any], bool] = is_tensor
-) -> Any:
-    """Return the same structure with what `applies` to replaced by its change.
-
-    Structures are mappings, lists, tuples and dataclasses, also derived ones, which keep their type
-    and further attributes; other objects stay as they are.
-    """
-    if applies(batch):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        items = {key: changed(item, change, applies) for key, item in batch.items()}
-        return items if type(batch) is dict else with_items(batch, items)
-    if isinstance(batch, tuple):
-        found = [changed(item, change, applies) for item in batch]
-        return type(batch)(*found) if hasattr(batch, "_fields") else type(batch)(found)
-    if isinstance(batch, list):
-        found = [changed(item, change, applies) for item in batch]
-        return found if type(batch) is list else with_items(batch, found)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        copied = copy.copy(batch)
-        for field in fields(batch):
-            value = changed(getattr(batch, field.name), change, applies)
-            object.__setattr__(copied, field.name, value)  # it may be frozen
-        return copied
-    return batch
-
-
-def with_items(batch: Any, items: Any) -> Any:
-    """Return a copy of a derived list or dict with other items."""
-    if not isinstance(batch, list | MutableMapping):
-        return type(batch)(items)
-    copied = copy.copy(batch)
-    if isinstance(copied, list):
-        copied[:] = items
-    else:
-        for key, item in items.items():  # `update` of a Counter would add
-            copied[key] = item
-    return copied
 
 
 class PartSplit:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from hvdtrain.data.drawing import OF_BATCH, kept, marks, seed_for, torch_state_of
-from hvdtrain.data.feeding import Loaded, with_items
+from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.reading import BadSample, Key
 from hvdtrain.data.splits import texts_of
 from hvdtrain.errors import TrainingError
+from hvdtrain.tensors import items_of, with_items
 
 Collate = Callable[[Any], Any]
 SHARDS = "index.json"  # of litdata, in the folder of its shards
@@ -222,14 +223,11 @@ def _cut(one: Any, two: Any) -> Any:
         return one
     if isinstance(one, np.ndarray):
         return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
-    if isinstance(one, Mapping):
-        found = {key: _cut(item, two[key]) for key, item in one.items()}
-        return found if type(one) is dict else with_items(one, found)
-    if isinstance(one, list | tuple) and not hasattr(one, "to"):
-        if len(one) != len(two):  # of samples, such as texts
+    items, others = items_of(one) or {}, items_of(two) or {}
+    if items and (isinstance(one, Mapping) or not hasattr(one, "to")):
+        if len(items) != len(others):  # of samples, such as texts
             return type(one)()
-        items = [_cut(*pair) for pair in zip(one, two, strict=True)]
-        return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+        return with_items(one, {key: _cut(item, others[key]) for key, item in items.items()})
     if hasattr(one, "to") or getattr(one, "__dict__", None):  # it may hold the samples
         kind = type(one).__name__
         raise TrainingError(

@@ -7,7 +7,7 @@ a tolerance: image decoders and processors round differently, whereas other samp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from hvdtrain.data.drawing import drawing
 from hvdtrain.data.feeding import in_order, stream
 from hvdtrain.data.splits import Split
+from hvdtrain.tensors import items_of
 
 SKETCH = "sketch"  # the name of a split's sketch in its fingerprint
 SAMPLES = 8
@@ -69,12 +70,8 @@ def _parts(place: str, item: Any, depth: int) -> Iterator[list[Any]]:
     if isinstance(item, torch.Tensor):
         yield _of_tensor(place, item.detach().cpu())
         return
-    inner: dict[Any, Any] = {}
-    if isinstance(item, Mapping):
-        inner = dict(item)
-    elif isinstance(item, list | tuple):
-        inner = dict(enumerate(item))
-    elif not isinstance(item, str | bytes | int | None) and hasattr(item, "__dict__"):
+    inner = dict(items_of(item) or {})
+    if not inner and not isinstance(item, str | bytes | int | None) and hasattr(item, "__dict__"):
         inner = vars(item)
     if inner and depth:
         for key, value in inner.items():

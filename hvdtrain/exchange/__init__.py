@@ -33,6 +33,7 @@ from hvdtrain.exchange.distributed_optimizer import (
 )
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport, in_process_ring
+from hvdtrain.tensors import copied_to_cpu
 
 Result = TypeVar("Result")
 _joined: Exchange | None = None
@@ -321,14 +322,3 @@ def check_equal_on_all_ranks(
             f"parameters differ between ranks {when}: {name_ranks(different)} held other values "
             "than rank 0"
         )
-
-
-def copied_to_cpu(value: Any) -> Any:
-    """Return the same structure with tensors copied to memory of their own on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True).contiguous()
-    if isinstance(value, dict):
-        return {key: copied_to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied_to_cpu(item) for item in value)
-    return value

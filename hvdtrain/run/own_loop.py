@@ -152,6 +152,7 @@ class Loop:
         self._directed: Iterator[Step] | None = None  # the steps in place of those of a training
         self._run: TrainingRun | None = None
         self._loop: TrainingLoop | None = None
+        self._last: Evaluation | None = None  # of the finished run that is resumed
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
@@ -167,7 +168,7 @@ class Loop:
             run = stack.enter_context(training_run(self._config, self._session))
             exchange = self._session.exchange
             if run is None:
-                take_last_state(self._script, self.folder, exchange)
+                self._last = take_last_state(self._script, self.folder, exchange)
             else:
                 self._loop = TrainingLoop(run.job, run.state, exchange, run.hooks)
                 self._run = run
@@ -242,7 +243,7 @@ class Loop:
     @property
     def evaluation(self) -> Evaluation | None:
         """Return the newest evaluation; None before the first one."""
-        return None if self._loop is None else self._loop.state.evaluation
+        return self._last if self._loop is None else self._loop.state.evaluation
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context for forward passes with the option `amp`."""

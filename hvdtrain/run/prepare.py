@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,11 @@ from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
+from hvdtrain.train.built import built_of
 from hvdtrain.train.evaluate import in_evaluation_mode
-from hvdtrain.train.job import Intervals, Job
+from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
+from hvdtrain.train.portable import refuse_unreadable
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import check_model, seed_all
@@ -69,6 +72,8 @@ def prepare(
         _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
     amp, compression = config.precision.amp, config.precision.compression
     ema_decay = settings.model_ema_decay if settings.model_ema else None
+    further_state = script.further_state if script else ()
+    _refuse_unreadable_state(model, optimizers, further_state)
     return Job(
         model=model,
         optimizers=optimizers,
@@ -94,9 +99,23 @@ def prepare(
         ),
         fingerprints=source.fingerprints,
         seed=config.run.seed,
-        further_state=script.further_state if script else (),
+        further_state=further_state,
+        built=built_of(optimizers, further_state),
         save_frozen=script.save_frozen if script else True,
     )
+
+
+def _refuse_unreadable_state(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    further_state: Sequence[Stateful],
+) -> None:
+    """Raise UsageError for a state that no checkpoint could give back."""
+    for optimizer in optimizers:
+        refuse_unreadable(optimizer.state_dict(), f"the state of {type(optimizer).__name__}")
+    for number, held in enumerate(further_state):
+        refuse_unreadable(held.state_dict(), f"state[{number}]")
+    refuse_unreadable(model.state_dict(), "the model's state")
 
 
 def _bucket_bytes(choice: str, exchange: Exchange) -> int:

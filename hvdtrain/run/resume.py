@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
 from hvdtrain.train.base import refuse_another_base, saved_base
+from hvdtrain.train.built import built_of, refuse_other_build
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
     Checkpoints,
@@ -33,7 +35,8 @@ from hvdtrain.train.checkpoint import (
     load_checkpoint,
     name_of,
 )
-from hvdtrain.train.state import find_not_finite, load_optimizers
+from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.state import evaluation_in, find_not_finite, load_optimizers
 
 LOCK_WAIT_S = 120.0
 
@@ -43,7 +46,7 @@ class Resumed:
     """The part of a resumed run that every rank needs."""
 
     global_batch_size: int
-    state: dict[str, Any] | None  # None: no good checkpoint, so start from the beginning
+    state: dict[str, Any] | None  # None: no checkpoint, so start from the beginning
     finished: dict[str, Any] | None  # the summary, if the run has already finished
     rank_weights: str | None = None  # those that it was started with
 
@@ -94,10 +97,13 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
         raise
 
 
-def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: Source) -> None:
+def refuse_changed_data(
+    config: TrainConfig, found: Resumable | None, source: Source, given: str
+) -> None:
     """Raise UsageError on rank 0, naming the differences, unless the data are those of the run.
 
     The order of samples depends on their number, so other data would repeat and skip samples.
+    `given`: what has chosen the data.
     """
     state = found.resumed.state if found else None
     if state is None:
@@ -117,13 +123,10 @@ def refuse_changed_data(config: TrainConfig, found: Resumable | None, source: So
             if (changed := _change(old[host][part], new[host][part], split if whole else None))
         ]
     if problems:
-        task = config.model.task
-        given = f"--task={task}" if task else f"--data={config.data.data}"
         problems = [f"{given}: the data have changed since the checkpoint: {p}" for p in problems]
-        problems[-1] += (
-            ". Resume with the data as they were, or start another --experiment, with --pretrained "
-            f"{config.folder} to take over its weights"
-        )
+        taken = f", with --pretrained {config.folder} to take over its weights"
+        problems[-1] += ". Resume with the data as they were, or start another --experiment"
+        problems[-1] += taken * given.startswith("--")  # of a command: scripts load them themselves
         raise UsageError(*problems)
 
 
@@ -135,18 +138,21 @@ def _change(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | No
     return f"{counted(new['samples'], 'sample')} as before, which now {found}" if found else None
 
 
-def refuse_changed_base(model: torch.nn.Module, found: Resumable | None) -> None:
-    """Raise UsageError on rank 0, whose model is that of all, unless its base is that of the run.
+def refuse_changed_build(
+    state: Mapping[str, Any], model: torch.nn.Module, built: Mapping[str, Any]
+) -> None:
+    """Raise UsageError, with all differences, unless a captured state is one of this model, and of
+    optimizers and further objects that are built so. Ranks have the same as rank 0.
 
     Checkpoints may leave the base, the frozen parameters, to the script.
     """
-    if found and found.resumed.state:
-        refuse_another_base(found.resumed.state, model)
+    refuse_other_build(state, model, built)
+    refuse_another_base(state, model)
 
 
-def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
+def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluation | None:
     """Collective: load a finished run's last checkpoint, which rank 0 reads: the weights, and the
-    state of optimizers and schedules.
+    state of optimizers and schedules. Returns the run's last evaluation.
     """
 
     def read() -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
@@ -156,16 +162,21 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> None:
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
         weights, state = load_checkpoint(newest[0])
-        refuse_another_base(state, script.model)
+        built = built_of(script.optimizers, script.further_state)
+        refuse_changed_build(state, script.model, built)
         base = saved_base(state)
         weights = base.filled(weights, script.model) if base else weights
-        needed = ("optimizer_order", "optimizer", "further_optimizers", "further_state")
+        needed = (
+            *("optimizer_order", "optimizer", "further_optimizers", "further_state"),
+            "evaluation",
+        )
         return weights, {name: state[name] for name in needed if name in state}
 
     found = agree(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
     script.model.load_state_dict(weights)
     load_optimizers(state, script.model, script.optimizers, script.further_state)
+    return evaluation_in(state)
 
 
 def _way_to(path: Path) -> str:
@@ -274,15 +285,24 @@ def _load_state(
             return path, _load_good(path)
         except DamagedCheckpoint as error:
             raise UsageError(f"--resume={config.run.resume}: {error}") from error
+    damaged = []
     for path in checkpoints.complete():
         try:
             state = _load_good(path)
         except DamagedCheckpoint as error:
-            say(f"resume: skipping a damaged checkpoint: {error}")
+            damaged.append(f"a damaged checkpoint: {error}")
             continue
+        for text in damaged:
+            say(f"resume: skipping {text}")
         say(f"resume: continuing from {path}")
         return path, state
-    say(f"resume: no good checkpoint in {folder}: starting from the beginning")
+    if damaged:
+        damaged[-1] += (
+            ". None of them can be read. Restore one, or start another --experiment; to begin this "
+            f"run again, remove {folder}"
+        )
+        raise UsageError(*(f"--resume: {text}" for text in damaged))
+    say(f"resume: no checkpoint in {folder}: starting from the beginning")
     return None, None
 
 

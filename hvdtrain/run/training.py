@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO, profiled_steps
 from hvdtrain.config.options import as_flat_dict
+from hvdtrain.data.drawing import kept
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError
 from hvdtrain.exchange import Exchange, agree, join
 from hvdtrain.exchange.connect import connect
@@ -39,7 +40,7 @@ from hvdtrain.run.resume import (
     Resumable,
     Resumed,
     find_resumable,
-    refuse_changed_base,
+    refuse_changed_build,
     refuse_changed_data,
 )
 from hvdtrain.run.script import OPTIONS, Script
@@ -155,7 +156,8 @@ def _run_or_none(
     source = find_source(config, exchange, session.topology.local_rank, session.script)
     saved = resumed.state if resumed else None
     if saved:
-        agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source))
+        given = _place_of_data(config, session.script)
+        agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source, given))
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
     topology, script = session.topology, session.script
@@ -166,14 +168,18 @@ def _run_or_none(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
     check_devices(job.device, exchange)
-    agree(exchange, "same_base", lambda: refuse_changed_base(job.model, found))
+    if saved:
+        agree(exchange, "same_build", lambda: refuse_changed_build(saved, job.model, job.built))
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
+    job = job.distributed(exchange)
+    state = _restored(saved, job, session)
     directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
     config = _named(config, exchange, directory)
-    ledger = _open_ledger(config, job, session, found, directory)
+    with kept():  # trackers may draw random numbers
+        ledger = _open_ledger(config, job, session, found, directory)
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
-            yield _make_ready(config, job, saved, order, session, ledger, stack)
+            yield _make_ready(config, job, state, order, session, ledger, stack)
     except BaseException as error:
         session.signals.ignore()  # the summary is being written
         ledger.fail(error)
@@ -182,24 +188,38 @@ def _run_or_none(
         ledger.close()
 
 
+def _place_of_data(config: TrainConfig, script: Script | None) -> str:
+    """Return what has chosen the data, as messages call it."""
+    if script:
+        return "hvdtrain.Loop"
+    return f"--task={config.model.task}" if config.model.task else f"--data={config.data.data}"
+
+
+def _restored(saved: dict[str, Any] | None, job: Job, session: Session) -> State:
+    """Collective: return the state from which to train, restored from a checkpoint's, if any.
+
+    Nothing of the resumed run is touched yet, so that a failure leaves it as it is.
+    """
+    exchange, samples = session.exchange, job.sampler.samples
+    state = State(Meter(exchange, samples, job.task.metrics, session.pulse, job.device))
+    if saved:
+        lost = agree(exchange, "restore", lambda: restore(saved, job, state))
+        if lost and exchange.rank == 0:
+            say(f"resume: {lost}")
+    return state
+
+
 def _make_ready(
     config: TrainConfig,
     job: Job,
-    saved: dict[str, Any] | None,
+    state: State,
     order: KnownOrder | None,
     session: Session,
     ledger: Ledger,
     stack: ExitStack,
 ) -> TrainingRun:
-    """Collective: distribute the optimizer, restore the saved state, connect the audit's ring."""
+    """Collective: connect the audit's ring, and let signals be recorded from now on."""
     exchange, signals = session.exchange, session.signals
-    job = job.distributed(exchange)
-    samples, metrics = job.sampler.samples, job.task.metrics
-    state = State(Meter(exchange, samples, metrics, session.pulse, job.device))
-    if saved:
-        lost = restore(saved, job, state)
-        if lost and exchange.rank == 0:
-            say(f"resume: {lost}")
     audit = make_audits(config, job, exchange, order, state.step, ledger)
 
     def give_up(error: Stopped) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,17 +52,20 @@ class Base:
                 "Leave save_frozen=False out"
             )
 
-    def left_out(self, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def left_out(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         """Return a model's state without these parameters. `prefix`: of the names in `state`."""
-        names = {prefix + name for name in self.names}
-        return {name: value for name, value in state.items() if name not in names}
+        kept = copy.copy(state)  # with the versions of modules, an attribute
+        for name in self.names:
+            kept.pop(prefix + name, None)
+        return kept
 
     def filled(
         self, state: dict[str, Any], own: torch.nn.Module, prefix: str = ""
     ) -> dict[str, Any]:
         """Return a saved state with these parameters as the model `own` has them."""
-        values = own.state_dict()
-        return state | {prefix + name: values[name].cpu() for name in self.names}
+        values, filled = own.state_dict(), copy.copy(state)
+        filled.update({prefix + name: values[name].cpu() for name in self.names})
+        return filled
 
 
 def saved_base(state: Mapping[str, Any]) -> Base | None:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.exchange import Exchange, copied_to_cpu, tensors_sha256
+from hvdtrain.exchange import Exchange, tensors_sha256
+from hvdtrain.tensors import copied_to_cpu
 
 Buffers = dict[str, torch.Tensor | None]
 

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hvdtrain.errors import HvdtrainError, TrainingError
+from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.files import obey_umask, write_new
 from hvdtrain.formats import refuse_newer, stamped
+from hvdtrain.train.portable import native, refuse_unreadable
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
@@ -167,7 +168,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     """
     weights, _ = load_weights(path, verify=(MODEL_FILE, STATE_FILE))
     try:
-        state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
+        state = native(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
     except Exception as error:  # a forged archive can cause any exception
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     return weights, state
@@ -219,6 +220,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     obey_umask(partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
+    _refuse_unreadable(partial / STATE_FILE, snapshot.state)
     content = {
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
@@ -238,6 +240,15 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     if aside.exists():
         shutil.rmtree(aside)
     return final
+
+
+def _refuse_unreadable(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise UsageError unless the state just written can be read; tensors are not read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        refuse_unreadable(native(state), "state")
+        raise UsageError(f"the state that was written cannot be read: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,7 @@ class Job:
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
     seed: int = 0  # of the virtual workers' random numbers
     further_state: Sequence[Stateful] = ()  # objects of a script, saved in each checkpoint
+    built: Mapping[str, Any] = field(default_factory=dict)  # settings of optimizers and of these
     save_frozen: bool = True
     base: Base | None = None  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, copied_to_cpu, params_sha256
+from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, params_sha256
 from hvdtrain.exchange.distributed_optimizer import (
     KEEP_ORDER,
     first_difference,
     lay_out_state,
     parameters_of,
 )
+from hvdtrain.tensors import copied_to_cpu
 from hvdtrain.train.base import saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job, Stateful
 from hvdtrain.train.loop import State
+from hvdtrain.train.portable import portable
 from hvdtrain.train.update import not_finite
 
 # Statistics of normalisation layers; other buffers may be infinite.
@@ -58,6 +60,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "base": asdict(job.base) if job.base else None,
             "model": model_state,
+            "built": dict(job.built),
             "optimizer": copied_to_cpu(job.optimizers[0].state_dict()),
             "further_optimizers": [
                 {"order": _names_in_order(job.model, it), "state": copied_to_cpu(it.state_dict())}
@@ -72,7 +75,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "data": list(job.fingerprints),
             "progress": progress,
         }
-        snapshot = Snapshot(at.step, digest, weights, state)
+        snapshot = Snapshot(at.step, digest, weights, portable(state))
         problem = find_not_finite(state)
     problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
     if problem:
@@ -158,9 +161,15 @@ def load_optimizers(
         held.load_state_dict(own)
 
 
-def _saved(state: Mapping[str, Any], job: Job, prefix: str = "") -> Mapping[str, Any]:
+def _saved(state: dict[str, Any], job: Job, prefix: str = "") -> dict[str, Any]:
     """Return what is to be saved of the state of a model or its average."""
     return job.base.left_out(state, prefix) if job.base else state
+
+
+def evaluation_in(state: Mapping[str, Any]) -> Evaluation | None:
+    """Return the newest evaluation of a captured state; None if there was none."""
+    found = state.get("evaluation")
+    return Evaluation(**found) if found else None
 
 
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
@@ -181,8 +190,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
     at.step, at.samples_seen = state["step"], state["samples_seen"]
-    if found := state.get("evaluation"):
-        at.evaluation = Evaluation(**found)
+    at.evaluation = evaluation_in(state) or at.evaluation
     at.evaluated_at = state.get("evaluated_at", 0)
     average = job.update.average
     models = [job.model] if average is None else [job.model, average.module]

@@ -21,9 +21,10 @@ import torch
 
 from hvdtrain.data import VirtualShares
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
-from hvdtrain.exchange import Exchange, copied_to_cpu, params_sha256
+from hvdtrain.exchange import Exchange, params_sha256
 from hvdtrain.exchange.canonical import CanonicalSums, check_types
 from hvdtrain.log import counted
+from hvdtrain.tensors import copied_to_cpu
 from hvdtrain.train.batchnorm import (
     SyncBatchNorm,
     averaged_statistics,

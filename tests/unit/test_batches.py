@@ -18,6 +18,7 @@ from hvdtrain import MapSplit
 from hvdtrain.audit.digests import BatchDigest
 from hvdtrain.data.feeding import stream, to_device
 from hvdtrain.errors import TrainingError
+from hvdtrain.tensors import copied_to_cpu, tensors_in
 
 META = torch.device("meta")  # stands for a GPU
 
@@ -140,8 +141,8 @@ def test_digests_of_batches_are_of_their_content(name: str) -> None:
 
 @pytest.mark.parametrize(
     "collate",
-    [lambda samples: Graph(torch.stack(samples)), pack_sequence, lambda it: Pair(torch.stack(it))],
-    ids=["object", "packed", "dataclass"],
+    [lambda samples: Graph(torch.stack(samples)), pack_sequence],
+    ids=["object", "packed"],
 )
 def test_a_batch_that_cannot_be_empty_is_an_error(collate: Callable[[Any], Any]) -> None:
     """Fails if a worker without samples is given one of them, which then counts twice."""
@@ -157,8 +158,31 @@ def test_counts_are_replaced_not_added() -> None:
     assert moved["a"].tolist() == [1.0, 1.0] and moved["b"] == 3
 
 
-def test_an_empty_mapping_keeps_its_type() -> None:
+@pytest.mark.parametrize("made", [lambda x: Encoding(x=x), Pair, lambda x: noted(Rows, [x])])
+def test_an_empty_structure_keeps_its_type(made: Callable[[torch.Tensor], Any]) -> None:
     """Fails if a batch without samples has another type than others."""
-    split = MapSplit([{"x": torch.ones(2)}] * 3, lambda it: Encoding(default_collate(it)))
+    split = MapSplit([{"x": torch.ones(2)}] * 3, lambda it: made(default_collate(it)["x"]))
     (empty,) = stream(split, [np.arange(0)], 0)
-    assert type(empty.batch) is Encoding and empty.batch["x"].shape == (0, 2)
+    (x,) = tensors(empty.batch)
+    assert type(empty.batch) is type(made(x)) and x.shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_are_copied_whatever_holds_them(name: str) -> None:
+    """Fails if a copy shares memory, or gets another type or loses an attribute; or if one of the
+    tensors is not found.
+    """
+    state = MAKERS[name]()
+    copied = copied_to_cpu(state)
+    assert type(copied) is type(state)
+    assert getattr(copied, "note", None) == getattr(state, "note", None)
+    if name != "object" and name != "nested":  # only batches may have objects that move themselves
+        pairs = list(zip(tensors_in(state), tensors_in(copied), strict=True))
+        assert pairs and all(a.equal(b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
+
+
+def test_the_state_of_a_model_keeps_its_versions() -> None:
+    """Fails if the attribute by which modules tell the version of a state is lost."""
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    assert copied_to_cpu(state)._metadata == state._metadata
+    assert copied_to_cpu(collections.deque([1], 3)).maxlen == 3

@@ -35,6 +35,7 @@ LAYERS = {
     "hvdtrain.data": 2,
     "hvdtrain.models": 2,
     "hvdtrain.tasks": 2,
+    "hvdtrain.tensors": 2,
     "hvdtrain.horovod_build": 1,
     "hvdtrain.ring": 1,
     "hvdtrain.config": 1,

@@ -267,7 +267,7 @@ def test_other_data_are_refused(unfinished: Path) -> None:
     source = find_source(config, SingleProcess(), 0)
     found = find(unfinished)
     before = read_tree(unfinished)
-    refuse_changed_data(config, found, source)
+    refuse_changed_data(config, found, source, "--data=digits")
     train = source.data.train
     labels = train.labels.clone()
     labels[1000] += 1
@@ -283,7 +283,7 @@ def test_other_data_are_refused(unfinished: Path) -> None:
             source, fingerprints=[source.fingerprints[0] | {"train": fingerprint(split)}]
         )
         with pytest.raises(UsageError) as caught:
-            refuse_changed_data(config, found, changed)
+            refuse_changed_data(config, found, changed, "--data=digits")
         reported = str(caught.value)
         assert reported.startswith("--data=digits: the data have changed since the checkpoint: ")
         assert expected in reported and "one of the numbers 1000 to 1003, now label" in reported
@@ -291,10 +291,22 @@ def test_other_data_are_refused(unfinished: Path) -> None:
     assert read_tree(unfinished) == before
 
 
-def test_without_a_good_checkpoint_it_starts_from_the_beginning(unfinished: Path, capsys) -> None:
-    """Fails when damage everywhere ends in an error for ever, or old records stay."""
+def test_without_a_readable_checkpoint_it_is_refused(unfinished: Path) -> None:
+    """Fails if the run starts again from the beginning, and so replaces checkpoints that another
+    version, or a repaired disk, could read; or if one is not named.
+    """
     for place in unfinished.glob("checkpoints/step-*/manifest.json"):
         place.write_text("{}")
+    before = read_tree(unfinished)
+    with pytest.raises(UsageError) as caught:
+        find(unfinished)
+    assert all(f"step-000000{step}/manifest.json" in str(caught.value) for step in (50, 60))
+    assert "remove " in str(caught.value) and read_tree(unfinished) == before
+
+
+def test_without_any_checkpoint_it_starts_from_the_beginning(unfinished: Path, capsys) -> None:
+    """Fails if a run that was killed before its first checkpoint cannot begin, or keeps records."""
+    shutil.rmtree(unfinished / "checkpoints")
     found = find(unfinished)
     assert found.resumed.state is None and found.resumed.finished is None
     assert "starting from the beginning" in capsys.readouterr().out and steps(unfinished) == []

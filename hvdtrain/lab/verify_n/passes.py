@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Loaded, stream
 from hvdtrain.data.sampler import Indices
-from hvdtrain.exchange import copied_to_cpu
 from hvdtrain.tasks import Sums
+from hvdtrain.tensors import copied_to_cpu, tensors_in
 from hvdtrain.train.batchnorm import SyncBatchNorm
 from hvdtrain.train.job import Job
 
@@ -157,17 +157,6 @@ def switched_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return all tensors of a structure of tuples, lists and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 def copies(value: Any) -> list[torch.Tensor]:

@@ -1,0 +1,85 @@
+"""Nested structures of tensors, such as batches and states: their items, and changed copies."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def items_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return the items of a structure by key, place or field; None for what is no structure.
+
+    Structures are mappings, lists, tuples, deques and dataclasses, also derived ones.
+    """
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {it.name: getattr(value, it.name) for it in fields(value) if hasattr(value, it.name)}
+    return None
+
+
+def is_tensor(item: Any) -> bool:
+    """Return whether this is a tensor."""
+    return isinstance(item, torch.Tensor)
+
+
+def changed(
+    value: Any, change: Callable[[Any], Any], applies: Callable[[Any], bool] = is_tensor
+) -> Any:
+    """Return the same structure with what `applies` to replaced by its change.
+
+    Structures keep their type and further attributes; other objects stay as they are.
+    """
+    if applies(value):
+        return change(value)
+    items = items_of(value)
+    if items is None:
+        return value
+    return with_items(value, {key: changed(it, change, applies) for key, it in items.items()})
+
+
+def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    """Return a copy of a structure with other items, by the keys of `items_of`."""
+    if type(value) in (dict, list, tuple):  # faster, as most are
+        return dict(items) if isinstance(value, dict) else type(value)(items.values())
+    if isinstance(value, tuple):
+        found = list(items.values())
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    copied = copy.copy(value)
+    if isinstance(copied, MutableMapping):
+        for key, item in items.items():  # `update` of a Counter would add
+            copied[key] = item
+    elif isinstance(copied, list | deque):
+        copied.clear()
+        copied.extend(items.values())
+    else:
+        for name, item in items.items():
+            object.__setattr__(copied, name, item)  # a dataclass may be frozen
+    return copied
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a structure, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for item in (items_of(value) or {}).values():
+        yield from tensors_in(item)
+
+
+def copied_to_cpu(value: Any) -> Any:
+    """Return the same structure with tensors copied to memory of their own on the CPU."""
+    return changed(value, _copied_to_cpu)
+
+
+def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().to("cpu", copy=True)
+    return copied.contiguous() if copied.layout is torch.strided else copied

@@ -1,0 +1,127 @@
+"""What a run is built of: a resumed run whose script or model has changed is refused.
+
+A checkpoint is loaded by place and name. What it holds would replace changed settings in silence,
+go to other objects, or fail in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange.distributed_optimizer import first_difference
+from hvdtrain.tensors import items_of
+
+Settings = dict[str, Any]  # plain values by their place
+# Of a group of parameters: what says how an update is computed, not which.
+EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable")
+TOLERANCE = 1e-9  # of settings, which processors may compute with other last bits
+
+
+def built_of(
+    optimizers: Sequence[torch.optim.Optimizer], further_state: Sequence[Any]
+) -> dict[str, Any]:
+    """Return types and settings of optimizers and further objects; plain values, to be saved."""
+    groups = [[_chosen(group) for group in one.param_groups] for one in optimizers]
+    schedules = [it.state_dict() if isinstance(it, LRScheduler) else {} for it in further_state]
+    return {
+        "optimizers": [_named(*pair) for pair in zip(optimizers, groups, strict=True)],
+        "state": [_named(*pair) for pair in zip(further_state, schedules, strict=True)],
+    }
+
+
+def refuse_other_build(
+    state: Mapping[str, Any], model: torch.nn.Module, built: Mapping[str, Any]
+) -> None:
+    """Raise UsageError, with all differences, unless model, optimizers and further objects are
+    built as those that a captured state is of. Settings of earlier versions are not known.
+    """
+    problems = [*_of_model(state, model.state_dict())]
+    saved = state.get("built", {})
+    for kind, what in (("optimizers", "the optimizer"), ("state", "of state, the")):
+        problems += _of_objects(kind, what, saved.get(kind, built[kind]), built[kind])
+    if not saved:
+        counts = 1 + len(state.get("further_optimizers", ())), len(state.get("further_state", ()))
+        for kind, there in zip(("optimizers", "state"), counts, strict=True):
+            if len(built[kind]) != there:
+                problems.append(f"{kind}: there are {len(built[kind])}, and were {there}")
+    if problems:
+        problems = [f"--resume: {it}" for it in problems]
+        problems[-1] += (
+            ". A resumed run is the same experiment: build them as they were, or start another "
+            "--experiment"
+        )
+        raise UsageError(*problems)
+
+
+def _chosen(group: Mapping[str, Any]) -> Settings:
+    return {key: value for key, value in group.items() if key not in EXECUTION}
+
+
+def _named(one: Any, settings: Any) -> dict[str, Any]:
+    return {"kind": type(one).__name__, "settings": dict(_settings(settings, ""))}
+
+
+def _settings(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a structure by place; others count by their type."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    items = items_of(value)
+    if items is not None:
+        yield f"{place} has", len(items)
+        for key, item in items.items():
+            yield from _settings(item, f"{place}.{key}" if place else str(key))
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield place, value if type(value) in (bool, int, str) or value is None else float(value)
+    else:
+        yield place, type(value).__name__
+
+
+def _of_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    left_out = set((state.get("base") or {}).get("names", ()))
+    parameters = set(state.get("parameters", ()))
+
+    def described(held: Mapping[str, Any]) -> list[str]:
+        # A buffer may have changed its shape.
+        return [
+            f"{name} {list(it.shape)} {it.dtype}" if name in parameters else name
+            for name, it in held.items()
+            if name not in left_out and isinstance(it, torch.Tensor)
+        ]
+
+    if found := first_difference(described(own), described(state["model"])):
+        yield (
+            f"the model is another: tensor {found.number} of it is {found.here}, and was "
+            f"{found.there} when the checkpoint was saved"
+        )
+
+
+def _of_objects(
+    kind: str, what: str, there: Sequence[Settings], here: Sequence[Settings]
+) -> Iterator[str]:
+    kinds = [[it["kind"] for it in held] for held in (here, there)]
+    if kinds[0] != kinds[1]:
+        names = [", ".join(it) or "none" for it in kinds]
+        yield f"{kind}: they are {names[0]}, and were {names[1]} when the run began"
+        return
+    for number, (now, before) in enumerate(zip(here, there, strict=True)):
+        own, old = now["settings"], before["settings"]
+        for place in dict.fromkeys([*own, *old]):
+            if not _alike(own.get(place), old.get(place)):
+                name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
+                yield (
+                    f"{what} {name}: {place} is {own.get(place)}, and was {old.get(place)} when "
+                    "the run began"
+                )
+                break
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=TOLERANCE) or one == two or one != one != two
+    return bool(one == two)
