@@ -34,6 +34,7 @@ from hvdtrain.audit.mismatch import (
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange.buckets import Message
 from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.dtypes import ADDED_AS, real_length
 from hvdtrain.files import obey_umask
 from hvdtrain.ring import Transport
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from hvdtrain.train.metering import StepSums
     from hvdtrain.train.step import Audit
 
-DTYPES = (torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.float32, torch.float64, *ADDED_AS)
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ class Auditor:
         if others:
             raise UsageError(
                 f"audit: no bound is known for {len(others)} parameters, such as {others[0]}: "
-                "supported types are float16, float32 and float64"
+                "supported types are float16, bfloat16, float32, float64 and complex ones"
             )
         self._transport = transport
         self._every = every
         self._on_record = on_record
         self._check = check or BoundCheck(transport)
-        lengths = [parameter.numel() for parameter in self._parameters]
+        lengths = [real_length(parameter) for parameter in self._parameters]
         whole: Groups | None = None
         if self._check.whole:
             places = {name: place for place, (name, _) in enumerate(self._named)}

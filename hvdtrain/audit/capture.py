@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hvdtrain.exchange.dtypes import as_real, real_dtype
+
 # Elements compared at a time: their float64 arrays fit in a core's cache.
 BLOCK_ELEMENTS = 1 << 16
 COPIED_BLOCKS = 256  # from a device at a time: 64 MiB of float32
@@ -144,7 +146,7 @@ class LocalGradients:
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of one dtype that are compared together."""
+    """Pieces of one dtype that are compared together; that of the parts of complex numbers."""
 
     number: int
     dtype: torch.dtype
@@ -226,7 +228,10 @@ def make_blocks(
     blocks: list[tuple[torch.dtype, list[Piece]]] = []
     room = 0
     for group in groups:
-        dtype, length = parameters[group[0].parameter].dtype, sum(it.length for it in group)
+        dtype, length = (
+            real_dtype(parameters[group[0].parameter].dtype),
+            sum(it.length for it in group),
+        )
         if blocks and blocks[-1][0] == dtype and length <= room:
             blocks[-1][1].extend(group)
         else:
@@ -237,6 +242,8 @@ def make_blocks(
 
 
 def flattened(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a dense one-dimensional tensor, in the order of its indices."""
+    """Return a gradient as a dense one-dimensional tensor, in the order of its indices; complex
+    numbers as pairs of reals.
+    """
     dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return dense.reshape(-1)
+    return as_real(dense.resolve_conj()).reshape(-1)

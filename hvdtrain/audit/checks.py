@@ -11,6 +11,7 @@ import torch
 from hvdtrain.audit.capture import Block
 from hvdtrain.audit.mismatch import NO_ERROR, WorstError
 from hvdtrain.exchange import AVERAGE, Reduction
+from hvdtrain.exchange.dtypes import added_dtype, exactly
 from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
 from hvdtrain.ring.bound import (
     ERROR_BOUNDS,
@@ -22,6 +23,8 @@ from hvdtrain.ring.bound import (
 from hvdtrain.ring.canonical import canonical_all_reduce
 from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 
+BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit of the last of 8 bits
+BFLOAT16_UNDERFLOW = 2.0**-134  # half of the smallest number
 Shares = Sequence[torch.Tensor]  # local gradients, of each share of this rank that has any
 
 
@@ -52,10 +55,12 @@ class BoundCheck:
         if own.start == own.stop:
             return NO_ERROR
         size = self._transport.size
-        dtype = self._compressed or torch.empty(0, dtype=block.dtype).numpy().dtype
+        dtype = self._compressed or torch.empty(0, dtype=added_dtype(block.dtype)).numpy().dtype
         casts = 1 if self._compressed else 0
         bound = ERROR_BOUNDS[self._op](magnitudes, size, dtype, further_scalings=casts)
         reference = sums / size if self._op == "average" else sums
+        if block.dtype == torch.bfloat16:  # the sum is rounded to it
+            bound += (np.abs(reference) + bound) * BFLOAT16_ROUNDOFF + BFLOAT16_UNDERFLOW
         found = reduced[own].to(torch.float64).numpy()
         ratios = _finite_ratios(found, reference, bound)
         if ratios is None:
@@ -125,7 +130,7 @@ class ExactCheck:
         `local`, `reduced`: all elements of one message, in its dtype.
         """
         own = _only(local, reduced)
-        terms = own.to(torch.float16) if self._compressed else own
+        terms = own.to(torch.float16) if self._compressed else exactly(own)
         values = reproduce(terms.numpy(), self._transport, self._order, self._op)
         return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
 
@@ -148,13 +153,13 @@ class CanonicalCheck:
         `local`: those of each share of this rank. `reduced`: all elements of one parameter.
         """
         values = canonical_all_reduce(
-            [share.numpy() for share in local],
+            [exactly(share).numpy() for share in local],
             self._shares,
             self._transport,
             length=len(reduced),
-            dtype=reduced.numpy().dtype,
+            dtype=exactly(reduced).numpy().dtype,
         )
-        return _worst_of_bits(block, reduced, torch.from_numpy(values))
+        return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
 
 
 def _only(local: Shares, reduced: torch.Tensor) -> torch.Tensor:
@@ -165,7 +170,8 @@ def _only(local: Shares, reduced: torch.Tensor) -> torch.Tensor:
 
 def _worst_of_bits(block: Block, reduced: torch.Tensor, expected: torch.Tensor) -> WorstError:
     """Return the largest error among the elements that differ in any bit."""
-    wrong = np.flatnonzero(differing_bits(reduced.contiguous().numpy(), expected.numpy()))
+    pair = [exactly(it).contiguous().numpy() for it in (reduced, expected)]
+    wrong = np.flatnonzero(differing_bits(*pair))
     if wrong.size == 0:
         return NO_ERROR
     found = reduced.to(torch.float64).numpy()[wrong]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.audit.capture import Block
 from hvdtrain.errors import name_ranks
+from hvdtrain.exchange.dtypes import as_real
 from hvdtrain.ring import Transport, broadcast, gather
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -180,4 +181,5 @@ def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
 
 def _place(parameter: int, index: int, named: Named) -> str:
     name, tensor = named[parameter]
-    return f"parameter {name}, index {[int(i) for i in np.unravel_index(index, tensor.shape)]}"
+    places = np.unravel_index(index, as_real(tensor.detach()).shape)
+    return f"parameter {name}, index {[int(place) for place in places]}"

@@ -199,7 +199,8 @@ def known_order_of(exchange: Exchange, device: torch.device) -> KnownOrder | Non
 
 
 def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Convert sparse gradients of `model` to dense ones as soon as a backward pass makes them.
+    """Convert sparse gradients of `model` to dense ones as soon as a backward pass makes them, and
+    conjugate them in memory where torch has put that off.
 
     A rank whose share is empty has no gradient and could not determine that the others send sparse
     ones; rows that are looked up twice have no fixed order of summation; norms and most optimizers
@@ -217,8 +218,8 @@ def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _make_dense(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
+    if parameter.grad is not None and (parameter.grad.is_sparse or parameter.grad.is_conj()):
+        parameter.grad = parameter.grad.to_dense().resolve_conj()
 
 
 def join(connect: Callable[[], Exchange]) -> Exchange:
@@ -300,7 +301,8 @@ def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named.items()):
-        values = tensor.detach().cpu().contiguous()
+        values = tensor.detach().cpu()
+        values = values.contiguous() if values.layout is torch.strided else values.to_dense()
         digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

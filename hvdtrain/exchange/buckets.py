@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.dtypes import added_dtype, as_real, real_length
 
 LEAST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES_PER_RANK = 64 << 10
@@ -74,8 +75,8 @@ def grouped(
 class Bucket:
     """Parameters whose gradients are reduced as one flat tensor: `flat.grad`.
 
-    `flat` is a parameter of Horovod's DistributedOptimizer in their place. It has no use as a
-    value.
+    `flat` is a parameter of Horovod's DistributedOptimizer in their place, in the type in which
+    they are added. It has no use as a value.
     """
 
     def __init__(self, message: Message, passes: int) -> None:
@@ -86,8 +87,8 @@ class Bucket:
             it: place for place, it in enumerate(self._parameters)
         }
         first = self._parameters[0]
-        length = sum(it.numel() for it in self._parameters)
-        self.flat = torch.nn.Parameter(torch.zeros(length, dtype=first.dtype, device=first.device))
+        length, dtype = sum(map(real_length, self._parameters)), added_dtype(first.dtype)
+        self.flat = torch.nn.Parameter(torch.zeros(length, dtype=dtype, device=first.device))
         self.flat.grad = torch.zeros_like(self.flat)
         self._passes = passes
         self._missing: list[int] = []  # passes of each parameter
@@ -129,8 +130,9 @@ class Bucket:
         self.begin()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [it.grad for it in self._parameters if it.grad is not None]
+        return [as_real(it.grad) for it in self._parameters if it.grad is not None]
 
     def _parts(self) -> list[torch.Tensor]:
         """Return views of the message in the shapes of its parameters."""
-        return list(torch._utils._unflatten_dense_tensors(self.flat.grad, self._parameters))
+        shapes = [as_real(it.detach()) for it in self._parameters]
+        return list(torch._utils._unflatten_dense_tensors(self.flat.grad, shapes))

@@ -31,6 +31,7 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.buckets import messages_of
 from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as
+from hvdtrain.exchange.dtypes import added_dtype, as_complex, as_real, real_length
 
 BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
@@ -79,6 +80,11 @@ class _Bucket:
     added: Pending | None = None  # the exchange of integers
     marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
 
+    @property
+    def form(self) -> _Format:
+        """Return the type in which the gradients are added."""
+        return _FORMATS[added_dtype(self.parameters[0].dtype)]
+
     def clear(self) -> None:
         """Forget the last step."""
         self.missing = len(self.parameters)
@@ -91,15 +97,15 @@ class _Bucket:
         gradients = [parameter.grad for parameter in self.parameters]
         if all(gradient is None for gradient in gradients):
             return
-        first = gradients[0]
-        if len(gradients) == 1 and first is not None and first.numel() % BLOCK == 0:
-            self.shares.append(first.detach().reshape(-1, BLOCK))
+        first, dtype = gradients[0], added_dtype(self.parameters[0].dtype)
+        if len(gradients) == 1 and first is not None and real_length(first) % BLOCK == 0:
+            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(dtype))
             return
-        rows = torch.zeros_like(self.integers, dtype=self.parameters[0].dtype)
+        rows = torch.zeros_like(self.integers, dtype=dtype)
         for start, gradient in zip(self.starts, gradients, strict=True):
             if gradient is not None:
                 place = start * BLOCK
-                flat = gradient.detach().reshape(-1)
+                flat = as_real(gradient.detach()).reshape(-1)
                 rows.view(-1)[place : place + flat.numel()] = flat
         self.shares.append(rows)
 
@@ -200,7 +206,7 @@ class CanonicalSums:
     def _send_exponents(self, bucket: _Bucket) -> None:
         """Collective: begin to agree on the exponents of a bucket's blocks."""
         bucket.add_share()
-        form, integers = _FORMATS[bucket.parameters[0].dtype], bucket.integers
+        form, integers = bucket.form, bucket.integers
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
             found = form.exponent_fields(_largest(share))
@@ -218,7 +224,7 @@ class CanonicalSums:
         """Collective: once exponents are agreed on, round the shares and begin to add them."""
         assert bucket.agreed is not None and bucket.exponents is not None
         bucket.agreed.wait()
-        form = _FORMATS[bucket.parameters[0].dtype]
+        form = bucket.form
         # A field of k + bias - 1 means that 2^(k - 1) <= m < 2^k.
         scaling = (form.bits - self._headroom + form.bias - 1) - bucket.exponents[:-1]
         scaling.clamp_(max=form.bias - 1)
@@ -247,25 +253,27 @@ class CanonicalSums:
             total += bucket.marked.wait()
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-            own = total.view(-1)[start * BLOCK : start * BLOCK + parameter.numel()]
-            parameter.grad = laid_out_as(own.view(parameter.shape), parameter)
+            own = total.view(-1)[start * BLOCK : start * BLOCK + real_length(parameter)]
+            values = own.view(as_real(parameter.detach()).shape)
+            parameter.grad = laid_out_as(as_complex(values, parameter.dtype), parameter)
 
 
 def check_types(model: torch.nn.Module) -> None:
-    """Raise UsageError for a trainable parameter that is neither float32 nor float64."""
+    """Raise UsageError for a trainable parameter of a type whose sums are not canonical."""
     named = [(name, it) for name, it in model.named_parameters() if it.requires_grad]
-    if others := [f"{name} ({it.dtype})" for name, it in named if it.dtype not in _FORMATS]:
+    others = [f"{name} ({it.dtype})" for name, it in named if added_dtype(it.dtype) not in _FORMATS]
+    if others:
         raise UsageError(
             f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
-            f"{others[0]}: supported types are float32 and float64"
+            f"{others[0]}: supported types are float32, float64, bfloat16 and complex ones"
         )
 
 
 def _make_bucket(number: int, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
-    rows = [-(-it.numel() // BLOCK) for it in parameters]
+    rows = [-(-real_length(it) // BLOCK) for it in parameters]
     *starts, total = itertools.accumulate(rows, initial=0)
     first = parameters[0]
-    integer = _FORMATS[first.dtype].integer
+    integer = _FORMATS[added_dtype(first.dtype)].integer
     integers = torch.zeros((total, BLOCK), dtype=integer, device=first.device)
     return _Bucket(number, parameters, starts, integers)
 

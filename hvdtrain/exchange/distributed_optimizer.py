@@ -88,6 +88,7 @@ def layout_of(model: torch.nn.Module, optimizer: Optimizer) -> Layout:
     owned = parameters_of(optimizer)
     reduced = {id(it) for it in owned if it.requires_grad}
     state = sorted(model.state_dict().items())
+    dense = {name: it for name, it in state if is_dense(it)}
     return {
         "trainable parameter": [
             _described(name, it) for name, it in model.named_parameters() if id(it) in reduced
@@ -97,10 +98,14 @@ def layout_of(model: torch.nn.Module, optimizer: Optimizer) -> Layout:
             + ("" if it.requires_grad else ", frozen")
             for it in owned
         ],
-        "tensor of the state, by name,": [
-            _described(name, it) for name, it in state if isinstance(it, torch.Tensor)
-        ],
+        "tensor of the state, by name,": [_described(*it) for it in dense.items()],
+        "further state": [name for name, _ in state if name not in dense],
     }
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether this is a tensor whose elements are in memory one by one."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:

@@ -41,10 +41,12 @@ from hvdtrain.exchange.connect import interface_address, own_address
 from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
     carrier_of,
+    is_dense,
     is_reduced,
     parameters_of,
     reduce_before_step,
 )
+from hvdtrain.exchange.dtypes import ADDED_AS
 from hvdtrain.exchange.gpus import CPU, find_own_gpu
 from hvdtrain.exchange.waiting import (
     StallWatch,
@@ -57,6 +59,7 @@ from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
 from hvdtrain.ring.transports.tcp import join_ring
+from hvdtrain.tensors import copied_to_cpu
 from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
@@ -149,7 +152,11 @@ class HorovodExchange:
         check_same_settings(self, "distribute", settings)
         self.broadcast_state(model, optimizer)  # first: it compares what buckets are made of
         messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
-        buckets = [Bucket(it, grad_accum_steps) for it in messages if len(it) > 1]
+        buckets = [
+            Bucket(it, grad_accum_steps)
+            for it in messages
+            if len(it) > 1 or next(iter(it.values())).dtype in ADDED_AS
+        ]
         bucketed = {it for bucket in buckets for it in bucket.message.values()}
         named = {f"bucket.{next(iter(it.message))}": it.flat for it in buckets}
         named |= {name: it for name, it in model.named_parameters() if it not in bucketed}
@@ -177,15 +184,20 @@ class HorovodExchange:
         """
         adopt_optimizer_state(self, model, optimizer)
         with coarse_timer():
-            tensors = model.state_dict()
-            # Horovod does not broadcast bool: its bytes are sent.
-            masks = {n: it.view(torch.uint8) for n, it in tensors.items() if it.dtype == torch.bool}
-            # Nor tensors that are not contiguous, such as those of channels_last layers.
-            dense = {n: it.contiguous() for n, it in (tensors | masks).items()}
-            hvd.broadcast_parameters(dense, root_rank=0)
+            state = model.state_dict()
+            tensors = {name: it for name, it in state.items() if is_dense(it)}
+            # Horovod does not broadcast tensors that are not contiguous, such as those of
+            # channels_last layers, nor types such as bool and bfloat16: bytes are sent.
+            flat = {name: it.contiguous().reshape(-1) for name, it in tensors.items()}
+            hvd.broadcast_parameters(
+                {name: it.view(torch.uint8) for name, it in flat.items() if it.numel()}, root_rank=0
+            )
             for name, tensor in tensors.items():
                 if not tensor.is_contiguous():
-                    tensor.copy_(dense[name].view(tensor.dtype))
+                    tensor.copy_(flat[name].view(tensor.shape))
+            if others := {name: it for name, it in state.items() if name not in tensors}:
+                others = self.broadcast_object(copied_to_cpu(others), "hvdtrain.further_state")
+                model.load_state_dict(others, strict=False)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from hvdtrain.run.directory import SUMMARY, RunDirectory
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
-from hvdtrain.train.base import refuse_another_base, saved_base
+from hvdtrain.train.base import refuse_another_base
 from hvdtrain.train.built import built_of, refuse_other_build
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
@@ -36,7 +36,13 @@ from hvdtrain.train.checkpoint import (
     name_of,
 )
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.state import evaluation_in, find_not_finite, load_optimizers
+from hvdtrain.train.state import (
+    completed,
+    evaluation_in,
+    find_not_finite,
+    load_model,
+    load_optimizers,
+)
 
 LOCK_WAIT_S = 120.0
 
@@ -164,8 +170,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
         weights, state = load_checkpoint(newest[0])
         built = built_of(script.optimizers, script.further_state)
         refuse_changed_build(state, script.model, built)
-        base = saved_base(state)
-        weights = base.filled(weights, script.model) if base else weights
+        weights = completed(weights, state, script.model)
         needed = (
             *("optimizer_order", "optimizer", "further_optimizers", "further_state"),
             "evaluation",
@@ -174,7 +179,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
 
     found = agree(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
-    script.model.load_state_dict(weights)
+    load_model(script.model, weights)
     load_optimizers(state, script.model, script.optimizers, script.further_state)
     return evaluation_in(state)
 

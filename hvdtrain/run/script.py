@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import runpy
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hvdtrain.data.splits import Splits
@@ -97,9 +98,14 @@ def optimizer_problems(
         return ["hvdtrain.Loop: there is no optimizer"]
     if foreign := [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]:
         return [f"hvdtrain.Loop: an optimizer is a {type(foreign[0]).__name__}, not one of torch"]
+    problems = [*_parameter_problems(model)]
+    if nameless := [it for it in state if not _is_stateful(it)]:
+        problems.append(
+            f"hvdtrain.Loop: state has {nameless[0]!r:.60}, which has no state_dict() and "
+            "load_state_dict(): give objects such as schedules"
+        )
     named = {id(it): name for name, it in model.named_parameters() if it.requires_grad}
     owned: set[int] = set()
-    problems = []
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if reason := UNSUITABLE.get(kind.lower()):
@@ -127,6 +133,27 @@ def optimizer_problems(
             "requires_grad_(False)"
         )
     return problems
+
+
+def _parameter_problems(model: torch.nn.Module) -> Iterator[str]:
+    """Yield what is wrong with parameters, on any number of workers."""
+    for name, it in model.named_parameters():
+        if isinstance(it, UninitializedParameter):
+            yield (
+                f"hvdtrain.Loop: the parameter {name} has no shape yet, as its layer is lazy: call "
+                "the model once with a batch before, and make the optimizer after that"
+            )
+        elif any(
+            size > 1 and not stride for size, stride in zip(it.shape, it.stride(), strict=True)
+        ):
+            yield (
+                f"hvdtrain.Loop: elements of the parameter {name} share memory, so that it cannot "
+                "be written to: make it of tensor.clone()"
+            )
+
+
+def _is_stateful(one: object) -> bool:
+    return all(callable(getattr(one, it, None)) for it in ("state_dict", "load_state_dict"))
 
 
 def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:

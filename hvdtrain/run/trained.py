@@ -28,10 +28,15 @@ from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
-from hvdtrain.train.base import refuse_another_base, saved_base
-from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint, load_weights
+from hvdtrain.train.checkpoint import (
+    STATE_FILE,
+    DamagedCheckpoint,
+    load_checkpoint,
+    load_weights,
+)
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.evaluate import evaluate as evaluate_split
+from hvdtrain.train.state import completed, load_model
 from hvdtrain.train.step import Step
 from hvdtrain.weights import find_weights
 
@@ -81,12 +86,7 @@ def _of_script(
     yield from ()
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
-    if script.model.state_dict().keys() != weights.keys():
-        _, state = load_checkpoint(find_weights(Path(arguments["source"])))
-        refuse_another_base(state, script.model)
-        if base := saved_base(state):
-            weights = base.filled(weights, script.model)
-    model = _with_weights(script.model, weights, script.path)
+    model = _with_weights(script.model, weights, Path(arguments["source"]))
     found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
     write_json(arguments["json"], asdict(found))
     return EXIT_OK
@@ -170,8 +170,12 @@ def _chosen(
 
 
 def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> torch.nn.Module:
+    """Return the model with these weights, and with what only the state of the checkpoint has."""
+    path = find_weights(source)
+    if (path / STATE_FILE).is_file() and model.state_dict().keys() != weights.keys():
+        weights = completed(weights, load_checkpoint(path)[1], model)
     try:
-        model.load_state_dict(weights)
+        load_model(model, weights)
     except RuntimeError as error:
         raise UsageError(
             f"{source}: its weights are not those of the model that it names; has the code of the "

@@ -37,11 +37,15 @@ def load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | No
         own, new = held[key], buffers[name]
         if new is None:
             held[key] = None
-        elif own is not None and own.is_contiguous() and own.numel() == new.numel():
+        elif own is not None and _is_plain(own) and _is_plain(new) and own.numel() == new.numel():
             own.copy_(new.view_as(own))
         else:
             device = own.device if own is not None else next(model.parameters()).device
             held[key] = new.to(device, copy=True)
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    return buffer.layout is torch.strided and buffer.is_contiguous()
 
 
 def differing_buffers(model: torch.nn.Module, exchange: Exchange) -> list[str]:
@@ -52,9 +56,7 @@ def differing_buffers(model: torch.nn.Module, exchange: Exchange) -> list[str]:
     if exchange.size == 1:
         return []
     own = {
-        name: tensors_sha256({name: it})
-        for name, it in _others(model).items()
-        if it is not None and not it.is_sparse
+        name: tensors_sha256({name: it}) for name, it in _others(model).items() if it is not None
     }
     each = exchange.all_gather_object(own, "hvdtrain.buffers")
     names = dict.fromkeys(name for held in each for name in held)

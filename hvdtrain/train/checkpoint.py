@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -189,7 +189,10 @@ def load_weights(
                 continue
         raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
     try:
-        return load_file(path / MODEL_FILE), manifest.get("takeaway", {})
+        weights = load_file(path / MODEL_FILE)
+        for name, form in manifest.get("forms", {}).items():
+            weights[name] = STORED[form].load(weights[name])
+        return weights, manifest.get("takeaway", {})
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
 
@@ -216,7 +219,8 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     final = folder / name_of(snapshot.step)
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
-    save_file(snapshot.weights, partial / MODEL_FILE)
+    weights, forms = _as_stored(snapshot.weights)
+    save_file(weights, partial / MODEL_FILE)
     obey_umask(partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
@@ -225,6 +229,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
         "step": snapshot.step,
         "params_sha256": snapshot.params_sha256,
         "takeaway": dict(takeaway),
+        "forms": forms,
         "files": {name: _describe(partial / name) for name in (MODEL_FILE, STATE_FILE)},
     }
     manifest = stamped(MANIFEST_FILE, content)
@@ -240,6 +245,38 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     if aside.exists():
         shutil.rmtree(aside)
     return final
+
+
+class _Stored(NamedTuple):
+    """A kind of tensor that the file of weights does not have, and how it is stored there."""
+
+    applies: Callable[[torch.Tensor], bool]
+    save: Callable[[torch.Tensor], torch.Tensor]
+    load: Callable[[torch.Tensor], torch.Tensor]
+
+
+STORED = {
+    "complex": _Stored(torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex),
+    "sparse": _Stored(
+        lambda it: it.layout is torch.sparse_coo, torch.Tensor.to_dense, torch.Tensor.to_sparse
+    ),
+    "sparse rows": _Stored(
+        lambda it: it.layout is torch.sparse_csr, torch.Tensor.to_dense, torch.Tensor.to_sparse_csr
+    ),
+}
+
+
+def _as_stored(
+    weights: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the weights as they are stored, and the form of those that are stored otherwise."""
+    forms = {
+        name: next(form for form, kind in STORED.items() if kind.applies(it))
+        for name, it in weights.items()
+        if any(kind.applies(it) for kind in STORED.values())
+    }
+    stored = dict(weights) | {name: STORED[it].save(weights[name]) for name, it in forms.items()}
+    return stored, forms
 
 
 def _refuse_unreadable(path: Path, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +19,7 @@ from hvdtrain.exchange.distributed_optimizer import (
     parameters_of,
 )
 from hvdtrain.tensors import copied_to_cpu
-from hvdtrain.train.base import saved_base
+from hvdtrain.train.base import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job, Stateful
@@ -45,6 +46,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
     with job.evaluated_model() as model:
         weights, digest = copied_to_cpu(_saved(model.state_dict(), job)), params_sha256(model)
+        weights = {name: it for name, it in weights.items() if isinstance(it, torch.Tensor)}
     with job.workers.statistics(job.model):
         model_state = copied_to_cpu(_saved(job.model.state_dict(), job))
     update = job.update.state_dict()
@@ -166,6 +168,26 @@ def _saved(state: dict[str, Any], job: Job, prefix: str = "") -> dict[str, Any]:
     return job.base.left_out(state, prefix) if job.base else state
 
 
+def completed(
+    weights: dict[str, Any], state: Mapping[str, Any], model: torch.nn.Module
+) -> dict[str, Any]:
+    """Return a checkpoint's weights with what the file of weights does not hold: what modules
+    return by `get_extra_state`, from the captured state; and the base, which `model` has. Raises
+    UsageError if it has another.
+    """
+    refuse_another_base(state, model)
+    extra = {n: it for n, it in state["model"].items() if not isinstance(it, torch.Tensor)}
+    base = saved_base(state)
+    return base.filled(weights | extra, model) if base else weights | extra
+
+
+def load_model(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load weights of this version of the model, whose layers' versions files do not hold."""
+    state = OrderedDict(weights)
+    state._metadata = getattr(model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
+    model.load_state_dict(state)
+
+
 def evaluation_in(state: Mapping[str, Any]) -> Evaluation | None:
     """Return the newest evaluation of a captured state; None if there was none."""
     found = state.get("evaluation")
@@ -185,7 +207,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
         model_state = base.filled(model_state, job.model)
     if base and update["average"] is not None:
         update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
-    job.model.load_state_dict(model_state)
+    load_model(job.model, model_state)
     load_optimizers(state, job.model, job.optimizers, job.further_state)
     job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])
