@@ -8,6 +8,7 @@ observer. Without a pipe nothing is reported.
     ={"loss": ...}          figures to show
     !{"peer": true, ...}    end with an error, here because another rank has failed; "wrong_rank":
                             the rank whose host computes wrongly, as an audit found
+    @FOLDER                 of the run that begins, on rank 0
     ?PID                    process id of the worker; on SIGUSR2 it writes all threads' stacks to
                             standard error
 """
@@ -23,12 +24,14 @@ import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ComputeMismatch, PeerFailure
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
+JOB = "HVDTRAIN_JOB"  # names a job over all its starts
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
@@ -78,6 +81,10 @@ class Pulse:
         """Report figures of the whole job."""
         self._report("=" + json.dumps(figures))
 
+    def begin_run(self, folder: Path) -> None:
+        """Report the folder of the run that begins."""
+        self._report(f"@{folder.absolute()}")
+
     def finish(self) -> None:
         """Report that training has ended. This must arrive: a full pipe is waited for."""
         if self._fd is not None:
@@ -106,6 +113,7 @@ class WorkerPulse:
         self._rest = b""
         self._figures: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
+        self._folder = ""
         self._beat_s = time.monotonic()
         self._phase, self._step, self._began_s = BEGUN, 0, 0.0
         self._busy_s = 0.0  # time of this step so far in the phases OWN
@@ -143,6 +151,7 @@ class WorkerPulse:
             "silent_s": round(time.monotonic() - self._beat_s, 3),
             "busy_s": round(sum(steps) / len(steps), 6) if steps else None,
             "speaks": self.speaker != 0,
+            "folder": self._folder,
         } | self._last
 
     def _take(self, line: str) -> None:
@@ -155,6 +164,8 @@ class WorkerPulse:
             self._figures = dict(json.loads(text))
         elif kind == "!":
             self._last = dict(json.loads(text))
+        elif kind == "@":
+            self._folder = text
         elif kind == "?":
             self.speaker = int(text)
             self._beat_s = time.monotonic()

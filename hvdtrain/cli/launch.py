@@ -67,6 +67,7 @@ class Launch:
     plan: JobPlan
     log_dir: Path
     config: TrainConfig | None  # None for other commands than `train`
+    logs_follow: bool = False  # a script's move to the folder of its run
     note: str = ""  # on the name of a new run, if another run has the one that was asked for
 
 
@@ -101,7 +102,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="write one log per rank to DIR (default: logs/ in the run of train, else ./logs/)",
+        help="write one log per rank to DIR (default: logs/ in the run, else ./logs/)",
     )
     add(
         "--restarts",
@@ -166,7 +167,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
-    return Launch(plan, log_dir, config, note)
+    return Launch(plan, log_dir, config, not config and not arguments["log_dir"], note)
 
 
 def _worker_commands(
@@ -293,7 +294,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     started_s = time.time()
     stop = StopRequests()
     view = make_view(launch.plan.workers, sys.stdout, launch.log_dir)
-    logs = Logs(launch.log_dir, view.line)
+    logs = Logs(launch.log_dir, view.line, launch.logs_follow)
     try:
         workers = counted(launch.plan.workers, "worker")
         view.notice(f"{workers}, {_controller(launch.plan)}; logs: {logs.folder}")
@@ -311,7 +312,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         view.close()
     if outcome.exit_code != EXIT_OK:
         complain(f"hvdtrain launch: {outcome.text}")
-        complain(f"hvdtrain launch: exit code {outcome.exit_code}; logs in {launch.log_dir}")
+        complain(f"hvdtrain launch: exit code {outcome.exit_code}; logs in {logs.folder}")
     return outcome.exit_code
 
 

@@ -107,6 +107,10 @@ class Exchange(Protocol):
         make_gradients_dense(model, optimizer)
         return optimizer
 
+    def retire(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo `distribute`: `optimizer.step()` uses the gradients of this rank again."""
+        return
+
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare for a backward pass; a loop calls this before each of them, or never."""
         return

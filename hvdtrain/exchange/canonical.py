@@ -141,9 +141,16 @@ class CanonicalSums:
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         messages = messages_of(model, optimizer, BUCKET_BYTES)
         self._buckets = [_make_bucket(n, list(it.values())) for n, it in enumerate(messages)]
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        """Leave the gradients alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self) -> None:
         """Begin a step, without any share."""

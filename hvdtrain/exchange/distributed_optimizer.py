@@ -73,8 +73,21 @@ def reduce_before_step(
     hook = optimizer.register_step_pre_hook(before_step)
     # First, because the user's own hooks may change gradients.
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-    own = {"carrier": carrier, "synchronize": flight.synchronize, "zero_grad": guarded_zero_grad}
-    vars(optimizer).update(own, skip_synchronize=carrier.skip_synchronize)
+    own = {
+        "carrier": carrier,
+        "synchronize": flight.synchronize,
+        "skip_synchronize": carrier.skip_synchronize,
+        "zero_grad": guarded_zero_grad,
+    }
+    vars(optimizer).update(own)
+
+    def undo() -> None:
+        hook.remove()
+        flight.close()
+        for name in own:
+            vars(optimizer).pop(name)
+
+    carrier.undo = undo
 
 
 Layout = Mapping[str, Sequence[str]]  # descriptions of tensors, by what they are
@@ -272,6 +285,15 @@ class Flight:
             if parameter.grad is not None:
                 parameter.grad.data = laid_out_as(parameter.grad.data, parameter)
         self._end_step()
+
+    def close(self) -> None:
+        """Let gradients be made from now on without being reduced."""
+        self._end_step()
+        self._waits = True
+        delays = self._carrier._allreduce_delay
+        delays.update(dict.fromkeys(delays, NEVER))
+        self._carrier._handles.clear()
+        self._nodes.clear()
 
     def _submit_and_note(self, message: torch.Tensor) -> Any:
         if message in self._buckets:

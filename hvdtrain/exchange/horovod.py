@@ -200,6 +200,9 @@ class HorovodExchange:
                 model.load_state_dict(others, strict=False)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
+    def retire(self, optimizer: torch.optim.Optimizer) -> None:
+        carrier_of(optimizer).undo()
+
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:
         carrier_of(optimizer).flight.begin_pass()
 

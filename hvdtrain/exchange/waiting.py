@@ -79,6 +79,7 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
+        self._give_up: Callable[[PeerFailure], None] | None = None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -90,7 +91,11 @@ class StallWatch:
             self._since_s = None if before is None else time.monotonic()
 
     def start(self, give_up: Callable[[PeerFailure], None]) -> None:
-        """Call `give_up`, in a thread, when a collective exceeds the limit; without one, return."""
+        """Call `give_up`, in a thread, when a collective exceeds the limit; without one, return.
+
+        A later call replaces it.
+        """
+        is_watching, self._give_up = self._give_up is not None, give_up
         limit_s = _seconds(LIMIT, 0.0)
         if limit_s <= 0 or os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
             return
@@ -102,9 +107,11 @@ class StallWatch:
                 time.sleep(_LOOK_S)
             reason = f"nothing was received from the other ranks for {patience_s:g} s"
             cause = "one of them has stopped, or its host is frozen"
-            give_up(PeerFailure(f"{reason} ({LIMIT}={limit_s:g}): {cause}"))
+            assert self._give_up is not None
+            self._give_up(PeerFailure(f"{reason} ({LIMIT}={limit_s:g}): {cause}"))
 
-        threading.Thread(target=watch, name="stall-watch", daemon=True).start()
+        if not is_watching:
+            threading.Thread(target=watch, name="stall-watch", daemon=True).start()
 
 
 def waits(

@@ -35,7 +35,7 @@ from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
-from hvdtrain.pulse import COMMAND, RESTART
+from hvdtrain.pulse import COMMAND, JOB, RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PREFLIGHT_TIMEOUT_S = 30.0
@@ -79,6 +79,7 @@ class LaunchJob:
         self._plan, self._logs, self._stop = plan, logs, stop
         self._notify, self._show = notify, show
         self._placed: Sequence[Host] = ()  # of the last start
+        self._name = secrets.token_hex(8)
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
@@ -182,6 +183,7 @@ class LaunchJob:
                 **path,
                 **self._plan.settings,
                 RESTART: str(start),
+                JOB: self._name,
                 COMMAND: self._plan.typed,
             },
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -12,14 +12,19 @@ from hvdtrain.files import open_kept
 
 NOTE = "--- "  # prefix of the launcher's own lines
 START = f"{NOTE}start "
+HOROVODRUN = "horovodrun.log"
 
 
 class Logs:
     """The files rank.N.log, one for each rank, and horovodrun.log; restarts append to them."""
 
-    def __init__(self, folder: Path, show: Callable[[int, str], None]) -> None:
-        """`show` receives rank and line. Raises UsageError if the folder cannot be written."""
-        self.folder = folder
+    def __init__(
+        self, folder: Path, show: Callable[[int, str], None], follows: bool = False
+    ) -> None:
+        """`show` receives rank and line. `follows`: the logs move to the folder of the job's run as
+        soon as it is known. Raises UsageError if the folder cannot be written.
+        """
+        self.folder, self._follows = folder, follows
         self._show = show
         self._files: dict[int, IO[str]] = {}
         self._partial: dict[int, str] = {}
@@ -28,12 +33,28 @@ class Logs:
         self.shown_ranks: frozenset[int] | None = None  # None: the lines of all ranks are shown
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.horovodrun = open_kept(folder / "horovodrun.log")
+            self.horovodrun = open_kept(folder / HOROVODRUN)
         except OSError as error:
             raise UsageError(
                 f"{folder}: logs cannot be written: {error.strerror}. Choose another --log-dir, "
                 "or another --output of `train`"
             ) from error
+
+    def follow(self, run: str) -> None:
+        """Move to the folder of a run, if the logs are to follow it and it is on this machine."""
+        if not self._follows or not Path(run).is_dir():
+            return
+        self._follows = False
+        numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+        free = (it for number in numbers if not (it := Path(run, f"logs{number}")).exists())
+        with suppress(OSError):  # on another file system they stay
+            folder, before = next(free), self.folder
+            folder.mkdir()
+            for name in [HOROVODRUN, *(self.path(rank).name for rank in self._files)]:
+                (before / name).rename(folder / name)  # open files stay open
+            self.folder = folder
+            self._show(0, f"hvdtrain launch: logs: {folder}")
+            before.rmdir()
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank.{rank}.log"
@@ -80,7 +101,7 @@ class Logs:
 
     def horovodrun_lines(self) -> list[str]:
         """Return the lines in horovodrun.log since the last start, without the launcher's own."""
-        text = (self.folder / "horovodrun.log").read_text("utf-8", errors="replace")
+        text = (self.folder / HOROVODRUN).read_text("utf-8", errors="replace")
         lines = text.splitlines()
         starts = [at for at, line in enumerate(lines) if line.startswith(START)]
         return [line for line in lines[starts[-1] if starts else 0 :] if line[:4] != NOTE]

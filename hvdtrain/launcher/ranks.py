@@ -38,6 +38,7 @@ class Rank:
     exit_code: int | None = None  # minus n after signal n
     ended_s: float = 0.0
     reported: bool = False  # it has printed the error that it ended with
+    folder: str = ""  # of its run
     peer: bool = False  # ended because another rank had failed
     wrong_rank: int | None = None  # the rank that an audit, which ended this one, found to be wrong
     spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
@@ -87,6 +88,7 @@ class Rank:
             self.suspended_s = time.monotonic()
         self.reported, self.peer = "peer" in report, bool(report.get("peer", False))
         self.wrong_rank = report.get("wrong_rank")
+        self.folder = str(report.get("folder", ""))
 
     def keep(self, lines: Iterable[str]) -> None:
         """Keep the last lines of output, for the verdict."""

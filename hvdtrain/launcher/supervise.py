@@ -86,6 +86,7 @@ class Supervisor:
             self._release(horovodrun)
         self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
+        self._evidence.log_folder = self._logs.folder
         return judge(self._evidence)
 
     def _broadcast(self, message: Message) -> None:
@@ -191,20 +192,25 @@ class Supervisor:
             if self._evidence.stacks is not None:
                 self._evidence.stacks.setdefault(number, []).extend(lines)
         elif "alive" in message:
-            rank.take(message["alive"])
+            self._take(rank, message["alive"])
         elif "horovodrun_signal" in message:
             self._evidence.blame("horovodrun")
         elif "figures" in message:
             self._watch.figures |= message["figures"]
         elif "ended" in message:
             if "pulse" in message:
-                rank.take(message["pulse"])
+                self._take(rank, message["pulse"])
             rank.end(int(message["ended"]))
             rank.keep(self._logs.finish(number))
             if rank.has_failed:
                 self._evidence.blame("a rank")
                 if self._logs.shown_ranks is None:  # the same traceback of others is for their logs
                     self._logs.shown_ranks = frozenset({0, number})
+
+    def _take(self, rank: Rank, report: dict[str, Any]) -> None:
+        rank.take(report)
+        if rank.number == 0 and rank.folder:
+            self._logs.follow(rank.folder)
 
     def _lose(self, number: int) -> None:
         rank = self._ranks[number]

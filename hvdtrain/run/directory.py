@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ LOCK = ".lock"
 LOCK_RETRY_S = 0.5
 LOGS = "logs"  # the launcher writes there before the run starts
 CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
+JOB_KEY = "job"  # in the configuration of a script: of the launcher's job that began the run
 METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
@@ -206,6 +209,15 @@ def free_folder(folder: Path) -> Path:
         if not (CONFIG in occupants(path) if path == folder else occupants(path))
         and not ((path / LOCK).exists() and _is_live(path))
     )
+
+
+def folder_of_job(folder: Path, job: str) -> Path | None:
+    """Return the folder, `folder` or a numbered one, of the run that a job has begun; or None."""
+    pattern = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}*"):
+        if pattern.fullmatch(path.name) and f"{JOB_KEY}: {job}" in _lines(path / CONFIG):
+            return path
+    return None
 
 
 def numbering(folder: Path, path: Path) -> str:

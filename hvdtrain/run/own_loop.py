@@ -36,7 +36,8 @@ from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
-from hvdtrain.pulse import RESTART
+from hvdtrain.pulse import JOB, RESTART
+from hvdtrain.run.directory import folder_of_job
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
     OPTIONS,
@@ -45,7 +46,9 @@ from hvdtrain.run.script import (
     Script,
     ScriptTask,
     as_one,
-    current_direction,
+    directed_steps,
+    is_directed,
+    next_loop,
     optimizer_problems,
 )
 from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
@@ -112,7 +115,7 @@ class Loop:
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options:
             options = {"global_batch_size": batch_size_of(train), **options}
-        self._config = _read_options(options)
+        self._config, self._is_named = _read_options(options)
         path = Path(sys.argv[0])
         problems = []
         if (valid is None) != (evaluate is None):
@@ -156,17 +159,21 @@ class Loop:
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
-        if direction := current_direction():
-            self._directed = direction(self._script)
-            return self
         with ExitStack() as stack, in_words_of_script():
+            self._script = replace(self._script, loop=stack.enter_context(next_loop()))
+            self._directed = directed_steps(self._script)
+            if self._directed is not None:
+                self._stack = stack.pop_all()
+                return self
             topology = Topology.from_environment()
             command = ["python", *sys.argv]
             self._session = stack.enter_context(
                 join_session(self._config, topology, command, self._script)
             )
-            run = stack.enter_context(training_run(self._config, self._session))
             exchange = self._session.exchange
+            number = 0 if self._is_named else self._script.loop
+            self._config = _of_this_loop(self._config, number, exchange)
+            run = stack.enter_context(training_run(self._config, self._session))
             if run is None:
                 self._last = take_last_state(self._script, self.folder, exchange)
             else:
@@ -187,6 +194,7 @@ class Loop:
                 raise error
             if self._directed is not None:
                 next(self._directed, None)  # if the script has no use for steps
+            if is_directed(self._script):
                 raise LoopEnded
             if self._loop is not None and self._run is not None:
                 if self._loop.outcome is None:
@@ -270,8 +278,25 @@ class Loop:
         return self._session
 
 
-def _read_options(options: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a script's options. Raises UsageError with every problem."""
+def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> TrainConfig:
+    """Collective: return the configuration with the name of this loop's run.
+
+    The first loop of a script has the script's name, each further one its number too; 0: the script
+    has named it. A restarted job resumes the run that it has begun itself, if it has.
+    """
+    name, run = config.run.experiment, config.run
+    run = replace(run, experiment=f"{name}-loop-{number}") if number > 1 else run
+    folder = replace(config, run=run).folder
+    if exchange.rank == 0 and os.environ.get(RESTART, "0") != "0":
+        own = folder_of_job(folder, os.environ.get(JOB, ""))
+        run = replace(run, experiment=own.name, resume="auto") if own else run
+    return replace(config, run=exchange.broadcast_object(run, "hvdtrain.loop.run"))
+
+
+def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
+    """Return the configuration of a script's options, and whether it names the run. Raises
+    UsageError with every problem.
+    """
     outer = os.environ.get(LOOP_OPTIONS, "{}")
     try:
         replaced = json.loads(outer)
@@ -301,5 +326,4 @@ def _read_options(options: Mapping[str, Any]) -> TrainConfig:
             except ValueError as error:
                 problems.append(f"hvdtrain.Loop: {error}")
     config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
-    restarted = os.environ.get(RESTART, "0") != "0"
-    return replace(config, run=replace(config.run, resume="auto")) if restarted else config
+    return config, "experiment" in options and "experiment" not in replaced

@@ -85,7 +85,10 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
     config = config_of(run, arguments, overrides)
     if command := run.config.get("script"):
         return run_script(
-            command, lambda script: _replay(arguments, run, config, choice, script), run.path
+            command,
+            lambda script: _replay(arguments, run, config, choice, script),
+            run.path,
+            run.config.get("loop", 1),
         )
     exit_code: int = computed(_replay(arguments, run, config, choice))
     return exit_code

@@ -6,6 +6,7 @@ import gc
 import runpy
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Script:
     task: ScriptTask
     data: Splits
     save_frozen: bool = True
+    loop: int = 1  # its number among the loops of the script
 
 
 def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
@@ -167,21 +169,33 @@ def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]
-_direction: Direction | None = None  # of the script that `run_script` runs
+
+
+@dataclass
+class Loops:
+    """The loops of the script that this process runs."""
+
+    begun: int = 0
+    is_open: bool = False
+    direction: Direction | None = None  # of one of them, in a script that `run_script` runs
+    directed: int = 1  # its number
+
+
+loops = Loops()
 
 
 class LoopEnded(BaseException):
     """The end of a loop that was directed; the script does not go on after it."""
 
 
-def run_script(command: Sequence[str], direction: Direction, run: Path) -> int:
-    """Run a script in this process, up to the end of its loop; return what the direction returns.
+def run_script(command: Sequence[str], direction: Direction, run: Path, loop: int = 1) -> int:
+    """Run a script in this process, up to the end of a loop; return what the direction returns.
 
     `command`: its path and arguments, as recorded in `run`. `direction`: yields the steps for the
-    body of the loop, in place of those of a training. Raises UsageError if there is no such script,
-    or it has no loop.
+    body of the loop, in place of those of a training. `loop`: its number among those of the script;
+    the ones before it make no steps. Raises UsageError if there is no such script, or no such loop.
     """
-    global _direction
+    global loops
     path, found = Path(command[0]), []
 
     def directed(script: Script) -> Generator[Step, None, int]:
@@ -193,7 +207,8 @@ def run_script(command: Sequence[str], direction: Direction, run: Path) -> int:
             f"{run}: is the run of {path}, which is not there: call this in the folder where the "
             "run was started"
         )
-    before, _direction = (sys.argv[:], [*sys.path]), directed
+    before = sys.argv[:], [*sys.path], loops
+    loops = Loops(direction=directed, directed=loop)
     sys.argv[:], sys.path[0] = [str(it) for it in command], str(path.parent)
     try:
         runpy.run_path(str(path), run_name="__main__")
@@ -202,10 +217,32 @@ def run_script(command: Sequence[str], direction: Direction, run: Path) -> int:
             return found[0]
         raise UsageError(f"{run}: {path} left its loop before the end of its steps") from None
     finally:
-        (sys.argv[:], sys.path[:]), _direction = before, None
+        sys.argv[:], sys.path[:], loops = before
     raise UsageError(f"{run}: {path} ended without a hvdtrain.Loop")
 
 
-def current_direction() -> Direction | None:
-    """Return the direction of the script that `run_script` runs; None for all others."""
-    return _direction
+@contextmanager
+def next_loop() -> Iterator[int]:
+    """Yield the number of the loop that begins, from 1. Raises UsageError within another loop."""
+    if loops.is_open:
+        raise UsageError(
+            "hvdtrain.Loop: a loop begins within another: leave the `with` of the other first. "
+            "Several models or optimizers can be trained in one loop"
+        )
+    loops.begun, loops.is_open = loops.begun + 1, True
+    try:
+        yield loops.begun
+    finally:
+        loops.is_open = False
+
+
+def directed_steps(script: Script) -> Iterator[Step] | None:
+    """Return the steps for a loop of the script that `run_script` runs; None for all others."""
+    if loops.direction is None:
+        return None
+    return loops.direction(script) if script.loop == loops.directed else iter(())
+
+
+def is_directed(script: Script) -> bool:
+    """Return whether this is the loop for which `run_script` runs the script."""
+    return loops.direction is not None and script.loop == loops.directed

@@ -63,7 +63,8 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
                 f"--{given[0].replace('_', '-')}: {source} is the run of a script, which decides "
                 "that itself: leave it out"
             )
-        return run_script(command, lambda it: _of_script(it, weights, arguments), source)
+        loop = takeaway["config"].get("loop", 1)
+        return run_script(command, lambda it: _of_script(it, weights, arguments), source, loop)
     known = train_options()
     stored = {name: value for name, value in takeaway["config"].items() if name in known}
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}

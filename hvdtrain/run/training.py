@@ -25,13 +25,13 @@ from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
-from hvdtrain.pulse import RESTART, Pulse
+from hvdtrain.pulse import JOB, RESTART, Pulse
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.balance import balance
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.devices import check_devices, name_of
-from hvdtrain.run.directory import RunDirectory, new_directory
+from hvdtrain.run.directory import JOB_KEY, RunDirectory, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
@@ -173,7 +173,9 @@ def _run_or_none(
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     job = job.distributed(exchange)
     state = _restored(saved, job, session)
-    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
+    directory = agree(
+        exchange, "output", lambda: _take_directory(config, exchange, found, script is not None)
+    )
     config = _named(config, exchange, directory)
     with kept():  # trackers may draw random numbers
         ledger = _open_ledger(config, job, session, found, directory)
@@ -186,6 +188,7 @@ def _run_or_none(
         raise
     finally:
         ledger.close()
+        job.workers.close()
 
 
 def _place_of_data(config: TrainConfig, script: Script | None) -> str:
@@ -267,18 +270,18 @@ def _open_ledger(
 
 
 def _take_directory(
-    config: TrainConfig, exchange: Exchange, found: Resumable | None
+    config: TrainConfig, exchange: Exchange, found: Resumable | None, is_script: bool
 ) -> RunDirectory | None:
     """Return the run directory on rank 0, None elsewhere.
 
-    A new run is numbered where its name is taken, except under the launcher: it has done so, as it
-    writes logs to the folder, and restarts resume the run by name.
+    A new run is numbered where its name is taken, except that of a command under the launcher: it
+    has done so, as it writes logs to the folder, and restarts resume the run by name.
     """
     if exchange.rank != 0:
         return None
     if found:
         return found.directory
-    numbered = config.run.resume is None and RESTART not in os.environ
+    numbered = config.run.resume is None and (is_script or RESTART not in os.environ)
     return new_directory(config.folder, numbered)
 
 
@@ -311,7 +314,10 @@ def _open_records(
         name, code = type(script.model).__name__, (script.path,)
         resolved = {option: resolved[option] for option in OPTIONS}
         resolved["script"] = [str(script.path), *sys.argv[1:]]
+        resolved["loop"] = script.loop
+        resolved |= {JOB_KEY: os.environ[JOB]} if JOB in os.environ else {}
     directory.write_config(resolved)
+    session.pulse.begin_run(directory.path)
     first_lines = header(job, session.exchange, name)
     say(as_options(first_lines) if session.script else first_lines)
     return RunLedger(

@@ -117,6 +117,8 @@ class SimulatedRanks:
     def differing_buffers(self) -> list[str]:
         return []
 
+    def close(self) -> None: ...
+
     def _sums_in_order(
         self, each: Sequence[Mapping[torch.nn.Parameter, Array]], order: KnownOrder
     ) -> dict[torch.nn.Parameter, Array]:

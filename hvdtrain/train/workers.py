@@ -96,6 +96,9 @@ class Workers(Protocol):
     def differing_buffers(self) -> list[str]:
         """Collective: return the names of the buffers, other than statistics, that differ."""
 
+    def close(self) -> None:
+        """Leave the gradients of later backward passes alone."""
+
 
 class RankWorker:
     """The single worker of a rank without virtual workers."""
@@ -162,6 +165,10 @@ class RankWorker:
 
     def differing_buffers(self) -> list[str]:
         return differing_buffers(self._model, self._exchange)
+
+    def close(self) -> None:
+        for optimizer in self._optimizers:
+            self._exchange.retire(optimizer)
 
 
 class VirtualWorkers:
@@ -273,6 +280,10 @@ class VirtualWorkers:
     def differing_buffers(self) -> list[str]:
         return []  # each virtual worker has its own, the same for every number of ranks
 
+    def close(self) -> None:
+        for sums in self._sums_of:
+            sums.close()
+
     def _averages(self) -> dict[str, torch.Tensor]:
         """Collective: return running statistics averaged over workers, weighted by samples."""
         names = running_statistics(self._model)
@@ -306,7 +317,8 @@ def check_model(model: torch.nn.Module) -> None:
     check_types(model)
     storages = {it.untyped_storage().data_ptr(): name for name, it in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        if buffer.numel() and (parameter := storages.get(buffer.untyped_storage().data_ptr())):
+        dense = buffer.layout is torch.strided and buffer.numel()
+        if dense and (parameter := storages.get(buffer.untyped_storage().data_ptr())):
             raise UsageError(
                 f"--virtual-workers: the buffer {name} shares memory with the parameter "
                 f"{parameter}: each virtual worker has its own buffers, but all share the "

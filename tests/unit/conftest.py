@@ -11,6 +11,7 @@ import pytest
 from torch.utils.data import _utils as loading
 
 from hvdtrain import exchange
+from hvdtrain.run import script as script_loops
 from tests.unit import recorded
 
 loading.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that torch waits for a stuck reader, in place of 5
@@ -44,6 +45,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A script of its own in an empty folder."""
     monkeypatch.setattr(exchange, "_joined", None)
     monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(script_loops, "loops", script_loops.Loops())
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
     yield

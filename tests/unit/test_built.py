@@ -103,6 +103,7 @@ def train(built: Built, after: Callable[[int], None] = id, **further: Any) -> No
     inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     samples = torch.utils.data.TensorDataset(inputs, torch.arange(24) % 3)
     given: dict[str, Any] = {"global_batch_size": 6, "epochs": 3, "resume": "auto"}
+    given["experiment"] = "mine"  # also in later loops of the process
     given |= options | further
     with hvdtrain.Loop(model, optimizer, samples, state=state, **given) as loop:
         for step in loop:

@@ -131,16 +131,16 @@ def test_the_parts_of_all_hosts_count(tmp_path: Path) -> None:
     saved = scene.source().fingerprints
     state = {"data": saved}
     found = Resumable(None, Resumed(4, state, None))  # type: ignore[arg-type]
-    refuse_changed_data(scene.config, found, scene.source())
+    refuse_changed_data(scene.config, found, scene.source(), "--data=x")
     one = min((scene.folders[1] / "valid").rglob("*.*"))
     shutil.copy(one, one.with_name(f"zzz{one.suffix}"))
     with pytest.raises(
         UsageError, match=r"checkpoint: valid split of host 1: \d+ samples then and"
     ):
-        refuse_changed_data(scene.config, found, scene.source())
+        refuse_changed_data(scene.config, found, scene.source(), "--data=x")
     state["data"] = saved[:1]
     with pytest.raises(UsageError, match="parts of 1 hosts then, of 2 now"):
-        refuse_changed_data(scene.config, found, scene.source())
+        refuse_changed_data(scene.config, found, scene.source(), "--data=x")
 
 
 def test_a_fault_in_a_users_fingerprint_is_the_users(tmp_path: Path, monkeypatch) -> None:

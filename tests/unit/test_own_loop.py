@@ -43,7 +43,7 @@ def passes(step: Step, model: torch.nn.Module) -> None:
 
 def make(**given: Any) -> tuple[torch.nn.Module, hvdtrain.Loop]:
     model, optimizer = parts()
-    options = {"global_batch_size": 5, "epochs": 2, "device": "cpu"} | given
+    options = {"global_batch_size": 5, "epochs": 2, "device": "cpu", "experiment": "mine"} | given
     return model, hvdtrain.Loop(model, optimizer, SAMPLES, **options)
 
 

@@ -59,10 +59,12 @@ def test_the_agent_reports_phase_and_step(pipe: Pipe) -> None:
         "silent_s": 0,
         "busy_s": None,
         "speaks": True,
+        "folder": "",
     }
     assert pipe.agent.speaker == os.getpid()
     pulse.beat("prepare")
-    assert pipe.hear()["phase"] == "prepare"
+    pulse.begin_run(Path("/runs/a b"))
+    assert (pipe.hear()["phase"], pipe.agent.report()["folder"]) == ("prepare", "/runs/a b")
     pulse.step = 12
     pulse.beat("step")
     pulse.beat()

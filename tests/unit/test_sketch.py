@@ -137,6 +137,7 @@ def train(data: Any, **options: Any) -> int:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     numbers = []
     given = {"global_batch_size": 5, "epochs": 1, "device": "cpu", "checkpoint_interval": 2}
+    given["experiment"] = "mine"  # also in later loops of the process
     with (
         suppress(ZeroDivisionError),
         hvdtrain.Loop(model, optimizer, data, **given, **options) as loop,

@@ -1,11 +1,13 @@
 """Loops of kinds that people bring, each compared with a plain loop of torch on one device.
 
-python kinds_of_loops.py KIND; prints the largest relative difference of a parameter on each rank.
+python kinds_of_loops.py [OPTIONS]; prints the largest relative difference of a parameter for each
+kind, on each rank. OPTIONS: of every loop, as JSON. Further arguments: the kinds, instead of all.
 """
 
-import copy
+import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
@@ -32,18 +34,73 @@ class Repeated(torch.nn.Module):
         return self.last(x)
 
 
+class Mixed(torch.nn.Module):
+    """A layer of float64 after one of bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4, dtype=torch.bfloat16)
+        self.last = torch.nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x.bfloat16()).tanh().double())
+
+
+class Spectral(torch.nn.Module):
+    """A filter of complex numbers, as Fourier neural operators have; its gradient is conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = torch.nn.Parameter(torch.randn(4, 300, dtype=torch.cdouble) / 10)
+        self.last = torch.nn.Linear(300, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.fft(x, n=4)
+        return self.last((spectrum @ self.filter.conj()).abs())
+
+
+class Noted(torch.nn.Module):
+    """A layer with a sparse buffer and with state that is no tensor."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        mixing = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
+        mixing = mixing.double()
+        sparse = mixing.to_sparse() if layout is torch.sparse_coo else mixing.to_sparse_csr()
+        self.register_buffer("mixing", sparse)
+        self.recipe: dict[str, Any] = {"steps": 3, "name": "delayed"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer((self.mixing @ x.T).T)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.recipe
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.recipe = state
+
+
+FORMER = "with a line of the former loop"
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
-    "reentrant": lambda: Repeated(6),
-    "reentrant, of a gradient that is sent alone": lambda: Repeated(400),
-    "with a line of the former loop": lambda: torch.nn.Linear(3, 1),
+    "reentrant": lambda: Repeated(6).double(),
+    "reentrant, of a gradient that is sent alone": lambda: Repeated(400).double(),
+    "bfloat16 before float64": Mixed,
+    "complex": lambda: Spectral().double(),
+    "sparse": lambda: Noted(torch.sparse_coo).double(),
+    "sparse rows": lambda: Noted(torch.sparse_csr).double(),
+    FORMER: lambda: torch.nn.Linear(3, 1).double(),
 }
 
 
-def main(kind: str) -> None:
+def compare(kind: str, options: dict[str, Any]) -> tuple[int, float]:
+    """Train both; return the rank and the largest relative difference of a parameter."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(SAMPLES, 3).double(), torch.randn(SAMPLES, 1).double()
-    model = KINDS[kind]().double()
-    plain = copy.deepcopy(model)
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    torch.manual_seed(0)
+    plain = KINDS[kind]()  # not a copy: torch copies no sparse rows
     optimizer = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
     order = hvdtrain.GlobalBatchSampler(SAMPLES, BATCH, seed=0)
     for epoch in range(EPOCHS):
@@ -54,18 +111,24 @@ def main(kind: str) -> None:
             optimizer.step()
     samples = torch.utils.data.TensorDataset(inputs, targets)
     own = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    options = {"global_batch_size": BATCH, "epochs": EPOCHS, "seed": 0, "audit_every": 1}
-    with hvdtrain.Loop(model, own, samples, **options) as loop:
+    given = {"global_batch_size": BATCH, "epochs": EPOCHS, "seed": 0, "audit_every": 1} | options
+    with hvdtrain.Loop(model, own, samples, **given) as loop:
         for step in loop:
             for x, y in step.batches():
                 step.backward(mse_loss(model(x), y, reduction="sum"), len(y))
-            if kind == "with a line of the former loop":
+            if kind == FORMER:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             step.update()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-    print(f"rank {loop.rank}: relative difference {difference:.3e}")
+    each = (float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
+    return loop.rank, max(each)
+
+
+def main(options: str = "{}", *kinds: str) -> None:
+    for kind in kinds or [it for it in KINDS if it != FORMER]:
+        rank, difference = compare(kind, json.loads(options))
+        print(f"rank {rank}: {kind}: relative difference {difference:.3e}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
