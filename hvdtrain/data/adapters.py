@@ -31,7 +31,6 @@ from hvdtrain.data.map_samples import (
     MapSamples,
     begin_epoch,
     fingerprint_of,
-    without_samples,
 )
 from hvdtrain.data.reading import BeginReader, StreamedSplit
 from hvdtrain.data.sampler import Indices
@@ -230,7 +229,7 @@ class IterableSplit:
         wanted, places = np.unique(indices, return_inverse=True)
         with kept():
             if not len(wanted):
-                return self._empty(next(self._samples(epoch)))
+                return self._made([next(self._samples(epoch))], np.zeros(1, np.int64), epoch)
             found = list(_chosen(self._samples(epoch), wanted, 0))
             return self._made([found[place] for place in places], indices, epoch)
 
@@ -248,16 +247,12 @@ class IterableSplit:
                     if not example:  # nothing was read yet
                         example = [next(samples)]
                         samples = itertools.chain(example, samples)
-                    loaded = Loaded(self._empty(example[0]), 0)
+                    loaded = Loaded(self._made(example, np.zeros(1, np.int64), epoch), 0)
             yield loaded
 
     def _made(self, samples: list[Any], indices: Indices, epoch: int) -> Any:
         seed_for(self._seed, epoch, int(indices[0]), OF_BATCH)
         return self._collate(samples)
-
-    def _empty(self, sample: Any) -> Any:
-        seed_for(self._seed, 0, 0, OF_BATCH)
-        return without_samples(lambda count: self._collate([sample] * count))
 
     def _samples(self, epoch: int) -> Iterator[Any]:
         """Yield the samples of an epoch, each to be taken within `kept`.

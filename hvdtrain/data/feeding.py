@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -100,7 +100,7 @@ class Feed:
     sampler: GlobalBatchSampler
     shares: SharesLike
     micro_batches: int
-    everyone: bool  # every rank takes part in each micro-batch, even without samples
+    everyone: bool  # every rank takes part in each micro-batch: without samples, by one of others
 
     def epoch(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
         """Yield up to `steps` steps from `cursor` samples into the run, within that epoch."""
@@ -116,7 +116,7 @@ class Feed:
                 if (ahead := next(planned, None)) is None:
                     return
                 steps_ahead.append(ahead)
-                wanted.extend(self._as_read(ahead[1]).values())
+                wanted.extend(self._wanted(ahead[1]))
 
         loaded = stream(self.split, to_read(), cursor // self.sampler.samples)
         while True:
@@ -124,7 +124,7 @@ class Feed:
                 batch, own = steps_ahead.popleft()
             elif (now := next(planned, None)) is not None:
                 batch, own = now
-                wanted.extend(self._as_read(own).values())
+                wanted.extend(self._wanted(own))
             else:
                 return
             yield StepData(batch, list(own), self._as_passed(loaded, own))
@@ -132,7 +132,7 @@ class Feed:
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
         parts = self._parts(indices, rank)
-        loaded = stream(self.split, self._as_read(parts).values(), epoch)
+        loaded = stream(self.split, self._wanted(parts), epoch)
         return StepData(indices, list(parts), self._as_passed(loaded, parts))
 
     def _as_read(self, own: Parts) -> Parts:
@@ -142,14 +142,26 @@ class Feed:
         # The parts are disjoint stretches of the global batch, which ascends.
         return dict(sorted(own.items(), key=lambda item: item[1][:1].tolist()))
 
+    def _wanted(self, own: Parts) -> list[Indices]:
+        """Return the samples to read for a step: for a part without any, one that stands in.
+
+        A split that is read in order has one at hand by itself.
+        """
+        stand_in = np.array([getattr(self.split, "first", 0)])
+        has_own = in_order(self.split)
+        return [it if len(it) or has_own else stand_in for it in self._as_read(own).values()]
+
     def _as_passed(self, loaded: Iterator[Loaded], own: Parts) -> Iterator[Loaded]:
         """Yield the batches of a step in the order of its passes."""
-        places = list(self._as_read(own))
-        taken = itertools.islice(loaded, len(places))
-        if places == list(own):
+        read = self._as_read(own)
+        taken = (
+            it if len(part) else replace(it, samples=0, bad=0)
+            for part, it in zip(read.values(), loaded, strict=False)
+        )
+        if list(read) == list(own):
             yield from taken
         else:
-            found = dict(zip(places, taken, strict=True))
+            found = dict(zip(read, taken, strict=True))
             yield from (found[place] for place in own)
 
     def _parts(self, batch: Indices, rank: int) -> Parts:
@@ -193,7 +205,7 @@ class PartSplit:
 
     def __init__(self, part: Split, start: int, samples: int) -> None:
         self._part = part
-        self._start = start
+        self._start = self.first = start
         self._samples = samples
         self.may_skip = may_skip(part)
         self.batch_size = evaluation_batch(part)

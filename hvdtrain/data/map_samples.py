@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdtrain.data.drawing import OF_BATCH, kept, marks, seed_for, torch_state_of
 from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.reading import BadSample, Key
 from hvdtrain.data.splits import texts_of
-from hvdtrain.errors import TrainingError
-from hvdtrain.tensors import items_of, with_items
 
 Collate = Callable[[Any], Any]
 SHARDS = "index.json"  # of litdata, in the folder of its shards
@@ -62,13 +59,10 @@ class MapSamples:
 
     def load(self, keys: Sequence[Key]) -> Loaded:
         """Return these samples, each a number and the epoch, as a batch. Raises BadSample."""
-        numbers = [number for number, _ in keys]
-        epoch = keys[0][1] if keys else 0
+        numbers, epoch = [number for number, _ in keys], keys[0][1]
         begin_epoch(self.dataset, epoch)
         with kept():
-            if numbers:
-                return Loaded(self._batch(numbers, epoch), len(numbers))
-            return Loaded(without_samples(lambda count: self._batch([0] * count, 0)), 0)
+            return Loaded(self._batch(numbers, epoch), len(numbers))
 
     def finish(self, batch: Any) -> Any:
         return batch
@@ -205,33 +199,3 @@ def fingerprint_of(dataset: Any) -> Iterable[str] | None:
         return None
     sizes = ("filename", "chunk_size", "chunk_bytes")
     return [str([it.get(key) for key in sizes]) for it in json.loads(index.read_text())["chunks"]]
-
-
-def without_samples(batch_of: Callable[[int], Any]) -> Any:
-    """Return a batch of no samples, of the structure that others have.
-
-    `batch_of`: returns a batch of one or of two. The dimension of samples is the one that differs.
-    """
-    return _cut(batch_of(1), batch_of(2))
-
-
-def _cut(one: Any, two: Any) -> Any:
-    if isinstance(one, torch.Tensor):
-        for dimension in range(one.dim() if one.dim() == two.dim() else 0):
-            if (one.shape[dimension], two.shape[dimension]) == (1, 2):
-                return one.narrow(dimension, 0, 0)
-        return one
-    if isinstance(one, np.ndarray):
-        return _cut(torch.from_numpy(one), torch.from_numpy(two)).numpy()
-    items, others = items_of(one) or {}, items_of(two) or {}
-    if items and (isinstance(one, Mapping) or not hasattr(one, "to")):
-        if len(items) != len(others):  # of samples, such as texts
-            return type(one)()
-        return with_items(one, {key: _cut(item, others[key]) for key, item in items.items()})
-    if hasattr(one, "to") or getattr(one, "__dict__", None):  # it may hold the samples
-        kind = type(one).__name__
-        raise TrainingError(
-            f"a batch is a {kind}, of which none without samples can be made, as a worker without "
-            "samples needs for sync_bn. Take a larger global batch, or leave sync_bn out"
-        )
-    return one

@@ -63,9 +63,15 @@ def prepare(
     _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
     model, optimizers, schedule = _trained(config, source, exchange, device, sampler, script)
-    sync_bn = config.precision.sync_bn and has_batch_norm(model)
+    every = config.precision.sync_bn
+    sync_bn = has_batch_norm(model) if every else has_batch_norm(model, torch.nn.SyncBatchNorm)
     if sync_bn:
-        model = convert_to_sync(model, exchange)
+        if config.batch.virtual_workers is not None:
+            raise UsageError(
+                "--virtual-workers: the model has layers of torch.nn.SyncBatchNorm, and virtual "
+                "workers compute one after another: leave its conversion out"
+            )
+        convert_to_sync(model, exchange, every)
     settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if normalises_over_batch(model):

@@ -49,6 +49,7 @@ from hvdtrain.run.tasks import find_source
 from hvdtrain.run.trackers import check_trackers, open_trackers
 from hvdtrain.run.wording import as_options
 from hvdtrain.topology import Topology
+from hvdtrain.train.batchnorm import convert_back
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
@@ -189,6 +190,7 @@ def _run_or_none(
     finally:
         ledger.close()
         job.workers.close()
+        convert_back(job.model)
 
 
 def _place_of_data(config: TrainConfig, script: Script | None) -> str:

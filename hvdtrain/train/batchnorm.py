@@ -7,19 +7,39 @@ running statistics are then averaged for evaluation and for the saved model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from hvdtrain.exchange import Exchange
 
+_counts = True  # whether the present pass has samples that count
+
+
+@contextmanager
+def counting(samples: int) -> Iterator[None]:
+    """Let synchronised layers take part in a pass within: without samples of its own, a rank gives
+    the model one that stands in for them, and adds nothing to the statistics.
+    """
+    global _counts
+    before, _counts = _counts, samples > 0
+    try:
+        yield
+    finally:
+        _counts = before
+
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy."""
+    """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy.
+
+    The second sum is such a function too, for derivatives of derivatives.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
@@ -28,75 +48,104 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        summed = ctx.exchange.sum_later(gradient.clone(), f"{ctx.name}.backward")()
-        return summed, None, None
+        return _summed(gradient, ctx.exchange, f"{ctx.name}.backward"), None, None
+
+
+def _summed(values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
+    """Collective: return the sum over ranks; so is each derivative of it."""
+    summed: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
+    return summed
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation by the statistics of all ranks' samples.
+    """A layer of batch normalisation, of any class, by the statistics of all ranks' samples.
 
-    Every rank must call it at the same time, even without samples. Parameters and buffers are those
-    of the layer that it replaces. As in torch.nn.BatchNorm, only the running variance is unbiased.
+    Every rank must call it at the same time, even without samples. All of the layer stays as it is;
+    only `torch.nn.functional.batch_norm`, which its own class calls, is replaced.
     """
 
     exchange: Exchange
     collective: str  # a name that is unique within the model
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (torch's own name)
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """Normalise `input`, of shape (samples, channels, ...); a collective in training mode."""
-        self._check_input_dim(input)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Compute what the layer's own class does; a collective in training mode."""
         if not self.training:
-            return super().forward(input)
-        mean, variance, count = self._statistics(input)
-        if self.running_mean is not None and self.running_var is not None:
-            self._update_running(mean.detach(), variance.detach(), count)
-        shape = (1, -1, *[1] * (input.dim() - 2))
-        scale = torch.rsqrt(variance + self.eps)
-        shift = -mean * scale
-        if self.affine:
-            scale = scale * self.weight
-            shift = shift * self.weight + self.bias
-        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
-
-    def _statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Collective: return mean, biased variance (both (channels,)) and count, over all ranks."""
-        wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        dims = [0, *range(2, values.dim())]
-        own_count = wide.new_full((1,), values.numel() / values.size(1))
-        sums = self._sum(torch.cat([wide.sum(dims), own_count]), "mean")
-        count = float(sums[-1].detach())
-        if count <= 1:
-            raise ValueError("batch norm needs more than one value per channel over all ranks")
-        mean = sums[:-1] / count
-        centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
-        squares = self._sum(centred.square().sum(dims), "variance")
-        return mean, squares / count, count
-
-    def _sum(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        name = f"{self.collective}.{what}"
-        summed: torch.Tensor = _SumOverRanks.apply(values, self.exchange, name)  # type: ignore[no-untyped-call]
-        return summed
-
-    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        assert self.running_mean is not None and self.running_var is not None
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:
-                factor = 1 / float(self.num_batches_tracked)
-        assert factor is not None
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        unbiased = variance * (count / (count - 1))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+            return super().forward(*inputs, **named_inputs)
+        with _Replacement(self.exchange, self.collective):
+            return super().forward(*inputs, **named_inputs)
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether any layer is batch norm."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+class _Replacement(TorchFunctionMode):
+    """A context in which `torch.nn.functional.batch_norm` is synchronised."""
+
+    def __init__(self, exchange: Exchange, collective: str) -> None:
+        super().__init__()
+        self._exchange, self._collective = exchange, collective
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.batch_norm:
+            return _batch_norm(self._exchange, self._collective, *args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+def _batch_norm(
+    exchange: Exchange,
+    collective: str,
+    input: torch.Tensor,  # noqa: A002 (torch's own names)
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Collective: normalise `input`, of shape (samples, channels, ...), by all ranks' samples.
+
+    As in `torch.nn.functional.batch_norm`, only the running variance is unbiased.
+    """
+    if not training:
+        own: torch.Tensor = torch.nn.functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+        return own
+    mean, variance, count = _statistics(exchange, collective, input)
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+        unbiased = variance.detach() * (count / (count - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    shape = (1, -1, *[1] * (input.dim() - 2))
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale
+    shift = shift if bias is None else shift + bias
+    return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+
+def _statistics(
+    exchange: Exchange, collective: str, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Collective: return mean, biased variance (both (channels,)) and count, over all ranks."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    if not _counts:
+        wide = wide[:0]
+    dims = [0, *range(2, values.dim())]
+    own_count = wide.new_full((1,), wide.numel() / values.size(1))
+    sums = _summed(torch.cat([wide.sum(dims), own_count]), exchange, f"{collective}.mean")
+    count = float(sums[-1].detach())
+    if count <= 1:
+        raise ValueError("batch norm needs more than one value per channel over all ranks")
+    mean = sums[:-1] / count
+    centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
+    squares = _summed(centred.square().sum(dims), exchange, f"{collective}.variance")
+    return mean, squares / count, count
+
+
+def has_batch_norm(model: nn.Module, kind: type[nn.Module] = _BatchNorm) -> bool:
+    """Return whether any layer is batch norm, or one of a `kind` of it."""
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def normalises_over_batch(model: nn.Module) -> bool:
@@ -107,27 +156,28 @@ def normalises_over_batch(model: nn.Module) -> bool:
     return any(it.training or it.running_mean is None for it in layers)
 
 
-def convert_to_sync(model: nn.Module, exchange: Exchange) -> nn.Module:
-    """Replace every batch-norm layer by a synchronised one with the same tensors; return the model.
-
-    A model that is itself a batch-norm layer is not changed; its replacement is returned.
+def convert_to_sync(model: nn.Module, exchange: Exchange, every: bool = True) -> None:
+    """Make the batch-norm layers of a model synchronised ones: `every` one, or those alone that the
+    script has made so by `torch.nn.SyncBatchNorm`.
     """
-    if isinstance(model, _BatchNorm):
-        return _converted(model, exchange, "hvdtrain.sync_bn")
-    done: dict[nn.Module, SyncBatchNorm] = {}  # a layer may occur in several places
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, _BatchNorm):
-            parent, _, name = path.rpartition(".")
-            if module not in done:
-                done[module] = _converted(module, exchange, f"hvdtrain.sync_bn.{path}")
-            setattr(model.get_submodule(parent), name, done[module])
-    return model
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm if every else nn.SyncBatchNorm):
+            module.__class__ = _synchronised(type(module))  # type: ignore[arg-type]
+            vars(module).update(exchange=exchange, collective=f"hvdtrain.sync_bn.{path}")
 
 
-def _converted(module: _BatchNorm, exchange: Exchange, collective: str) -> SyncBatchNorm:
-    sync = SyncBatchNorm(module.num_features)
-    vars(sync).update(vars(module), exchange=exchange, collective=collective)
-    return sync
+def convert_back(model: nn.Module) -> None:
+    """Undo `convert_to_sync`."""
+    for module in model.modules():
+        if isinstance(module, SyncBatchNorm):
+            module.__class__ = type(module).__bases__[1]
+            del module.exchange, module.collective
+
+
+@functools.cache
+def _synchronised(kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    """Return the class of synchronised layers of a class."""
+    return type(kind.__name__, (SyncBatchNorm, kind), {"__module__": kind.__module__})
 
 
 def running_statistics(model: nn.Module) -> list[str]:

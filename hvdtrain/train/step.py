@@ -25,6 +25,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.tasks.means import mean_in
+from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.guard import GradientGuard
 from hvdtrain.train.job import Job
@@ -160,7 +161,8 @@ class Step:
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
                     self._audit.begin_pass(it.share, batch)
                     self._pass = it
-                    yield batch
+                    with counting(it.loaded.samples):
+                        yield batch
                     self._refuse_missing_backward()
                     self._guard.check()
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
@@ -192,10 +194,11 @@ class Step:
                 f"step {self.number}: step.backward(mean=loss, count=count) is called once for "
                 "each batch"
             )
-        counted = self._counted(count)
+        counted, given = self._counted(count), dict(metrics or {})
+        if not it.loaded.samples:  # the sample of the batch only stands in
+            counted, given = 0.0, {name: torch.zeros_like(value) for name, value in given.items()}
         loss = self._summed(loss, sum, mean, counted)
         self._pass = None
-        given = dict(metrics or {})
         if not job.task.computes_loss:
             nothing = torch.zeros((), device=job.device)
             given = dict.fromkeys(job.task.metrics, nothing) | given
@@ -235,6 +238,7 @@ class Step:
                 f"step {self.number}: step.backward takes one loss of the batch: sum=, or mean="
             )
         (given,) = losses
+        is_own = self._pass is None or self._pass.loaded.samples > 0
         if mean is None:
             looks = loss is not None and self._is_first and not self.job.task.computes_loss
             if looks and isinstance(given, torch.Tensor) and (found := mean_in(given, count)):
@@ -244,7 +248,9 @@ class Step:
                     "too small. Give step.backward(mean=loss, count=...), or make it a sum: "
                     'reduction="sum". If it is one, give step.backward(sum=loss, count=...)'
                 )
-            return given
+            return given if is_own else given.nan_to_num() * 0.0
+        if count == 0 and self.job.feed.everyone:
+            return mean.nan_to_num() * 0.0  # through the model, whose layers wait for every rank
         if count == 0:  # a mean over nothing is not a number
             trained = (it for it in self.job.model.parameters() if it.requires_grad)
             return sum((it.sum() * 0.0 for it in trained), mean.new_zeros(()))
@@ -375,11 +381,11 @@ class Step:
         parameters = [job.model.get_parameter(name) for name in names]
         for it in self._own:
             job.workers.repeat_pass(self.number, it.share, it.number)
-            with job.update.autocast():
+            with job.update.autocast(), counting(it.loaded.samples):
                 loss = job.task.loss(job.model, it.loaded.on(job.device)).loss
             gradients = torch.autograd.grad(loss * self._weight, parameters, allow_unused=True)
             known = {str(i): it for i, it in enumerate(gradients) if it is not None}
-            faulty = faulty or bool(not_finite(known))
+            faulty = faulty or bool(it.loaded.samples and not_finite(known))
         return faulty
 
 

@@ -643,7 +643,7 @@ def synchronised_batch_norm_is_that_of_the_whole_batch(exchange: Exchange) -> No
             for _ in range(2)
         )
         shared.load_state_dict(whole.state_dict())
-        shared = convert_to_sync(shared, exchange)
+        convert_to_sync(shared, exchange)
         own = torch.from_numpy(Shares(size, weights).of(np.arange(len(values)), exchange.rank))
         expected = whole(values)
         expected.square().sum().backward()

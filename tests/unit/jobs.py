@@ -129,7 +129,7 @@ def make_job(
     torch.manual_seed(11)
     model = build().to(dtype)
     if sync_bn:
-        model = convert_to_sync(model, exchange)
+        convert_to_sync(model, exchange)
     task = classification(dataset, dtype)
     shares: SharesLike = Shares(exchange.size, weights)
     if virtual is not None:

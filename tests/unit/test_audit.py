@@ -379,9 +379,8 @@ def test_other_types_are_refused() -> None:
     """Fails if a type without a bound is audited by another one's."""
 
     def work(transport: Transport) -> None:
-        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex32))
-        model = torch.nn.ParameterDict({"weight": weight})
-        with pytest.raises(UsageError, match=r"1 parameters, such as weight \(torch.complex32\)"):
+        model = torch.nn.Linear(3, 2).to(torch.float8_e5m2)
+        with pytest.raises(UsageError, match=r"2 parameters, such as weight \(torch.float8_e5m2\)"):
             Auditor(model, transport, 1)
 
     run_in_process(1, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.batchnorm import (
     SyncBatchNorm,
     averaged_statistics,
+    convert_back,
     convert_to_sync,
+    counting,
     has_batch_norm,
 )
 from tests.unit.threads import ThreadExchange, connect, run_ranks
@@ -32,6 +35,11 @@ def make_layer(inner: tuple[int, ...], **settings: object) -> nn.Module:
     with torch.no_grad():
         for place, parameter in enumerate(layer.parameters()):
             parameter.copy_(torch.arange(1, CHANNELS + 1) * 0.7 - place)
+    return layer
+
+
+def synced(layer: nn.Module, exchange: Any) -> Any:
+    convert_to_sync(layer, exchange)
     return layer
 
 
@@ -68,7 +76,7 @@ def test_sync_bn_is_batch_norm_of_the_whole_batch(shares, inner, settings) -> No
     parts = [slice(*edge) for edge in pairwise(edges)]
 
     def work(exchange: ThreadExchange):
-        layer = convert_to_sync(make_layer(inner, **settings), exchange)
+        layer = synced(make_layer(inner, **settings), exchange)
         part = parts[exchange.rank]
         return layer, train_layer(layer, [(x[part], f[part]) for x, f in data])
 
@@ -91,7 +99,7 @@ def test_evaluation_is_that_of_batch_norm(settings) -> None:
     layer = make_layer((4, 3), **settings)
     train_layer(layer, data)
     layer.eval()
-    sync = convert_to_sync(copy.deepcopy(layer), SingleProcess())
+    sync = synced(copy.deepcopy(layer), SingleProcess())
     sync.exchange = None  # to be missed, if it were used
     with torch.no_grad():
         assert torch.equal(sync(data[0][0]), layer(data[0][0]))
@@ -104,7 +112,7 @@ def test_a_batch_without_variance_is_refused(shares: tuple[int, ...]) -> None:
     """Fails when one value per channel over all ranks ends in NaN, or leaves a rank waiting."""
 
     def work(exchange: ThreadExchange) -> str:
-        layer = convert_to_sync(make_layer(()), exchange)
+        layer = synced(make_layer(()), exchange)
         with pytest.raises(ValueError, match="more than one value per channel"):
             layer(torch.ones(shares[exchange.rank], CHANNELS, dtype=torch.float64))
         return "raised"
@@ -115,10 +123,87 @@ def test_a_batch_without_variance_is_refused(shares: tuple[int, ...]) -> None:
 def test_half_precision_keeps_its_type() -> None:
     """Fails when statistics are summed in 16 bits, or the output is of another type."""
     values = (torch.randn(4000, CHANNELS) * 3 + 200).bfloat16()
-    sync = convert_to_sync(nn.BatchNorm1d(CHANNELS), SingleProcess())
+    sync = synced(nn.BatchNorm1d(CHANNELS), SingleProcess())
     outputs = sync(values)
     assert outputs.dtype == torch.bfloat16
     torch.testing.assert_close(sync.running_mean, 0.1 * values.float().mean(0))
+
+
+class Activated(nn.BatchNorm1d):
+    """A layer that does more than to normalise, as those of timm."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        normalised = nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2
+        )
+        return normalised.relu()
+
+
+@pytest.mark.parametrize("kind", [Activated, nn.SyncBatchNorm])
+def test_the_rest_of_a_layer_stays_as_it_is(kind: type[nn.Module]) -> None:
+    """Fails when a class loses what it adds, or its own momentum; or does not get its class back."""
+    data = batches(7, (5,))
+    whole = kind(CHANNELS).double()
+    expected = train_layer(whole, data)
+
+    def work(exchange: ThreadExchange) -> list[torch.Tensor]:
+        layer = synced(copy.deepcopy(kind(CHANNELS).double()), exchange)
+        part = [slice(0, 3), slice(3, 7)][exchange.rank]
+        results = train_layer(layer, [(x[part], f[part]) for x, f in data])
+        assert isinstance(layer, kind) and isinstance(copy.deepcopy(layer), SyncBatchNorm)
+        torch.testing.assert_close(layer.state_dict(), whole.state_dict(), **CLOSE)
+        convert_back(layer)
+        assert type(layer) is kind and "exchange" not in vars(layer)
+        return results
+
+    ranks = run_ranks(connect(2), work)
+    for both in zip(expected, *ranks, strict=True):
+        torch.testing.assert_close(torch.cat(both[1:]), both[0], **CLOSE)
+
+
+def penalty(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """A gradient penalty: its derivative is a second derivative of the layer."""
+    values = values.clone().requires_grad_()
+    outputs = layer(values).tanh()
+    (gradient,) = torch.autograd.grad(outputs.sum(), values, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().sum()
+
+
+def test_second_derivatives_are_those_of_the_whole_batch() -> None:
+    """Fails when a derivative of a derivative leaves out the samples of other ranks."""
+    values = batches(7, ())[0][0]
+    whole = make_layer(())
+    penalty(whole, values).backward()
+
+    def work(exchange: ThreadExchange) -> list[torch.Tensor]:
+        layer = synced(make_layer(()), exchange)
+        penalty(layer, values[[slice(0, 3), slice(3, 7)][exchange.rank]]).backward()
+        return [it.grad for it in layer.parameters()]
+
+    ranks = run_ranks(connect(2), work)
+    for parameter, *own in zip(whole.parameters(), *ranks, strict=True):
+        torch.testing.assert_close(sum(own), parameter.grad, **CLOSE)
+
+
+def test_a_sample_that_stands_in_counts_nothing() -> None:
+    """Fails when the statistics, or a gradient, are also those of the sample that a rank without
+    samples gives the model.
+    """
+    values, factors = batches(4, (5,))[0]
+    whole = make_layer((5,))
+    train_layer(whole, [(values, factors)])
+
+    def work(exchange: ThreadExchange) -> Any:
+        layer = synced(make_layer((5,)), exchange)
+        with counting(4 if exchange.rank == 0 else 0):
+            stand_in = (values[:1] + 100, factors[:1] * 0)
+            train_layer(layer, [(values, factors) if exchange.rank == 0 else stand_in])
+        torch.testing.assert_close(layer.state_dict(), whole.state_dict(), **CLOSE)
+        return [it.grad for it in layer.parameters()]
+
+    ranks = run_ranks(connect(2), work)
+    for parameter, *own in zip(whole.parameters(), *ranks, strict=True):
+        torch.testing.assert_close(sum(own), parameter.grad, **CLOSE)
 
 
 class Net(nn.Module):
@@ -135,7 +220,7 @@ def test_conversion_keeps_the_model_as_it_is() -> None:
     model.inner.eval()
     before = dict(model.named_parameters()) | dict(model.named_buffers())
     names = list(model.state_dict())
-    sync = convert_to_sync(model, SingleProcess())
+    sync = synced(model, SingleProcess())
     assert sync is model and list(model.state_dict()) == names
     after = dict(model.named_parameters()) | dict(model.named_buffers())
     assert all(after[name] is tensor for name, tensor in before.items())
@@ -150,7 +235,7 @@ def test_conversion_keeps_the_model_as_it_is() -> None:
 def test_a_layer_that_stands_in_two_places_is_converted_in_both() -> None:
     """Fails when the second place keeps the layer that sees only its own rank's samples."""
     shared = nn.BatchNorm1d(3)
-    model = convert_to_sync(nn.Sequential(shared, nn.Linear(3, 3), shared), SingleProcess())
+    model = synced(nn.Sequential(shared, nn.Linear(3, 3), shared), SingleProcess())
     assert isinstance(model[0], SyncBatchNorm) and model[2] is model[0]
 
 
@@ -205,7 +290,7 @@ def test_nothing_is_averaged_where_all_ranks_hold_the_same() -> None:
 
     def work(exchange: ThreadExchange) -> None:
         exchange.sum_later = None  # type: ignore[method-assign, assignment]
-        for model in (convert_to_sync(of_rank(0), exchange), nn.Linear(2, 2)):
+        for model in (synced(of_rank(0), exchange), nn.Linear(2, 2)):
             with averaged_statistics(model, exchange, 1.0):
                 pass
 
