@@ -19,21 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from hvdtrain.exchange import Exchange
 
-_counts = True  # whether the present pass has samples that count
-
-
-@contextmanager
-def counting(samples: int) -> Iterator[None]:
-    """Let synchronised layers take part in a pass within: without samples of its own, a rank gives
-    the model one that stands in for them, and adds nothing to the statistics.
-    """
-    global _counts
-    before, _counts = _counts, samples > 0
-    try:
-        yield
-    finally:
-        _counts = before
-
 
 class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy.
@@ -66,33 +51,33 @@ class SyncBatchNorm(_BatchNorm):
 
     exchange: Exchange
     collective: str  # a name that is unique within the model
+    counts = True  # whether its samples are some of the batch
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Compute what the layer's own class does; a collective in training mode."""
         if not self.training:
             return super().forward(*inputs, **named_inputs)
-        with _Replacement(self.exchange, self.collective):
+        with _Replacement(self):
             return super().forward(*inputs, **named_inputs)
 
 
 class _Replacement(TorchFunctionMode):
     """A context in which `torch.nn.functional.batch_norm` is synchronised."""
 
-    def __init__(self, exchange: Exchange, collective: str) -> None:
+    def __init__(self, layer: SyncBatchNorm) -> None:
         super().__init__()
-        self._exchange, self._collective = exchange, collective
+        self._layer = layer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.nn.functional.batch_norm:
-            return _batch_norm(self._exchange, self._collective, *args, **kwargs or {})
+            return _batch_norm(self._layer, *args, **kwargs or {})
         return func(*args, **kwargs or {})
 
 
 def _batch_norm(
-    exchange: Exchange,
-    collective: str,
+    layer: SyncBatchNorm,
     input: torch.Tensor,  # noqa: A002 (torch's own names)
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
@@ -111,7 +96,7 @@ def _batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
         return own
-    mean, variance, count = _statistics(exchange, collective, input)
+    mean, variance, count = _statistics(layer, input)
     if running_mean is not None and running_var is not None:
         running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
         unbiased = variance.detach() * (count / (count - 1))
@@ -125,11 +110,12 @@ def _batch_norm(
 
 
 def _statistics(
-    exchange: Exchange, collective: str, values: torch.Tensor
+    layer: SyncBatchNorm, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Collective: return mean, biased variance (both (channels,)) and count, over all ranks."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    if not _counts:
+    exchange, collective = layer.exchange, layer.collective
+    if not layer.counts:
         wide = wide[:0]
     dims = [0, *range(2, values.dim())]
     own_count = wide.new_full((1,), wide.numel() / values.size(1))
@@ -172,6 +158,21 @@ def convert_back(model: nn.Module) -> None:
         if isinstance(module, SyncBatchNorm):
             module.__class__ = type(module).__bases__[1]
             del module.exchange, module.collective
+
+
+@contextmanager
+def counting(model: nn.Module, samples: int) -> Iterator[None]:
+    """Return a context of a pass over so many samples of this rank: without any, it gives the model
+    one that stands in for them, so that synchronised layers take part, and add nothing.
+    """
+    layers = [it for it in model.modules() if isinstance(it, SyncBatchNorm)] if not samples else []
+    for layer in layers:
+        layer.counts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.counts = True
 
 
 @functools.cache

@@ -161,7 +161,7 @@ class Step:
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
                     self._audit.begin_pass(it.share, batch)
                     self._pass = it
-                    with counting(it.loaded.samples):
+                    with counting(job.model, it.loaded.samples):
                         yield batch
                     self._refuse_missing_backward()
                     self._guard.check()
@@ -381,7 +381,7 @@ class Step:
         parameters = [job.model.get_parameter(name) for name in names]
         for it in self._own:
             job.workers.repeat_pass(self.number, it.share, it.number)
-            with job.update.autocast(), counting(it.loaded.samples):
+            with job.update.autocast(), counting(job.model, it.loaded.samples):
                 loss = job.task.loss(job.model, it.loaded.on(job.device)).loss
             gradients = torch.autograd.grad(loss * self._weight, parameters, allow_unused=True)
             known = {str(i): it for i, it in enumerate(gradients) if it is not None}

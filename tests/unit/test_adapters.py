@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import hvdtrain
 from hvdtrain import IterableSplit, MapSplit, split_of
-from hvdtrain.data import GlobalBatchSampler, Shares, VirtualShares
-from hvdtrain.data.feeding import Feed, stream
+from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit, VirtualShares
+from hvdtrain.data.feeding import Feed, PartSplit, stream
 from hvdtrain.data.splits import difference, fingerprint
 from hvdtrain.errors import TrainingError, UsageError
 from tests.unit.readable import (
@@ -218,56 +217,31 @@ def test_a_sample_that_is_none_is_named() -> None:
     assert len(loaded.batch) == 2
 
 
-def test_an_empty_batch_draws_nothing_of_the_run() -> None:
-    """Fails if a rank without samples, whose collate draws random numbers, goes on with others."""
+@pytest.mark.parametrize("readers", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "iterable", "tensors", "part"])
+def test_a_sample_stands_in_for_a_share_without_any(kind: str, readers: int) -> None:
+    """Fails if a rank without samples has nothing to give a model whose layers are synchronised, or
+    if the sample counts; if random numbers of the run are drawn for it; or if one is read that this
+    host has not.
+    """
+    data = [(torch.tensor([float(number)]), number) for number in range(8)]
+    split: Any = MapSplit(data, readers=readers)
+    if kind == "iterable":
+        split = IterableSplit(data, 8)
+    elif kind == "tensors":
+        split = TensorSplit(torch.arange(8.0)[:, None], torch.arange(8))
+    elif kind == "part":
+        split = PartSplit(split, 100, 200)
+    first = 100 if kind == "part" else 0
+    feed = Feed(split, GlobalBatchSampler(8, 3, 0), Shares(3, (1, 0, 1)), 1, everyone=True)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    none = np.array([], dtype=np.int64)
-    for split in (MapSplit(Noisy(), joined), IterableSplit(Flow(), 40, joined)):
-        (loaded,) = stream(split, [none], 0)
-        assert loaded.batch["x"].shape == (4, 0) and loaded.batch["words"] == []
+    for samples in ([0, 1, 2], [3], [4, 5]):
+        step = feed.step(np.array(samples) + first, 1)
+        (loaded,) = step.batches
+        assert (loaded.samples, loaded.bad, list(step.passes)) == (0, 0, [(1, 0)])
+        assert loaded.batch[0].shape == (1, 1) and len(loaded.batch[1]) == 1
     assert torch.equal(torch.get_rng_state(), before)
-
-
-Pair = namedtuple("Pair", "one other")
-
-
-@pytest.mark.parametrize(
-    ("sample", "collate", "expected"),
-    [
-        (torch.ones(2, 3), None, (0, 2, 3)),
-        ((torch.ones(1), 4), None, [(0, 1), (0,)]),
-        ({"a": 1.5, "b": "text"}, None, {"a": (0,), "b": []}),
-        (Pair(1, torch.ones(2)), None, Pair((0,), (0, 2))),
-        ((torch.ones(5, 4), 1), lambda it: torch.stack([x for x, _ in it], 1), (5, 0, 4)),
-        (3, lambda it: {"n": torch.tensor(it), "c": torch.tensor(2.0)}, {"n": (0,), "c": ()}),
-        (3, np.array, (0,)),
-        ("word", lambda it: it, []),
-    ],
-    ids=["tensor", "tuple", "dict", "named tuple", "second", "constant", "numpy", "list"],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_an_empty_batch_has_the_structure_of_others(sample, collate, expected, kind) -> None:
-    """Fails if a batch without samples raises, keeps a sample, or has another structure."""
-
-    def shape(item: Any) -> Any:
-        if isinstance(item, torch.Tensor | np.ndarray):
-            return tuple(item.shape)
-        if isinstance(item, dict):
-            return {key: shape(value) for key, value in item.items()}
-        if isinstance(item, str):
-            return item
-        if hasattr(item, "_fields"):
-            return type(item)(*map(shape, item))
-        return [shape(value) for value in item]
-
-    data = [sample] * 3
-    split: Any = MapSplit(data, collate) if kind == "map" else IterableSplit(data, 3, collate)
-    none = np.array([], dtype=np.int64)
-    empty, one, last = stream(split, [none, np.array([0]), none], 0)
-    assert (empty.samples, one.samples, last.samples) == (0, 1, 0)
-    assert shape(empty.batch) == shape(last.batch) == shape(split.batch(none)) == expected
-    assert shape(one.batch) != expected
 
 
 SHARES = {

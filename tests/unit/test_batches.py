@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import default_collate
 
-from hvdtrain import MapSplit
 from hvdtrain.audit.digests import BatchDigest
-from hvdtrain.data.feeding import stream, to_device
-from hvdtrain.errors import TrainingError
+from hvdtrain.data.feeding import to_device
 from hvdtrain.tensors import copied_to_cpu, tensors_in
 
 META = torch.device("meta")  # stands for a GPU
@@ -139,32 +135,11 @@ def test_digests_of_batches_are_of_their_content(name: str) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.parametrize(
-    "collate",
-    [lambda samples: Graph(torch.stack(samples)), pack_sequence],
-    ids=["object", "packed"],
-)
-def test_a_batch_that_cannot_be_empty_is_an_error(collate: Callable[[Any], Any]) -> None:
-    """Fails if a worker without samples is given one of them, which then counts twice."""
-    split = MapSplit(list(torch.ones(4, 2)), collate)
-    with pytest.raises(TrainingError, match="of which none without samples can be made"):
-        list(stream(split, [np.arange(0)], 0))
-
-
 def test_counts_are_replaced_not_added() -> None:
     """Fails if a Counter in a batch holds twice its values once it is moved."""
     moved = to_device(collections.Counter(a=torch.ones(2), b=3), torch.device("cpu"))
     assert type(moved) is collections.Counter
     assert moved["a"].tolist() == [1.0, 1.0] and moved["b"] == 3
-
-
-@pytest.mark.parametrize("made", [lambda x: Encoding(x=x), Pair, lambda x: noted(Rows, [x])])
-def test_an_empty_structure_keeps_its_type(made: Callable[[torch.Tensor], Any]) -> None:
-    """Fails if a batch without samples has another type than others."""
-    split = MapSplit([{"x": torch.ones(2)}] * 3, lambda it: made(default_collate(it)["x"]))
-    (empty,) = stream(split, [np.arange(0)], 0)
-    (x,) = tensors(empty.batch)
-    assert type(empty.batch) is type(made(x)) and x.shape == (0, 2)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -132,7 +132,7 @@ def test_half_precision_keeps_its_type() -> None:
 class Activated(nn.BatchNorm1d):
     """A layer that does more than to normalise, as those of timm."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         normalised = nn.functional.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.2
         )
@@ -141,7 +141,7 @@ class Activated(nn.BatchNorm1d):
 
 @pytest.mark.parametrize("kind", [Activated, nn.SyncBatchNorm])
 def test_the_rest_of_a_layer_stays_as_it_is(kind: type[nn.Module]) -> None:
-    """Fails when a class loses what it adds, or its own momentum; or does not get its class back."""
+    """Fails when a class loses what it adds, or its momentum; or does not get its class back."""
     data = batches(7, (5,))
     whole = kind(CHANNELS).double()
     expected = train_layer(whole, data)
@@ -195,7 +195,7 @@ def test_a_sample_that_stands_in_counts_nothing() -> None:
 
     def work(exchange: ThreadExchange) -> Any:
         layer = synced(make_layer((5,)), exchange)
-        with counting(4 if exchange.rank == 0 else 0):
+        with counting(layer, 4 if exchange.rank == 0 else 0):
             stand_in = (values[:1] + 100, factors[:1] * 0)
             train_layer(layer, [(values, factors) if exchange.rank == 0 else stand_in])
         torch.testing.assert_close(layer.state_dict(), whole.state_dict(), **CLOSE)
