@@ -165,7 +165,7 @@ class WorkerPulse:
         elif kind == "!":
             self._last = dict(json.loads(text))
         elif kind == "@":
-            self._folder = text
+            self._folder = self._folder or text  # of the first, if there are several
         elif kind == "?":
             self.speaker = int(text)
             self._beat_s = time.monotonic()

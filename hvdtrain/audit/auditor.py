@@ -71,16 +71,33 @@ class Auditor:
         parts: int = 1,
         seed: int = 0,
         evidence: Path | None = None,
-        messages: Sequence[Message] | None = None,
+        messages: Callable[[], Sequence[Message]] | None = None,
     ) -> None:
         """Prepare the audit; raises UsageError for a parameter of a type without a known bound.
 
         `on_record` is called on every rank with each result, before a mismatch is raised. `check`:
         by default the rounding bound. `parts`: one audit covers one of so many parts of the
         gradients, drawn by `seed`. `evidence`: the folder for the gradients of a mismatch, if any.
-        `messages`: the parameters that are reduced together, for an exact check; by default none.
+        `messages`: returns the parameters that are reduced together, for an exact check; by default
+        none.
         """
-        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._model, self._transport, self._every = model, transport, every
+        self._on_record, self._check = on_record, check or BoundCheck(transport)
+        self._messages, self._part_count, self._seed = messages, parts, seed
+        self._evidence = evidence
+        self._due: list[list[Piece]] = []  # of this step, in groups
+        self._pieces: list[Piece] = []  # those of the optimizers
+        self._blocks: list[Block] = []
+        self._changed: int | None = None  # first parameter whose .grad was modified by code
+        self._named: list[tuple[str, torch.nn.Parameter]] = []
+        self._take(self._trainable())
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+
+    def _take(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
+        """Prepare for these parameters. Raises UsageError for one without a known bound."""
+        self._named = named
         self._parameters = [parameter for _, parameter in self._named]
         others = [f"{name} ({p.dtype})" for name, p in self._named if p.dtype not in DTYPES]
         if others:
@@ -88,30 +105,25 @@ class Auditor:
                 f"audit: no bound is known for {len(others)} parameters, such as {others[0]}: "
                 "supported types are float16, bfloat16, float32, float64 and complex ones"
             )
-        self._transport = transport
-        self._every = every
-        self._on_record = on_record
-        self._check = check or BoundCheck(transport)
         lengths = [real_length(parameter) for parameter in self._parameters]
         whole: Groups | None = None
         if self._check.whole:
             places = {name: place for place, (name, _) in enumerate(self._named)}
             whole = [[place] for place in places.values()]
-            if messages is not None:
-                whole = [[places[name] for name in message] for message in messages]
-        self._parts = Parts(lengths, parts, seed, whole)
-        self._evidence = evidence
+            if self._messages is not None:
+                whole = [[places[name] for name in message] for message in self._messages()]
+        self._parts = Parts(lengths, self._part_count, self._seed, whole)
         self._local = LocalGradients(self._parameters)
-        self._due: list[list[Piece]] = []  # of this step, in groups
-        self._pieces: list[Piece] = []  # those of the optimizers
-        self._blocks: list[Block] = []
-        self._changed: int | None = None  # first parameter whose .grad was modified by code
 
     def begin(self, step: int, data: StepData | None = None) -> None:
         """Start copying gradients if `step` (from 1) is audited; call before the backward pass."""
         if step % self._every:
             return
-        self._changed = None
+        self._changed, named = None, self._trainable()
+        if len(named) != len(self._named) or any(
+            now is not then for (_, now), (_, then) in zip(named, self._named, strict=True)
+        ):
+            self._take(named)
         self._due = self._parts.of_audit(step // self._every - 1)
         self._local.begin(list(chain.from_iterable(self._due)))
 

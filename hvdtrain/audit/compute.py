@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
+from hvdtrain.audit.trace import refuse_others
 from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange
@@ -96,6 +97,7 @@ class ComputeAudit:
         self._share = -1
         self._passes.clear()
         if step % self._every == 0:
+            refuse_others(self._parameters, self._job.model, "--audit-compute")
             share, _ = self._chosen(step)
             weight = self._job.reduction.weight(self._exchange.size) / data.samples
             self._share, self._weight = share, weight

@@ -18,6 +18,7 @@ import torch
 
 from hvdtrain.audit.digests import WORDS, ShareDigests, Words, digest_of, text_of
 from hvdtrain.data.feeding import StepData
+from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.distributed_optimizer import parameters_of
 from hvdtrain.train.job import Job
@@ -91,6 +92,7 @@ class Tracer:
         """Begin to digest, if the step is due."""
         self._records = self._is_due(step)
         if self._records:
+            refuse_others(self._parameters, self._job.model, "--trace-every")
             self._samples = text_of(digest_of(torch.from_numpy(data.indices)))
             self._reduced = self._digests([], [])
             self._sums = [0.0] * len(self._parameters) if self._keeps_sums else []
@@ -154,6 +156,19 @@ class Tracer:
         for number in own:
             row[0, 1 + number] = digest_of(tensors[number])
         return row
+
+
+def refuse_others(
+    parameters: Sequence[torch.nn.Parameter], model: torch.nn.Module, option: str
+) -> None:
+    """Raise UsageError if others are trainable now than those that a record has places for."""
+    now = [it for it in model.parameters() if it.requires_grad]
+    if list(map(id, now)) != list(map(id, parameters)):
+        raise UsageError(
+            f"{option}: {len(now)} parameters are trainable now, and {len(parameters)} others were "
+            "when the run was started or resumed, of which its records are. Leave it out where "
+            "parameters are frozen and unfrozen in between"
+        )
 
 
 def _finite(value: float) -> float | None:

@@ -97,12 +97,14 @@ class Exchange(Protocol):
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
+        adopt: bool = True,
     ) -> torch.optim.Optimizer:
         """Collective: make `optimizer.step()` reduce gradients over ranks first; return it.
 
-        Afterwards rank 0's parameters, buffers and optimizer state are on every rank, and gradients
-        are dense (`make_gradients_dense`). `grad_accum_steps`: number of backward passes whose
-        gradients are accumulated before they are reduced.
+        Afterwards rank 0's parameters, buffers and optimizer state are on every rank, unless these
+        are not to `adopt` them, and gradients are dense (`make_gradients_dense`).
+        `grad_accum_steps`: number of backward passes whose gradients are accumulated before they
+        are reduced.
         """
         make_gradients_dense(model, optimizer)
         return optimizer
@@ -273,6 +275,15 @@ def check_same_settings(exchange: Exchange, what: str, settings: Mapping[str, ob
                 raise UsageError(f"{what}: {name}={value!r}, on rank 0 {expected[name]!r}")
 
     agree(exchange, f"{what}.settings", check)
+
+
+def agree_on_layout(
+    exchange: Exchange, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Collective: raise AgreedFailure, naming the ranks, unless all have rank 0's layout."""
+    layout = layout_of(model, optimizer)
+    expected = exchange.broadcast_object(layout, "hvdtrain.layout")
+    agree(exchange, "layout", lambda: check_layout(layout, expected))
 
 
 def adopt_optimizer_state(

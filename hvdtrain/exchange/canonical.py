@@ -147,6 +147,10 @@ class CanonicalSums:
             for parameter in bucket.parameters
         ]
 
+    def are_of_others(self) -> bool:
+        """Return whether other parameters are trainable now than those that are summed."""
+        return self._trainable.has_changed(self._optimizer)
+
     def close(self) -> None:
         """Leave the gradients alone from now on."""
         for hook in self._hooks:

@@ -355,6 +355,10 @@ class Trainable:
             if it is not None and id(it) in reduced
         }
 
+    def has_changed(self, optimizer: Optimizer) -> bool:
+        """Return whether other parameters are trainable now."""
+        return self._now(optimizer) != self._before
+
     def check(self, optimizer: Optimizer) -> None:
         """Raise TrainingError if others are trainable now: Horovod would silently omit new ones.
 
@@ -364,8 +368,8 @@ class Trainable:
         if now != self._before:
             raise TrainingError(
                 "the trainable parameters have changed since the optimizer was distributed: "
-                f"{self._changes(now)}. Horovod reduces only the parameters of that time: "
-                "freeze and unfreeze before distribute(), or distribute a new optimizer"
+                f"{self._changes(now)}. Only the gradients of that time are reduced: freeze and "
+                "unfreeze before distribute(), or in a loop before step.batches()"
             )
         converted = [
             f"{self._names[own]} from {' on '.join(map(str, kind))} to {it.dtype} on {it.device}"

@@ -32,6 +32,7 @@ from hvdtrain.exchange import (
     Pending,
     Reduction,
     adopt_optimizer_state,
+    agree_on_layout,
     check_equal_on_all_ranks,
     check_same_settings,
     make_gradients_dense,
@@ -139,6 +140,7 @@ class HorovodExchange:
         model: torch.nn.Module,
         grad_accum_steps: int = 1,
         reduction: Reduction = AVERAGE,
+        adopt: bool = True,
     ) -> torch.optim.Optimizer:
         """Collective: let Horovod reduce gradients, and broadcast rank 0's state.
 
@@ -150,7 +152,11 @@ class HorovodExchange:
         make_gradients_dense(model, optimizer)
         settings = asdict(reduction) | {"grad_accum_steps": grad_accum_steps}
         check_same_settings(self, "distribute", settings)
-        self.broadcast_state(model, optimizer)  # first: it compares what buckets are made of
+        # First: both compare what buckets are made of.
+        if adopt:
+            self.broadcast_state(model, optimizer)
+        else:
+            agree_on_layout(self, model, optimizer)
         messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
         buckets = [
             Bucket(it, grad_accum_steps)

@@ -126,7 +126,7 @@ def _make_auditor(
         settings.audit_parts,
         config.run.seed,
         evidence=config.folder / "audit",
-        messages=job.messages(job.reduction.bucket_bytes) if order else None,
+        messages=(lambda: job.messages(job.reduction.bucket_bytes)) if order else None,
     )
 
 

@@ -120,12 +120,15 @@ def _statistics(
     dims = [0, *range(2, values.dim())]
     own_count = wide.new_full((1,), wide.numel() / values.size(1))
     sums = _summed(torch.cat([wide.sum(dims), own_count]), exchange, f"{collective}.mean")
+    # Of a sample that stands in no derivative may reach the other ranks, which wait for one.
+    sums = sums if layer.counts else sums.detach() + sums * 0.0
     count = float(sums[-1].detach())
     if count <= 1:
         raise ValueError("batch norm needs more than one value per channel over all ranks")
     mean = sums[:-1] / count
     centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
     squares = _summed(centred.square().sum(dims), exchange, f"{collective}.variance")
+    squares = squares if layer.counts else squares.detach() + squares * 0.0
     return mean, squares / count, count
 
 

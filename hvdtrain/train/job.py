@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -73,10 +74,16 @@ class Job:
                 exchange.broadcast_state(model, optimizer)
             virtual = VirtualWorkers(model, self.optimizers, exchange, shares, self.seed, batch)
             return replace(self, workers=virtual, base=self._base())
+        distribute = partial(
+            exchange.distribute,
+            model=model,
+            grad_accum_steps=self.feed.micro_batches,
+            reduction=self.reduction,
+        )
         for optimizer in self.optimizers:
-            exchange.distribute(optimizer, model, self.feed.micro_batches, self.reduction)
+            distribute(optimizer)
         samples = shares.sizes(batch)[exchange.rank]
-        worker = RankWorker(model, self.optimizers, exchange, self.device, samples)
+        worker = RankWorker(model, self.optimizers, exchange, self.device, samples, distribute)
         return replace(self, workers=worker, base=self._base())
 
     def messages(self, bucket_bytes: int) -> list[Message]:

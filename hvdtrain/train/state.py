@@ -151,6 +151,7 @@ def load_optimizers(
     run, or in another order: its state is numbered, so it would go to other parameters.
     """
     for optimizer, saved in zip(optimizers, _optimizers_of(state), strict=True):
+        _add_groups(optimizer, model, saved)
         own = _names_in_order(model, optimizer)
         if found := first_difference(own, saved["order"] or own):
             raise UsageError(
@@ -161,6 +162,19 @@ def load_optimizers(
         lay_out_state(optimizer)
     for held, own in zip(further_state, state.get("further_state", []), strict=True):
         held.load_state_dict(own)
+
+
+def _add_groups(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: Mapping[str, Any]
+) -> None:
+    """Add the groups of parameters that the run has added since it began (`add_param_group`)."""
+    order, groups = saved["order"], saved["state"]["param_groups"]
+    own = _names_in_order(model, optimizer)
+    if not order or order[: len(own)] != own:
+        return  # other parameters: an error
+    for group in groups[len(optimizer.param_groups) :]:
+        added = [model.get_parameter(order[number]) for number in group["params"]]
+        optimizer.add_param_group(dict(group) | {"params": added})
 
 
 def _saved(state: dict[str, Any], job: Job, prefix: str = "") -> dict[str, Any]:
@@ -208,6 +222,11 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     if base and update["average"] is not None:
         update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
     load_model(job.model, model_state)
+    if "frozen" in state:  # by the script, perhaps since the run began
+        frozen = set(state["frozen"])
+        for name, parameter in job.model.named_parameters():
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(name not in frozen)
     load_optimizers(state, job.model, job.optimizers, job.further_state)
     job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])

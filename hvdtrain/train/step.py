@@ -100,7 +100,6 @@ class Step:
         self._sums = StepSums(job.device)
         self._guard = GradientGuard(job, exchange, number)
         job.set_lr(number)
-        audit.begin(number, data)
 
     @property
     def epoch(self) -> int:
@@ -152,6 +151,8 @@ class Step:
         # The passes of a further optimizer draw other random numbers.
         drawn = len(self._made) * job.feed.micro_batches
         job.workers.begin_step(places)
+        if not self._made:
+            self._audit.begin(self.number, self._data)
         with _others_frozen(job, places):
             for it in self._passes():
                 batch = it.loaded.on(job.device)

@@ -21,8 +21,9 @@ import torch
 
 from hvdtrain.data import VirtualShares
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
-from hvdtrain.exchange import Exchange, params_sha256
+from hvdtrain.exchange import Exchange, agree_on_layout, make_gradients_dense, params_sha256
 from hvdtrain.exchange.canonical import CanonicalSums, check_types
+from hvdtrain.exchange.distributed_optimizer import Trainable
 from hvdtrain.log import counted
 from hvdtrain.tensors import copied_to_cpu
 from hvdtrain.train.batchnorm import (
@@ -54,11 +55,20 @@ def seed_all(*numbers: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+class Distribute(Protocol):
+    """A collective that lets an exchange reduce the gradients of an optimizer."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, adopt: bool = True) -> Any: ...
+
+
 class Workers(Protocol):
     """The workers that this rank computes."""
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
-        """Prepare the passes of a step that train some optimizers, given by their places."""
+        """Collective: prepare the passes of a step that train some optimizers, by their places.
+
+        The parameters that are trainable from now on may be others than in the step before.
+        """
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         """Prepare the model for a pass over a part of `share`; passes of a share are adjacent.
@@ -110,14 +120,21 @@ class RankWorker:
         exchange: Exchange,
         device: torch.device,
         samples: int,
+        distribute: Distribute,
     ) -> None:
         """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
         self._model, self._optimizers, self._exchange = model, optimizers, exchange
-        self._device, self._samples = device, samples
+        self._device, self._samples, self._distribute = device, samples, distribute
+        self._trainable = [Trainable(model, it) for it in optimizers]
         self._trained: Sequence[torch.optim.Optimizer] = ()
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
         self._trained = [self._optimizers[place] for place in optimizers]
+        for place, optimizer in zip(optimizers, self._trained, strict=True):
+            if self._trainable[place].has_changed(optimizer):
+                self._exchange.retire(optimizer)
+                self._distribute(optimizer, adopt=False)
+                self._trainable[place] = Trainable(self._model, optimizer)
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         for optimizer in self._trained:
@@ -129,6 +146,7 @@ class RankWorker:
 
     def reduce_gradients(self) -> None:
         for optimizer in self._trained:
+            self._trainable[self._optimizers.index(optimizer)].check(optimizer)
             self._exchange.reduce_gradients(optimizer)
 
     def states(self) -> list[WorkerState]:
@@ -187,10 +205,8 @@ class VirtualWorkers:
         self._model, self._exchange, self._seed = model, exchange, seed
         self._own = shares.of_rank(exchange.rank)
         self._samples = shares.sizes(batch)
-        self._sums_of = [
-            CanonicalSums(model, optimizer, shares.rows, exchange, place)
-            for place, optimizer in enumerate(optimizers)
-        ]
+        self._optimizers, self._rows = optimizers, shares.rows
+        self._sums_of = [self._sums_for(place) for place in range(len(optimizers))]
         self._sums: Sequence[CanonicalSums] = ()  # of the optimizers that are trained
         self._buffers = {share: buffers_of(model) for share in self._own}
         self._loaded: int | None = None  # the worker whose buffers the model has
@@ -198,7 +214,18 @@ class VirtualWorkers:
         self._versions: list[int] = []  # of the parameters, when the step began
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
+    def _sums_for(self, place: int) -> CanonicalSums:
+        optimizer = self._optimizers[place]
+        return CanonicalSums(self._model, optimizer, self._rows, self._exchange, place)
+
     def begin_step(self, optimizers: Sequence[int]) -> None:
+        for place in optimizers:
+            if self._sums_of[place].are_of_others():
+                self._sums_of[place].close()
+                check_model(self._model)
+                make_gradients_dense(self._model, self._optimizers[place])
+                agree_on_layout(self._exchange, self._model, self._optimizers[place])
+                self._sums_of[place] = self._sums_for(place)
         self._current, self._sums = None, [self._sums_of[place] for place in optimizers]
         self._versions = [parameter._version for parameter in self._model.parameters()]
         if self._first_hash == "":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -202,34 +203,71 @@ def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path
     assert done.output.count("killed by SIGKILL") >= 6, done.output
 
 
+PLAIN = (
+    *("reentrant", "reentrant, of a gradient that is sent alone", "bfloat16 before float64"),
+    *("complex", "sparse", "sparse rows", "unfrozen later", "added later"),
+)
+NORMALISED = ("activated batch norm", "batch norm of SyncBatchNorm", "penalty")
+
+
 @pytest.mark.parametrize(
-    ("size", "controller", "values"),
+    ("size", "controller", "values", "kinds"),
     [
-        (1, "none", {}),
-        (3, "gloo", {"grad_accum_steps": 2}),
-        (2, "mpi", {"bucket_bytes": 0}),
-        (2, "mpi", {"virtual_workers": 3}),
+        (1, "none", {"sync_bn": True}, [*PLAIN, *NORMALISED]),
+        (3, "gloo", {"grad_accum_steps": 2}, PLAIN),
+        (2, "mpi", {"bucket_bytes": 0}, PLAIN),
+        (2, "mpi", {"virtual_workers": 3}, PLAIN),
+        (3, "gloo", {"sync_bn": True}, NORMALISED),
+        (2, "mpi", {"sync_bn": True, "rank_weights": "0,1"}, NORMALISED),
     ],
 )
 def test_kinds_of_loops_learn_what_a_plain_one_does(
-    size: int, controller: str, values: dict[str, object], tmp_path: Path
+    size: int, controller: str, values: dict[str, object], kinds: Sequence[str], tmp_path: Path
 ) -> None:
     """Fails if such a loop is refused on some number of workers, or learns something else there; if
     several loops of one script are not told apart; or if a loop is disturbed by one before it.
     """
-    command = [PYTHON, str(KINDS), json.dumps(values | {"output": str(tmp_path)})]
+    command = [PYTHON, str(KINDS), json.dumps(values | {"output": str(tmp_path)}), *kinds]
     done = run(command) if size == 1 else horovodrun(size, controller, command)
     assert done.exit_code == 0, done.output
     found = re.findall(r"rank \d: ([^:]+): relative difference ([\d.e+-]+)", done.output)
-    kinds = {kind for kind, _ in found}
-    assert len(kinds) == 6 and len(found) == 6 * size
+    assert sorted(kind for kind, _ in found) == sorted([*kinds] * size)
     tolerances = {"bfloat16 before float64": 0.02}  # 2 of its 8 bits
     beyond = [it for it in found if float(it[1]) > tolerances.get(it[0], TOLERANCE)]
     assert not beyond, done.output
     audited = done.output.count("10 steps compared with the ring reference, 0 failed")
-    assert audited == (6 if size > 1 else 0)
-    names = {"kinds_of_loops", *(f"kinds_of_loops-loop-{number}" for number in range(2, 7))}
-    assert {it.name for it in tmp_path.iterdir()} == names
+    assert audited == (len(kinds) if size > 1 else 0)
+    further = {f"kinds_of_loops-loop-{number + 2}" for number in range(len(kinds) - 1)}
+    assert {it.name for it in tmp_path.iterdir()} == {"kinds_of_loops", *further}
+
+
+def test_loops_of_a_script_are_resumed_and_numbered_under_launch(tmp_path: Path) -> None:
+    """Fails if a restart trains a fold again, or goes on with the run of another fold or of another
+    job; if a second job is refused; or if the logs are not in the folder of the run.
+    """
+    script = str(CHECKOUT / "tests" / "parallel" / "scripts" / "folds.py")
+    command = hvdtrain("launch", "-np", "2", "--restarts=1", "--", PYTHON, script)
+    (tmp_path / "killed").touch()
+    done = [run(command, cwd=tmp_path)]
+    (tmp_path / "killed").unlink()
+    done.append(run(command, cwd=tmp_path))
+    assert [it.exit_code for it in done] == [0, 0], done
+    found = [re.findall(r"rank 0: fold (\d): (\d) steps, runs/(\S+)", it.output) for it in done]
+    names = ["folds", "folds-loop-2", "folds-loop-3"]
+    assert found[0] == [(str(fold), "8", name) for fold, name in enumerate(names)]
+    # The first start ends in the second fold.
+    (_, steps, first), *others = found[1]
+    assert (steps, first) == ("8", "folds-2") and "killed by SIGKILL" in done[1].output
+    assert [it[2] for it in others] == ["folds-2", "folds-loop-2-2", "folds-loop-3-2"]
+    assert others[0][1] == "0" and 0 < int(others[1][1]) < 8 and others[2][1] == "8"
+    second = (tmp_path / "runs" / it for it in ("folds-loop-2", "folds-loop-2-2"))
+    assert largest_difference(*(summary_and_weights(it)[1] for it in second)) == 0
+    for name in ("folds", "folds-2"):
+        logs = tmp_path / "runs" / name / "logs"
+        assert {it.name for it in logs.iterdir()} == {
+            *("rank.0.log", "rank.1.log", "horovodrun.log")
+        }
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_line_of_the_former_loop_is_refused_as_on_one_worker(tmp_path: Path) -> None:

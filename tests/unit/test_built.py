@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, Sequenti
 
 import hvdtrain
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.run import script as script_module
 from tests.unit.test_cli import read_tree
 
 pytestmark = pytest.mark.usefixtures("script")
@@ -214,3 +215,92 @@ def test_schedules_within_schedules_are_resumed() -> None:
             train(built, max_steps=end, experiment=f"in-{len(ends)}")
         models.append(built[0])
     assert all(map(torch.equal, *(it.parameters() for it in models)))
+
+
+@pytest.mark.parametrize("virtual_workers", [None, 2])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_layers_that_were_unfrozen_stay_so_after_a_resume(
+    is_added: bool, virtual_workers: int | None
+) -> None:
+    """Fails if a resumed run goes on with the layers frozen as the script makes them, or cannot
+    load the state of a group of parameters that was added since.
+    """
+    samples = torch.utils.data.TensorDataset(
+        torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 2
+    )
+
+    def run(name: str, **options: Any) -> list[torch.nn.Parameter]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        owned = (model[2] if is_added else model).parameters()
+        optimizer = torch.optim.SGD(owned, 0.1, momentum=0.9)
+        given: dict[str, Any] = {"epochs": 3, "global_batch_size": 5, "resume": "auto"}
+        given |= {"experiment": name, "virtual_workers": virtual_workers}
+        with hvdtrain.Loop(model, optimizer, samples, **given, **options) as loop:
+            for step in loop:
+                if step.begins_epoch and step.epoch == 1:
+                    model[0].requires_grad_(True)
+                    if is_added:
+                        optimizer.add_param_group({"params": list(model[0].parameters())})
+                for x, y in step.batches():
+                    loss = torch.nn.functional.cross_entropy(model(x), y)
+                    step.backward(mean=loss, count=len(y))
+                step.update()
+        return list(model.parameters())
+
+    whole = run("whole")
+    for steps in (2, 6, 7):
+        run("in parts", max_steps=steps)
+    assert all(map(torch.equal, run("in parts"), whole))
+
+
+def test_parameters_that_are_frozen_between_passes_and_update_are_refused() -> None:
+    """Fails if one worker trains what several would leave out."""
+    model, optimizer, state, _ = as_before()
+    samples = torch.utils.data.TensorDataset(torch.randn(6, 4), torch.arange(6) % 3)
+    with (
+        pytest.raises(HvdtrainError, match=r"1 removed or frozen .* before step\.batches\(\)"),
+        hvdtrain.Loop(model, optimizer, samples, state=state, global_batch_size=6) as loop,
+    ):
+        for step in loop:
+            for x, y in step.batches():
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                step.backward(mean=loss, count=len(y))
+            next(model.parameters()).requires_grad_(False)
+            step.update()
+
+
+def test_a_loop_within_another_is_refused() -> None:
+    """Fails if two loops train at once, or if no loop can begin after the error."""
+    built = as_before()
+    with pytest.raises(HvdtrainError, match="a loop begins within another: leave the"):
+        train(built, lambda step: train(as_before(), experiment="inner"))
+    train(as_before(), experiment="next")
+
+
+def test_further_loops_of_a_script_have_runs_of_their_own() -> None:
+    """Fails if a resume takes the run of one loop for that of another."""
+
+    def script() -> list[tuple[Path, int]]:
+        found: list[tuple[Path, int]] = []
+        for number in range(3):
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            data = torch.utils.data.TensorDataset(torch.full((6, 1), float(number)))
+            with hvdtrain.Loop(
+                model, optimizer, data, global_batch_size=6, epochs=number + 1, resume="auto"
+            ) as loop:
+                steps = 0
+                for step in loop:
+                    for (x,) in step.batches():
+                        step.backward(sum=model(x).sum(), count=len(x))
+                    step.update()
+                    steps += 1
+            found.append((loop.folder, steps))
+        return found
+
+    names = [Path("runs") / it for it in ("mine", "mine-loop-2", "mine-loop-3")]
+    assert script() == list(zip(names, (1, 2, 3), strict=True))
+    script_module.loops = script_module.Loops()  # as in another process
+    assert script() == list(zip(names, (0, 0, 0), strict=True))

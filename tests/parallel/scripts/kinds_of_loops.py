@@ -6,7 +6,7 @@ kind, on each rank. OPTIONS: of every loop, as JSON. Further arguments: the kind
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,44 @@ class Noted(torch.nn.Module):
         self.recipe = state
 
 
+class Activated(torch.nn.BatchNorm2d):
+    """A layer that does more than to normalise, as those of timm."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input).relu()
+
+
+class Viewed(torch.nn.Module):
+    """A network that cannot take a batch without samples."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(1, 4, (1, 2))
+        self.layer = layer
+        self.last = torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.first(x[:, None, None]))
+        return self.last(x.view(x.size(0), -1))
+
+
+class HalfFrozen(torch.nn.Sequential):
+    """A network whose first layer is unfrozen after an epoch."""
+
+    def __init__(self, is_added: bool) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        self[0].requires_grad_(False)
+        self.is_added = is_added  # to the optimizer, too, after an epoch
+
+    def optimized(self) -> Iterator[torch.nn.Parameter]:
+        return (self[2] if self.is_added else self).parameters()
+
+    def thaw(self, optimizer: torch.optim.Optimizer) -> None:
+        self[0].requires_grad_(True)
+        if self.is_added:
+            optimizer.add_param_group({"params": list(self[0].parameters()), "lr": 0.02})
+
+
 FORMER = "with a line of the former loop"
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "reentrant": lambda: Repeated(6).double(),
@@ -89,8 +127,29 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "complex": lambda: Spectral().double(),
     "sparse": lambda: Noted(torch.sparse_coo).double(),
     "sparse rows": lambda: Noted(torch.sparse_csr).double(),
+    "unfrozen later": lambda: HalfFrozen(False).double(),
+    "added later": lambda: HalfFrozen(True).double(),
+    # These need sync_bn.
+    "activated batch norm": lambda: Viewed(Activated(4)).double(),
+    "batch norm of SyncBatchNorm": lambda: Viewed(torch.nn.SyncBatchNorm(4)).double(),
+    "penalty": lambda: Viewed(torch.nn.Sequential(Activated(4), torch.nn.Tanh())).double(),
     FORMER: lambda: torch.nn.Linear(3, 1).double(),
 }
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    own = model.optimized() if isinstance(model, HalfFrozen) else model.parameters()
+    return torch.optim.SGD(own, 0.05, momentum=0.9)
+
+
+def total_loss(kind: str, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the losses; a gradient penalty has second derivatives."""
+    if kind != "penalty":
+        return mse_loss(model(x), y, reduction="sum")
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return (outputs - y).square().sum() + (gradient.norm(dim=1) - 1).square().sum()
 
 
 def compare(kind: str, options: dict[str, Any]) -> tuple[int, float]:
@@ -101,21 +160,26 @@ def compare(kind: str, options: dict[str, Any]) -> tuple[int, float]:
     model = KINDS[kind]()
     torch.manual_seed(0)
     plain = KINDS[kind]()  # not a copy: torch copies no sparse rows
-    optimizer = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
+    optimizer = optimizer_of(plain)
     order = hvdtrain.GlobalBatchSampler(SAMPLES, BATCH, seed=0)
     for epoch in range(EPOCHS):
+        if epoch == 1 and isinstance(plain, HalfFrozen):
+            plain.thaw(optimizer)
         for numbers in order.global_batches(epoch * SAMPLES):
             batch = torch.from_numpy(numbers)
             optimizer.zero_grad()
-            mse_loss(plain(inputs[batch]), targets[batch]).backward()
+            total = total_loss(kind, plain, inputs[batch], targets[batch])
+            (total / len(batch)).backward()
             optimizer.step()
     samples = torch.utils.data.TensorDataset(inputs, targets)
-    own = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    own = optimizer_of(model)
     given = {"global_batch_size": BATCH, "epochs": EPOCHS, "seed": 0, "audit_every": 1} | options
     with hvdtrain.Loop(model, own, samples, **given) as loop:
         for step in loop:
+            if step.begins_epoch and step.epoch == 1 and isinstance(model, HalfFrozen):
+                model.thaw(own)
             for x, y in step.batches():
-                step.backward(mse_loss(model(x), y, reduction="sum"), len(y))
+                step.backward(sum=total_loss(kind, model, x, y), count=len(y))
             if kind == FORMER:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             step.update()
