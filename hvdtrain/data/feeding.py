@@ -135,6 +135,16 @@ class Feed:
         loaded = stream(self.split, self._wanted(parts), epoch)
         return StepData(indices, list(parts), self._as_passed(loaded, parts))
 
+    def extent(self, samples: int, share: int, micro_batch: int) -> tuple[range, int]:
+        """Return the numbers of a share's samples within a micro-batch of a global batch of so many
+        samples, and the number of all samples in it.
+        """
+        cut = split_evenly(samples, self.micro_batches)[micro_batch]
+        numbers = np.arange(cut.stop - cut.start)
+        own = self.shares.of(numbers, share)
+        first = int(own[0]) if len(own) else 0
+        return range(first, first + len(own)), len(numbers)
+
     def _as_read(self, own: Parts) -> Parts:
         """Return the parts of a step in the order in which the split reads them."""
         if not in_order(self.split):

@@ -88,6 +88,7 @@ class Loop:
         best_is_highest: bool = False,
         state: Sequence[Stateful] = (),
         save_frozen: bool = True,
+        gathers: bool = False,
         **options: Any,
     ) -> None:
         """Check what is given; raises UsageError with every problem.
@@ -104,7 +105,7 @@ class Loop:
         `state`: objects to save and restore too, such as learning rate schedulers. `save_frozen`:
         False: checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as
         those that an adapter is for. The script makes them again at each start; a resume with other
-        ones is refused.
+        ones is refused. `gathers`: the loop calls `all_gather` for each batch.
 
         `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
         `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the
@@ -148,6 +149,7 @@ class Loop:
             task=task,
             data=data,
             save_frozen=save_frozen,
+            gathers=gathers,
         )
         self._stack = ExitStack()
         self._is_iterated = False
@@ -267,6 +269,22 @@ class Loop:
         own = torch.tensor([float(total), float(count)], dtype=torch.float64)
         both = self.exchange.sum_later(own, "hvdtrain.loop.mean")()
         return float(both[0] / both[1])
+
+    def all_gather(self, features: torch.Tensor) -> torch.Tensor:
+        """Collective: return the features of all samples of the global batch (with
+        `grad_accum_steps`, of the micro-batch), given those of this worker's batch, (samples, ...).
+
+        Row k is of the k-th sample, on any number of workers; those of this worker's batch begin at
+        `step.offset`. Gradients flow back to the features of every worker. Call it once for each
+        kind of features in every pass over `step.batches()`; the option `gathers=True` is needed,
+        so that workers without samples take part, whose batch is one sample that counts nothing.
+        With virtual workers the body of the pass runs three times. Raises UsageError.
+        """
+        self._demand_context()
+        step = None if self._loop is None else self._loop.step
+        if step is None:
+            raise UsageError("loop.all_gather: call it in the passes over step.batches()")
+        return step.all_gather(features)
 
     def barrier(self) -> None:
         """Collective: wait until every worker is here."""

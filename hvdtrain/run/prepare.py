@@ -72,6 +72,7 @@ def prepare(
                 "workers compute one after another: leave its conversion out"
             )
         convert_to_sync(model, exchange, every)
+    gathers = script is not None and script.gathers
     settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
     total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
     if normalises_over_batch(model):
@@ -86,7 +87,7 @@ def prepare(
         update=Update(model, device, amp, settings.clip_grad, ema_decay),
         task=source.task,
         data=source.data,
-        feed=Feed(source.data.train, sampler, source.shares, accum_steps, sync_bn),
+        feed=Feed(source.data.train, sampler, source.shares, accum_steps, sync_bn or gathers),
         valid_shares=source.valid_shares,
         schedule=schedule,
         total_steps=total_steps,
@@ -108,6 +109,7 @@ def prepare(
         further_state=further_state,
         built=built_of(optimizers, further_state),
         save_frozen=script.save_frozen if script else True,
+        gathers=gathers,
     )
 
 

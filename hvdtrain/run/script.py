@@ -74,6 +74,7 @@ class Script:
     task: ScriptTask
     data: Splits
     save_frozen: bool = True
+    gathers: bool = False
     loop: int = 1  # its number among the loops of the script
 
 

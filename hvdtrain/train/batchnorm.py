@@ -18,28 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.exchange import Exchange
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy.
-
-    The second sum is such a function too, for derivatives of derivatives.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
-        ctx.exchange, ctx.name = exchange, name
-        return exchange.sum_later(values.clone(), name)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed(gradient, ctx.exchange, f"{ctx.name}.backward"), None, None
-
-
-def _summed(values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
-    """Collective: return the sum over ranks; so is each derivative of it."""
-    summed: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
-    return summed
+from hvdtrain.exchange.differentiable import summed
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -119,16 +98,15 @@ def _statistics(
         wide = wide[:0]
     dims = [0, *range(2, values.dim())]
     own_count = wide.new_full((1,), wide.numel() / values.size(1))
-    sums = _summed(torch.cat([wide.sum(dims), own_count]), exchange, f"{collective}.mean")
-    # Of a sample that stands in no derivative may reach the other ranks, which wait for one.
-    sums = sums if layer.counts else sums.detach() + sums * 0.0
+    own_sums = torch.cat([wide.sum(dims), own_count])
+    sums = summed(own_sums, exchange, f"{collective}.mean", layer.counts)
     count = float(sums[-1].detach())
     if count <= 1:
         raise ValueError("batch norm needs more than one value per channel over all ranks")
     mean = sums[:-1] / count
     centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
-    squares = _summed(centred.square().sum(dims), exchange, f"{collective}.variance")
-    squares = squares if layer.counts else squares.detach() + squares * 0.0
+    squares = centred.square().sum(dims)
+    squares = summed(squares, exchange, f"{collective}.variance", layer.counts)
     return mean, squares / count, count
 
 

@@ -62,6 +62,7 @@ class Job:
     further_state: Sequence[Stateful] = ()  # objects of a script, saved in each checkpoint
     built: Mapping[str, Any] = field(default_factory=dict)  # settings of optimizers and of these
     save_frozen: bool = True
+    gathers: bool = False  # the passes of a script gather features of all samples
     base: Base | None = None  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 

@@ -96,7 +96,7 @@ class TrainingLoop:
         self.job, self.state = job, state
         self.outcome: Outcome | None = None  # once the run has ended
         self._exchange, self._hooks = exchange, hooks
-        self._step: Step | None = None  # whose body runs
+        self.step: Step | None = None  # whose body runs
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
         self._is_first_step = True  # of this process
         self._evaluated_at = -1  # the step after which this process last evaluated the model
@@ -128,8 +128,8 @@ class TrainingLoop:
         """Collective: end the run here; evaluate and save what is not yet."""
         meter = self.state.meter
         with self._stops_when_asked():
-            if self._step is not None:  # its body was left
-                self._leave(self._step)
+            if self.step is not None:  # its body was left
+                self._leave(self.step)
             is_saved = self._evaluated_at == self.state.step
             if meter.has_open_epoch:
                 self._end_epoch(at_end=True)
@@ -148,7 +148,7 @@ class TrainingLoop:
             )
         if step.is_updated:
             self._end_step()
-        self._step = None
+        self.step = None
         if self.state.step < self.job.total_steps:
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
             clock, audit = self.state.meter.clock, self._hooks.audit
@@ -207,14 +207,14 @@ class TrainingLoop:
         stop = hooks.keeper.stop_requested()
         audit, is_first = hooks.audit, self._is_first_step
         step = Step(self.job, self._exchange, audit, number, data, meter.clock, stop, is_first)
-        self._step = step
+        self.step = step
         return step
 
     def _end_step(self) -> None:
         """Collective: count the step, and report and check what is due."""
         job, hooks, state, meter = self.job, self._hooks, self.state, self.state.meter
-        assert self._step is not None
-        step, self._step = self._step, None
+        assert self.step is not None
+        step, self.step = self.step, None
         meter.end_step(step.close(), step.number, step.samples)
         self._first_trained = step.first_trained
         if self._is_first_step:

@@ -114,6 +114,9 @@ class SimulatedRanks:
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         return nullcontext(model)  # nothing is evaluated or saved here
 
+    def kept(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def differing_buffers(self) -> list[str]:
         return []
 

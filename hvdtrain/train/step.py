@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from hvdtrain.data import VirtualShares
 from hvdtrain.data.feeding import Loaded, StepData, may_skip
 from hvdtrain.errors import TrainingError, UsageError, name_ranks
 from hvdtrain.exchange import Exchange
@@ -27,6 +28,7 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.tasks.means import mean_in
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
+from hvdtrain.train.gathering import Gathering, Place, VirtualGathering
 from hvdtrain.train.guard import GradientGuard
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, StepSums
@@ -91,7 +93,8 @@ class Step:
         self.job, self._exchange, self._audit = job, exchange, audit
         self._data, self._clock, self._stop_requested = data, clock, stop_requested
         self._weight = job.reduction.weight(exchange.size) / max(data.samples, 1)
-        self._loaded: list[Loaded] = []  # read so far, for the optimizers after the first
+        self._loaded: list[Loaded] = []  # read so far, for further passes over the same batches
+        self._is_trial = False  # the passes make no gradients of parameters
         self._own: list[Pass] = []  # of the current optimizers
         self._pass: Pass | None = None  # which waits for its backward pass
         self._active: Places | None = None  # the optimizers whose passes are made
@@ -99,6 +102,7 @@ class Step:
         self._made: list[StepSums] = []  # of each update
         self._sums = StepSums(job.device)
         self._guard = GradientGuard(job, exchange, number)
+        self._gathering = _gathering_of(job, exchange)
         job.set_lr(number)
 
     @property
@@ -154,6 +158,13 @@ class Step:
         if not self._made:
             self._audit.begin(self.number, self._data)
         with _others_frozen(job, places):
+            for is_trial in self._gathering.trials() if self._gathering else ():
+                self._is_trial = is_trial
+                with job.workers.kept():
+                    for it in self._passes():
+                        job.workers.repeat_pass(self.number, it.share, it.number + drawn)
+                        yield from self._body(it, it.loaded.on(job.device))
+            self._is_trial = False
             for it in self._passes():
                 batch = it.loaded.on(job.device)
                 clock.enter("compute")
@@ -161,10 +172,7 @@ class Step:
                     self._guard.forget()
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
                     self._audit.begin_pass(it.share, batch)
-                    self._pass = it
-                    with counting(job.model, it.loaded.samples):
-                        yield batch
-                    self._refuse_missing_backward()
+                    yield from self._body(it, batch)
                     self._guard.check()
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
                         self._own.append(it._replace(number=it.number + drawn))
@@ -205,9 +213,52 @@ class Step:
             given = dict.fromkeys(job.task.metrics, nothing) | given
         found = Sums(loss, counted, given)
         found = check_sums(found, job.task, it.loaded.samples, training=True)
-        job.update.scale(found.loss * self._weight).backward()
+        scaled = job.update.scale(found.loss * self._weight)
+        if self._gathering is None:
+            scaled.backward()
+        else:
+            self._gathering.backward(scaled, self._place_of(it))
+        if self._is_trial:
+            return
         self._guard.note(self._trained(self._active or ()))
         self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
+
+    def all_gather(self, features: torch.Tensor) -> torch.Tensor:
+        """Collective: return the features of all samples of the micro-batch (`Loop.all_gather`)."""
+        if self._gathering is None or self._pass is None:
+            raise UsageError(
+                f"step {self.number}: loop.all_gather is called in the passes over step.batches(), "
+                "before step.backward(), in a loop with the option gathers=True"
+            )
+        place = self._place_of(self._pass)
+        if len(features) != max(place.samples, 1):
+            raise UsageError(
+                f"step {self.number}: loop.all_gather takes the features of each sample of the "
+                f"batch: {len(features)} rows for {max(place.samples, 1)} samples"
+            )
+        return self._gathering.gather(features, place)
+
+    @property
+    def offset(self) -> int:
+        """Return the number of the batch's first sample in the global batch (with accumulation, in
+        the micro-batch); 0 for a batch that counts nothing.
+        """
+        if self._pass is None:
+            raise UsageError(f"step {self.number}: step.offset is of a pass over step.batches()")
+        return self._place_of(self._pass).first
+
+    def _place_of(self, it: Pass) -> Place:
+        own, total = self.job.feed.extent(self.samples, it.share, it.number)
+        return Place(it.share, it.number, own.start, len(own), total)
+
+    def _body(self, it: Pass, batch: Any) -> Iterator[Any]:
+        """Yield the batch of a pass, whose body gives its loss to `backward`."""
+        self._pass = it
+        if self._gathering:
+            self._gathering.begin_pass()
+        with counting(self.job.model, it.loaded.samples):
+            yield batch
+        self._refuse_missing_backward()
 
     def _counted(self, count: float | torch.Tensor | None) -> float:
         """Return the count of a batch. Raises UsageError unless it is a number that can be one."""
@@ -320,11 +371,11 @@ class Step:
 
     def _passes(self) -> Iterator[Pass]:
         """Read and yield the passes of this rank, one after another."""
-        data, is_first, keep = self._data, not self._made, len(self.job.optimizers) > 1
+        data, keep = self._data, len(self.job.optimizers) > 1 or self._gathering is not None
         for place, (share, number) in enumerate(data.passes):
             self.job.workers.seed(self.number, share, number, reading=True)
-            loaded = next(data.batches) if is_first else self._loaded[place]
-            if is_first and keep:
+            loaded = self._loaded[place] if place < len(self._loaded) else next(data.batches)
+            if keep and place == len(self._loaded):
                 self._loaded.append(loaded)
             yield Pass(share, number, place + 1 == len(data.passes), loaded)
 
@@ -421,6 +472,15 @@ def train_step(
     step = Step(job, exchange, audit, number, data, clock)
     compute(step)
     return step.close()
+
+
+def _gathering_of(job: Job, exchange: Exchange) -> Gathering | None:
+    shares = job.feed.shares
+    if not job.gathers:
+        return None
+    if isinstance(shares, VirtualShares):
+        return VirtualGathering(exchange, shares.rows)
+    return Gathering(exchange)
 
 
 def _places_of(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,6 +80,9 @@ class Workers(Protocol):
     def repeat_pass(self, step: int, share: int, number: int) -> None:
         """Prepare the model for the same pass again, whose gradients are not reduced."""
 
+    def kept(self) -> AbstractContextManager[None]:
+        """Return a context after which the workers have the same buffers as before it."""
+
     def seed(self, step: int, share: int, number: int, reading: bool) -> None:
         """Seed the random generators for a pass, or for the reading of its data.
 
@@ -141,6 +144,9 @@ class RankWorker:
             self._exchange.begin_pass(optimizer)
 
     def repeat_pass(self, step: int, share: int, number: int) -> None: ...
+
+    def kept(self) -> AbstractContextManager[None]:
+        return nullcontext()  # of use for virtual workers alone
 
     def seed(self, step: int, share: int, number: int, reading: bool) -> None: ...
 
@@ -245,6 +251,13 @@ class VirtualWorkers:
     def repeat_pass(self, step: int, share: int, number: int) -> None:
         self._load(share)
         self.seed(step, share, number, reading=False)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        self._keep()
+        before = dict(self._buffers)
+        yield
+        self._buffers, self._loaded = before, None
 
     def seed(self, step: int, share: int, number: int, reading: bool) -> None:
         # Reading has numbers of its own: a data loader draws some each time that it starts.

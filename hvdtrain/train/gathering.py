@@ -1,0 +1,156 @@
+"""Features of all samples of a global batch, for losses that compare each with all others.
+
+A rank computes the features of its own samples, gathers those of all ranks, and computes the losses
+of its own samples from them. The gradient of a feature is the sum over the losses of all ranks.
+
+Virtual workers compute one after another, so the features of later ones are not there when the
+losses of earlier ones need them. They make three rounds of passes over the same batches, with the
+same random numbers and buffers: the first collects all features F; the second computes the gradient
+of each share's losses with respect to F, which are added in the order of the shares; in the third
+the gradients of parameters are made, of the losses with F held constant, and of each share's own
+features with the gradient from the second. This is gradient caching (Gao et al., "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup", 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.differentiable import summed
+
+NAME = "hvdtrain.all_gather"
+
+
+class Place(NamedTuple):
+    """The place of a pass in its micro-batch."""
+
+    share: int
+    micro_batch: int
+    first: int  # number of its first sample
+    samples: int  # of its own; 0: its batch has one that stands in
+    all_samples: int
+
+
+def padded(features: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return the features in their rows among those of all samples, all others zero."""
+    after = place.all_samples - place.first - place.samples
+    rows = [features.new_zeros(n, *features.shape[1:]) for n in (place.first, after)]
+    return torch.cat([rows[0], features[: place.samples], rows[1]])
+
+
+class Gathering:
+    """The features that the passes of a step gather, without virtual workers."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._calls = 0  # of this pass
+
+    def trials(self) -> Iterator[bool]:
+        """Yield True for each round of passes before those that make gradients of parameters."""
+        yield from ()
+
+    def begin_pass(self) -> None:
+        self._calls = 0
+
+    def gather(self, features: torch.Tensor, place: Place) -> torch.Tensor:
+        """Collective: return the features of all samples of the micro-batch, in their order."""
+        name, self._calls = f"{NAME}.{self._calls}", self._calls + 1
+        rows = padded(features, place)
+        if not rows.dtype.is_floating_point:
+            return self._exchange.sum_later(rows, name)()
+        return summed(rows, self._exchange, name, counts=place.samples > 0)
+
+    def backward(self, loss: torch.Tensor, place: Place) -> None:
+        """Collective: make the gradients of a pass."""
+        loss.backward()
+
+
+@dataclass
+class _Gathered:
+    """What a call of `gather` is about, for one micro-batch."""
+
+    features: torch.Tensor  # of all samples
+    gradients: torch.Tensor | None = None  # by share; then their sum, of the shape of `features`
+
+
+@dataclass
+class VirtualGathering(Gathering):
+    """The features that the passes of a step gather, with `shares` virtual workers."""
+
+    exchange: Exchange
+    shares: int
+    _round: int = 0
+    _calls: int = 0
+    _found: dict[tuple[int, int], _Gathered] = field(default_factory=dict)  # by micro-batch, call
+    _leaves: list[torch.Tensor] = field(default_factory=list)  # of this pass, by call
+    _own: list[torch.Tensor] = field(default_factory=list)
+
+    def trials(self) -> Iterator[bool]:
+        """Collective: yield True for each of two rounds, and exchange what they have found."""
+        self._round = 0
+        self._found.clear()
+        yield True
+        for (micro_batch, call), it in sorted(self._found.items()):
+            name = f"{NAME}.{micro_batch}.{call}"
+            it.features = self.exchange.sum_later(it.features, name)()
+        self._round = 1
+        yield True
+        for (micro_batch, call), it in sorted(self._found.items()):
+            if it.features.dtype.is_floating_point:
+                table = it.gradients
+                if table is None:
+                    table = it.features.new_zeros(self.shares, *it.features.shape)
+                name = f"{NAME}.{micro_batch}.{call}.backward"
+                it.gradients = self.exchange.sum_later(table, name)().sum(0)
+        self._round = 2
+
+    def begin_pass(self) -> None:
+        self._calls = 0
+        self._leaves, self._own = [], []
+
+    def gather(self, features: torch.Tensor, place: Place) -> torch.Tensor:
+        key, self._calls = (place.micro_batch, self._calls), self._calls + 1
+        if self._round == 0:
+            rows = padded(features.detach(), place)
+            if key in self._found:
+                self._found[key].features += rows
+            else:
+                self._found[key] = _Gathered(rows)
+            return rows
+        found = self._found[key].features
+        if self._round == 2:
+            self._own.append(features)
+            return found
+        leaf = found.detach()
+        self._leaves.append(leaf.requires_grad_(leaf.dtype.is_floating_point))
+        return leaf
+
+    def backward(self, loss: torch.Tensor, place: Place) -> None:
+        if self._round == 1:
+            self._differentiate(loss, place)
+        if self._round < 2:
+            return
+        own, gradients = [loss], [torch.ones_like(loss)]
+        for call, features in enumerate(self._own):
+            gradient = self._found[place.micro_batch, call].gradients
+            if features.requires_grad and gradient is not None and place.samples:
+                own.append(features)
+                gradients.append(gradient[place.first : place.first + place.samples])
+        torch.autograd.backward(own, gradients)
+
+    def _differentiate(self, loss: torch.Tensor, place: Place) -> None:
+        leaves = {call: it for call, it in enumerate(self._leaves) if it.requires_grad}
+        if not leaves or not place.samples:
+            return
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for call, gradient in zip(leaves, found, strict=True):
+            it = self._found[place.micro_batch, call]
+            if it.gradients is None:
+                it.gradients = it.features.new_zeros(self.shares, *it.features.shape)
+            if gradient is not None:
+                it.gradients[place.share] = gradient
