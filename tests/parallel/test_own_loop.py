@@ -213,12 +213,12 @@ NORMALISED = ("activated batch norm", "batch norm of SyncBatchNorm", "penalty")
 @pytest.mark.parametrize(
     ("size", "controller", "values", "kinds"),
     [
-        (1, "none", {"sync_bn": True}, [*PLAIN, *NORMALISED]),
+        (1, "none", {"sync_bn": True}, [*PLAIN, *NORMALISED, "contrastive"]),
         (3, "gloo", {"grad_accum_steps": 2}, PLAIN),
         (2, "mpi", {"bucket_bytes": 0}, PLAIN),
-        (2, "mpi", {"virtual_workers": 3}, PLAIN),
-        (3, "gloo", {"sync_bn": True}, NORMALISED),
-        (2, "mpi", {"sync_bn": True, "rank_weights": "0,1"}, NORMALISED),
+        (2, "mpi", {"virtual_workers": 3}, [*PLAIN, "contrastive"]),
+        (3, "gloo", {"sync_bn": True}, [*NORMALISED, "contrastive"]),
+        (2, "mpi", {"sync_bn": True, "rank_weights": "0,1"}, [*NORMALISED, "contrastive"]),
     ],
 )
 def test_kinds_of_loops_learn_what_a_plain_one_does(

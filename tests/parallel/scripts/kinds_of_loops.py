@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import hvdtrain
@@ -119,6 +119,28 @@ class HalfFrozen(torch.nn.Sequential):
             optimizer.add_param_group({"params": list(self[0].parameters()), "lr": 0.02})
 
 
+class Compared(torch.nn.Module):
+    """Two networks whose features of a sample are to be alike, and unlike those of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(1.3))
+
+    def loss(
+        self,
+        x: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor] = lambda it: it,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Return the sum of the losses of these samples, which begin at number `first` of all."""
+        one, other = self.one(x).tanh(), self.other(x).tanh()
+        numbers = first + torch.arange(len(x))
+        to_others = self.scale * one @ gather(other).T
+        to_ones = self.scale * other @ gather(one).T
+        return sum(cross_entropy(it, numbers, reduction="sum") for it in (to_others, to_ones))
+
+
 FORMER = "with a line of the former loop"
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "reentrant": lambda: Repeated(6).double(),
@@ -129,6 +151,7 @@ KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "sparse rows": lambda: Noted(torch.sparse_csr).double(),
     "unfrozen later": lambda: HalfFrozen(False).double(),
     "added later": lambda: HalfFrozen(True).double(),
+    "contrastive": lambda: Compared().double(),
     # These need sync_bn.
     "activated batch norm": lambda: Viewed(Activated(4)).double(),
     "batch norm of SyncBatchNorm": lambda: Viewed(torch.nn.SyncBatchNorm(4)).double(),
@@ -144,6 +167,8 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def total_loss(kind: str, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the sum of the losses; a gradient penalty has second derivatives."""
+    if isinstance(model, Compared):
+        return model.loss(x)
     if kind != "penalty":
         return mse_loss(model(x), y, reduction="sum")
     x = x.clone().requires_grad_()
@@ -174,12 +199,17 @@ def compare(kind: str, options: dict[str, Any]) -> tuple[int, float]:
     samples = torch.utils.data.TensorDataset(inputs, targets)
     own = optimizer_of(model)
     given = {"global_batch_size": BATCH, "epochs": EPOCHS, "seed": 0, "audit_every": 1} | options
+    given["gathers"] = isinstance(model, Compared)
     with hvdtrain.Loop(model, own, samples, **given) as loop:
         for step in loop:
             if step.begins_epoch and step.epoch == 1 and isinstance(model, HalfFrozen):
                 model.thaw(own)
             for x, y in step.batches():
-                step.backward(sum=total_loss(kind, model, x, y), count=len(y))
+                if isinstance(model, Compared):
+                    total = model.loss(x, loop.all_gather, step.offset)
+                else:
+                    total = total_loss(kind, model, x, y)
+                step.backward(sum=total, count=len(y))
             if kind == FORMER:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             step.update()
