@@ -8,9 +8,14 @@ of a loss shows what it is, down to the first operation over several values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hvdtrain.tensors import tensors_in
 
 MEAN, SUM = 1, 2  # torch.nn.functional's codes of `reduction`
 # Operations on one value that leave it as it is, but for its sign, type and shape.
@@ -20,38 +25,112 @@ UNCHANGING = (
 DEEPEST = 64  # operations
 
 
+@dataclass
+class Operation:
+    """An operation that has made a value."""
+
+    name: str  # of torch's, such as Mean or NllLoss
+    inputs: Callable[[], Sequence[Operation | None]]  # None: of one that is not known
+    reduction: int | None = None
+    number: float = math.nan  # by which it multiplies or divides
+    is_of_one: bool = False  # its input is one value already
+
+
 def mean_in(loss: torch.Tensor, count: float) -> str | None:
     """Return the operation that makes `loss` a mean over `count`, or None if it may be a sum.
 
     What is multiplied by the count again is a sum; what is divided by it is a mean. Of several
     losses that are added, all must be means: a penalty beside a sum may be one.
     """
-    if count <= 1 or loss.grad_fn is None:  # of one, the mean is the sum
+    if loss.grad_fn is None:
         return None
-    return _mean_at(loss.grad_fn, count, 0, 0)
+    return _mean_at(_of_graph(loss.grad_fn), count, 0, 0) if count > 1 else None
 
 
-def _mean_at(node: Any, count: float, power: int, depth: int) -> str | None:
-    """Return the operation that makes the value of a node a mean, times `count` to `power`."""
-    name = "" if node is None else node.name().partition("Backward")[0]
-    if not name or depth > DEEPEST:
-        return None
-    inputs = [it for it, _ in node.next_functions if it is not None]
+class Recorder(TorchDispatchMode):
+    """A context that records how values are made, also where no gradients are: in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, Operation] = {}
+        self._held: list[torch.Tensor] = []  # so that no other tensor gets the same identity
+
+    def mean_in(self, loss: torch.Tensor, count: float) -> str | None:
+        """Return what the function of this name does, for a value that was made in the context."""
+        return _mean_at(self._made.get(id(loss)), count, 0, 0) if count > 1 else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        made = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(made, torch.Tensor) and made.is_floating_point():
+            name = func._schema.name.rpartition(":")[2]
+            if made.numel() == 1 or name == "stack":
+                self._note(name, func, args, kwargs or {}, made)
+        return result
+
+    def _note(
+        self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any], made: torch.Tensor
+    ) -> None:
+        arguments = func._schema.arguments
+        given = {it.name: it.default_value for it in arguments if it.has_default_value()}
+        given.update(zip((it.name for it in arguments), args, strict=False))
+        given.update(kwargs)
+        tensors = [*tensors_in(args)]
+        inputs = [self._made.get(id(it)) for it in tensors]
+        known = [it for it in inputs if it is not None]
+        reduction = given.get("reduction")
+        if not known and name not in ("mean", "sum") and reduction not in (MEAN, SUM):
+            return  # a number that no loss is part of
+        number = math.nan
+        if name in ("mul", "div") and len(known) == 1:
+            others = [it for it in args if self._made.get(id(it)) is None]
+            single = not isinstance(others[0], torch.Tensor) or others[0].numel() == 1
+            number = float(others[0]) if len(others) == 1 and single else math.nan
+        self._held.append(made)
+        self._made[id(made)] = Operation(
+            name="".join(part.capitalize() for part in name.split("_")),
+            inputs=lambda: known or [None] * len(tensors),
+            reduction=reduction,
+            number=number,
+            is_of_one=bool(tensors) and tensors[0].numel() == 1,
+        )
+
+
+def _of_graph(node: Any) -> Operation:
+    """Return the operation of a node of the autograd graph."""
     size = getattr(node, "_saved_self_sym_sizes", None)
-    of_one = name in ("Mean", "Sum") and size is not None and math.prod(size) == 1
+    return Operation(
+        name=node.name().partition("Backward")[0],
+        inputs=lambda: [_of_graph(it) for it, _ in node.next_functions if it is not None],
+        reduction=getattr(node, "_saved_reduction", None),
+        number=_number(node),
+        is_of_one=size is not None and math.prod(size) == 1,
+    )
+
+
+def _mean_at(operation: Operation | None, count: float, power: int, depth: int) -> str | None:
+    """Return the operation that makes a value a mean, times `count` to `power`."""
+    if operation is None or not operation.name or depth > DEEPEST:
+        return None
+    name, reduction = operation.name, operation.reduction
+    of_one = name in ("Mean", "Sum") and operation.is_of_one
     if of_one or name.startswith(UNCHANGING):
+        inputs = operation.inputs()
         return _mean_at(inputs[0], count, power, depth + 1) if len(inputs) == 1 else None
-    if name == "Sum" and len(inputs) == 1 and inputs[0].name().startswith("Stack"):
-        name, inputs = "Add", [it for it, _ in inputs[0].next_functions if it is not None]
-    if name in ("Add", "Sub"):
-        found = [_mean_at(it, count, power, depth + 1) for it in inputs]
-        return found[0] if found and all(found) else None
     if name in ("Mul", "Div"):
+        inputs = operation.inputs()
         if len(inputs) != 1:
             return None
-        power += _power(_number(node), count, name == "Div")
+        power += _power(operation.number, count, name == "Div")
         return _mean_at(inputs[0], count, power, depth + 1)
-    reduction = getattr(node, "_saved_reduction", None)
+    added: Sequence[Operation | None] = operation.inputs() if name in ("Add", "Sub", "Sum") else ()
+    if name == "Sum" and len(added) == 1 and added[0] and added[0].name.startswith("Stack"):
+        name, added = "Add", added[0].inputs()
+    if name in ("Add", "Sub"):
+        found = [_mean_at(it, count, power, depth + 1) for it in added]
+        return found[0] if found and all(found) else None
     if name == "Mean" or reduction == MEAN:
         return name if power == 0 else None
     is_sum = name == "Sum" or reduction == SUM
@@ -63,7 +142,7 @@ def _number(node: Any) -> float:
     for name in ("_saved_other", "_saved_self"):
         value = getattr(node, name, None)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return float(value)
+            return float(value.detach())
         if isinstance(value, int | float):
             return float(value)
     return math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from hvdtrain.data import SharesLike, Split
 from hvdtrain.data.feeding import evaluation_batch, stream
 from hvdtrain.data.sampler import Indices
+from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.tasks import Task, check_sums, valid_metrics_of
+from hvdtrain.tasks import Sums, Task, check_sums, valid_metrics_of
+from hvdtrain.tasks.means import Recorder
 
 STOP, SAMPLES, COUNT, LOSS = range(4)
 
@@ -52,12 +54,14 @@ def evaluate(
     stop_requested: Callable[[], bool] = lambda: False,
     seed: Seed = lambda share, number, reading: None,
     waits: Callable[[], None] = lambda: None,
+    looks: bool = False,
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
     added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before
     a batch is read, and before it is used; `waits` before waiting for other ranks. Raises
+    UsageError if it `looks` at how the loss of the first batch is made, and finds a mean, and
     Interrupted on all ranks if `stop_requested()` is true on any.
     """
     names = (*valid_metrics_of(task), *task.tables)
@@ -76,7 +80,12 @@ def evaluate(
                 break
             if loaded.samples == 0:
                 continue  # none of the batch could be read
-            sums = task.evaluate(model, loaded.on(device))
+            batch = loaded.on(device)
+            with Recorder() if looks else nullcontext() as recorder:
+                sums = task.evaluate(model, batch)
+            if recorder is not None:
+                looks = False
+                _refuse_mean(sums, recorder)
             sums = check_sums(sums, task, loaded.samples, training=False)
             figures = [sums.metrics[name].double().reshape(-1).cpu() for name in names]
             row[SAMPLES] += loaded.samples
@@ -88,6 +97,18 @@ def evaluate(
     if totals[STOP]:
         raise Interrupted
     return _as_evaluation(totals, task)
+
+
+def _refuse_mean(sums: Any, recorder: Recorder) -> None:
+    """Raise UsageError if the loss of a batch is a mean over it, where a sum is to be returned."""
+    is_one = isinstance(sums, Sums) and isinstance(sums.loss, torch.Tensor)
+    if is_one and (found := recorder.mean_in(sums.loss, float(sums.samples))):
+        raise UsageError(
+            f"evaluate returns Sums(loss, count) with the mean of the losses of a batch ({found}), "
+            f"and it takes their sum: the validation loss would be {float(sums.samples):g} times "
+            "too small. Return Sums.of_means(loss, count, metrics), or make it a sum: "
+            'reduction="sum"'
+        )
 
 
 @contextmanager

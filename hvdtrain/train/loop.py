@@ -99,6 +99,7 @@ class TrainingLoop:
         self.step: Step | None = None  # whose body runs
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
         self._is_first_step = True  # of this process
+        self._is_first_evaluation = True
         self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
@@ -274,7 +275,9 @@ class TrainingLoop:
                     stop_requested=keeper.stop_requested,
                     seed=partial(job.workers.seed, 0),
                     waits=lambda: pulse.beat("exchange"),
+                    looks=self._is_first_evaluation,
                 )
+            self._is_first_evaluation = False
             if evaluation.samples == 0:
                 raise TrainingError(_NOTHING_READ.format(part="validate with", data=job.data.name))
             if not math.isfinite(evaluation.loss):

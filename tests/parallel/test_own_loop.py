@@ -139,7 +139,12 @@ def test_own_loop_is_verified_by_verify_n(tmp_path: Path) -> None:
     variables = {"HVDTRAIN_OPTIONS": '{"virtual_workers": 2}'}
     command = hvdtrain("verify-n", "-np", "1,2", "--", PYTHON, str(script))
     done = run(command, cwd=tmp_path, variables=variables)
+    assert done.exit_code == 17, done.output  # the same bits on every N, of something else
+    assert "wrong in the same way on every N. Likely cause: a mean loss given for" in done.output
+    command[-1] = str(EXAMPLES / "own_loop.py")
+    done = run(command, cwd=tmp_path, variables=variables)
     assert (done.exit_code, "(the same bits)" in done.output) == (0, True), done.output
+    assert re.search(r"one unsplit batch: loss (\S+), in 2 shares \1$", done.output, re.MULTILINE)
 
 
 def test_own_loop_is_verified_by_verify_resume(tmp_path: Path) -> None:

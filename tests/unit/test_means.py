@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hvdtrain.tasks.means import mean_in
+from hvdtrain.tasks.means import Recorder, mean_in
 
 N, K = 6, 3
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # scores, labels, targets
@@ -98,17 +98,29 @@ def made(loss: Loss) -> torch.Tensor:
     return loss(torch.randn(N, K, requires_grad=True), torch.arange(N) % K, torch.rand(N, K))
 
 
+def recorded(loss: Loss, count: float = N) -> str | None:
+    """What is found where nothing has a gradient, as in evaluations."""
+    torch.manual_seed(0)
+    given = torch.randn(N, K), torch.arange(N) % K, torch.rand(N, K)
+    with torch.no_grad(), Recorder() as recorder:
+        found = loss(*given)
+    return recorder.mean_in(found, count)
+
+
 @pytest.mark.parametrize("name", MEANS)
 def test_means_are_found(name: str) -> None:
     """Fails if such a loss would train at a rate that is smaller by the size of the batch."""
     assert mean_in(made(MEANS[name]), N)
     assert mean_in(made(MEANS[name]), 1) is None  # of one sample
+    assert recorded(MEANS[name])
+    assert recorded(MEANS[name], 1) is None
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_taken(name: str) -> None:
     """Fails if a script that is right is refused."""
     assert mean_in(made(SUMS[name]), N) is None
+    assert recorded(SUMS[name]) is None
 
 
 @pytest.mark.parametrize("count", [2, 5, 8, 10, 50, 64, 100, 128])

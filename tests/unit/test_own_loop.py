@@ -475,6 +475,20 @@ def test_a_loss_is_a_sum_or_a_mean(given: dict[str, Any], expected: str) -> None
     assert expected in str(found.value)
 
 
+def mean_of_batch(model: torch.nn.Module, batch: Any) -> hvdtrain.Sums:
+    x, y = batch
+    return hvdtrain.Sums(cross_entropy(model(x), y), len(y))
+
+
+def test_an_evaluation_that_returns_a_mean_is_refused() -> None:
+    """Fails if a validation loss that is smaller by the size of the batch is reported."""
+    model, loop = make(valid=SAMPLES, evaluate=mean_of_batch)
+    with pytest.raises(UsageError, match=r"with the mean of the losses .*Sums\.of_means"), loop:
+        for step in loop:
+            passes(step, model)
+            step.update()
+
+
 @pytest.mark.parametrize("virtual_workers", [None, 3])
 def test_means_and_sums_learn_the_same(virtual_workers: int | None) -> None:
     """Fails if a mean, a mean of class weights or a count that is not whole weighs otherwise than

@@ -31,6 +31,9 @@ IN_A_SCRIPT = (
     "loss given for a sum, dropout or batch norm without virtual_workers, numbers drawn outside of "
     "the passes, and a model in float32"
 )
+# Of a loss: more than a mean over other numbers of samples, dropout or batch norm explains.
+UNSPLIT_DIFFERENCE = 0.3
+UNSPLIT_ROUNDING = 1e-5
 # What the runs need to be comparable to rounding errors of float64.
 IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
 
@@ -90,6 +93,40 @@ class Explanation:
         return [*lines, self.findings.note] if self.findings.note else lines
 
 
+@dataclass(frozen=True)
+class Unsplit:
+    """The loss of the first step, of the whole batch at once and of the shares of it.
+
+    What is wrong in the same way on every N shows here.
+    """
+
+    shares: int
+    whole_loss: float
+    loss: float
+
+    @property
+    def relative(self) -> float:
+        return abs(self.loss - self.whole_loss) / max(abs(self.whole_loss), abs(self.loss), 1e-300)
+
+    @property
+    def same(self) -> bool:
+        """Return whether the loss may be the same; dropout and batch norm make a difference."""
+        return self.relative < UNSPLIT_DIFFERENCE
+
+    def line(self) -> str:
+        """Return the line that is printed."""
+        text = f"one unsplit batch: loss {self.whole_loss:.6g}, in {self.shares} shares "
+        text += f"{self.loss:.6g}"
+        noise = ", as dropout or batch norm makes it" if self.relative > UNSPLIT_ROUNDING else ""
+        if self.same:
+            return text + noise
+        ratio = self.loss / self.whole_loss if self.whole_loss else math.inf
+        cause = "a loss of a batch that is not the sum over its samples"
+        if math.isclose(ratio, self.shares, rel_tol=UNSPLIT_DIFFERENCE):
+            cause = "a mean loss given for a sum, which trains at a smaller rate"
+        return f"{text}: wrong in the same way on every N. Likely cause: {cause}"
+
+
 def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]:
     """Return the problems of a configuration that is another experiment for each N."""
     problems = []
@@ -122,6 +159,7 @@ def verify_n(options: VerifyNOptions) -> int:
         words = [*options.training.words, *(() if exact else IN_FLOAT64)]
         options = replace(options, training=replace(options.training, words=words))
         say(_how(config, options, exact))
+    shares = 1
     with scratch_folder("verify-n") as scratch:
         results: list[TrialResult] = []
         for workers in options.counts:
@@ -129,15 +167,40 @@ def verify_n(options: VerifyNOptions) -> int:
             if config is None and not results:  # only now it is known what the script demands
                 exact = run.summary()["virtual_workers"] is not None
                 say(_how_of_script(options, exact))
+            shares = int(run.summary()["virtual_workers"] or 1)
             results.append(_compare(run, workers, results[:1], exact))
             say(results[-1].line())
             if len(results) > 1 and (results[-1].same or not all(it.same for it in results[:-1])):
                 shutil.rmtree(run.path)  # of those that differ, only the first is looked into
         apart = next((result for result in results if not result.same), None)
         explained = _explain(options, exact, apart, scratch) if apart else None
-    say(_verdict(results, exact, explained))
-    write_json(options.json, _as_json(results, exact, explained))
-    return EXIT_MISMATCH if explained else EXIT_OK
+        unsplit = None
+        if exact and not apart and shares > 1:
+            unsplit = _compare_unsplit(options, shares, scratch)
+            say(unsplit.line())
+    is_wrong = unsplit is not None and not unsplit.same
+    say(_verdict(results, exact, explained, is_wrong))
+    content = _as_json(results, exact, explained)
+    write_json(options.json, content | {"unsplit": asdict(unsplit) if unsplit else None})
+    return EXIT_MISMATCH if explained or is_wrong else EXIT_OK
+
+
+def _compare_unsplit(options: VerifyNOptions, shares: int, scratch: Path) -> Unsplit:
+    """Return the losses of the first step on one worker, with one virtual worker and with all."""
+    losses = []
+    for virtual in (1, shares):
+        trial = Trial(
+            options.training,
+            1,
+            scratch,
+            f"unsplit-{virtual}",
+            virtual_workers=virtual,
+            grad_accum_steps=1,
+            max_steps=1,
+        )
+        trial.wait_for_success()
+        losses.append(float(trial.summary()["train_loss"]))
+    return Unsplit(shares, *losses)
 
 
 def _how_of_script(options: VerifyNOptions, exact: bool) -> str:
@@ -204,8 +267,12 @@ def _explain(
     return Explanation(workers, parting, likely_causes(question, scratch))
 
 
-def _verdict(results: list[TrialResult], exact: bool, explained: Explanation | None) -> str:
+def _verdict(
+    results: list[TrialResult], exact: bool, explained: Explanation | None, is_wrong: bool
+) -> str:
     counts = _listed([result.workers for result in results])
+    if is_wrong:
+        return f"verdict: the same is learned on {counts} workers, but not from the batch as it is"
     if explained is not None:
         return "\n".join([*explained.lines(), "verdict: what is learned DEPENDS ON N"])
     measure = "the same bits" if exact else f"every tensor to {AGREEMENT:g} of its largest value"
