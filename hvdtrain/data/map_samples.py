@@ -58,11 +58,13 @@ class MapSamples:
         return fingerprint_of(self.dataset)
 
     def load(self, keys: Sequence[Key]) -> Loaded:
-        """Return these samples, each a number and the epoch, as a batch. Raises BadSample."""
-        numbers, epoch = [number for number, _ in keys], keys[0][1]
+        """Return these samples, each a number and the epoch, as a batch; without any, a sample that
+        stands in for them. Raises BadSample.
+        """
+        numbers, epoch = [number for number, _ in keys], keys[0][1] if keys else 0
         begin_epoch(self.dataset, epoch)
         with kept():
-            return Loaded(self._batch(numbers, epoch), len(numbers))
+            return Loaded(self._batch(numbers or [0], epoch), len(numbers))
 
     def finish(self, batch: Any) -> Any:
         return batch

@@ -323,7 +323,7 @@ def test_exact_audits_know_what_is_reduced_together(told: bool, parts: int) -> N
     cannot tell: without knowledge of the bucket bits must differ.
     """
     buckets = [["weight", "scale"], ["bias", "unused"]]
-    messages = [dict.fromkeys(names) for names in buckets] if told else None
+    messages = (lambda: [dict.fromkeys(names) for names in buckets]) if told else None
     outcomes = audited_steps(
         3, nothing, steps=4, exact=True, buckets=buckets, messages=messages, parts=parts
     )

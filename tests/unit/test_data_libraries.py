@@ -103,11 +103,15 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("readers", [0, 2])
 def test_samples_are_read_by_number(kind: str, readers: int, tmp_path: Path) -> None:
-    """Fails if batches have other samples, in any process, or an empty one another structure."""
+    """Fails if batches have other samples, in any process; or where there are none, something else
+    than one that stands in for them.
+    """
     split = MapSplit(OPEN[kind](str(tmp_path)), readers=readers)
     assert len(split) == SAMPLES
     for loaded, numbers in zip(stream(split, BATCHES, 0), BATCHES, strict=True):
         x, labels = loaded.batch["x"], loaded.batch["label"]
+        assert loaded.samples == len(numbers)
+        numbers = numbers if len(numbers) else np.arange(1)
         assert x.shape == (len(numbers), 3) and x.dtype == torch.float32
         assert x[:, 0].tolist() == numbers.tolist()
         assert labels.tolist() == (numbers % 5).tolist() and labels.dtype == torch.int64
