@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.errors import (
     EXIT_FAILED,
@@ -37,6 +38,7 @@ from hvdtrain.tensors import copied_to_cpu
 
 Result = TypeVar("Result")
 _joined: Exchange | None = None
+_made_dense = WeakTensorKeyDictionary()  # parameters with the hook of `make_gradients_dense`
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,9 @@ def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimize
             "one worker too, so that N changes nothing). Use torch.optim.Adam or Adagrad"
         )
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter not in _made_dense:
             parameter.register_post_accumulate_grad_hook(_make_dense)
+            _made_dense[parameter] = True
 
 
 def _make_dense(parameter: torch.Tensor) -> None:

@@ -356,16 +356,17 @@ class Trainable:
         }
 
     def has_changed(self, optimizer: Optimizer) -> bool:
-        """Return whether other parameters are trainable now."""
-        return self._now(optimizer) != self._before
+        """Return whether other parameters of the optimizer are trainable now."""
+        return self._now(optimizer)[1] != self._before[1]
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise TrainingError if others are trainable now: Horovod would silently omit new ones.
 
-        Also if any has been converted: its gradients would silently be converted back.
+        Also if any has been converted: its gradients would silently be converted back. Parameters
+        of other optimizers may be frozen, as those of a discriminator are in a generator's passes.
         """
         now = self._now(optimizer)
-        if now != self._before:
+        if now[1] != self._before[1] or now[0] - self._before[0]:
             raise TrainingError(
                 "the trainable parameters have changed since the optimizer was distributed: "
                 f"{self._changes(now)}. Only the gradients of that time are reduced: freeze and "

@@ -304,3 +304,22 @@ def test_further_loops_of_a_script_have_runs_of_their_own() -> None:
     assert script() == list(zip(names, (1, 2, 3), strict=True))
     script_module.loops = script_module.Loops()  # as in another process
     assert script() == list(zip(names, (0, 0, 0), strict=True))
+
+
+def test_the_other_model_may_be_frozen_in_the_passes_of_one() -> None:
+    """Fails if lines that many scripts of two models have are refused, or the workers agree anew in
+    each step.
+    """
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(it.parameters(), 0.1) for it in (one, other)]
+    samples = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    models = {"one": one, "other": other}
+    with hvdtrain.Loop(models, optimizers, samples, global_batch_size=6) as loop:
+        for step in loop:
+            for optimizer, is_one in zip(optimizers, (True, False), strict=True):
+                other.requires_grad_(not is_one)
+                one.requires_grad_(is_one)
+                for x, y in step.batches(optimizer):
+                    loss = torch.nn.functional.cross_entropy(other(one(x)), y)
+                    step.backward(mean=loss, count=len(y))
+                step.update()
