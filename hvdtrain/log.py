@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TextIO
 
 from hvdtrain.errors import HvdtrainError, Stopped
+from hvdtrain.pulse import Pulse
 
 
 def say(text: str) -> None:
@@ -82,4 +83,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if isinstance(error, Stopped):
         place = ""
     complain(f"hvdtrain{place}: {error}")
+    Pulse.from_environment().end(error)
     raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

@@ -6,8 +6,9 @@ observer. Without a pipe nothing is reported.
 
     +PHASE STEP SECONDS     start of a phase, by the worker's monotonic clock
     ={"loss": ...}          figures to show
-    !{"peer": true, ...}    end with an error, here because another rank has failed; "wrong_rank":
-                            the rank whose host computes wrongly, as an audit found
+    !{"peer": true, ...}    end with an error, here because another rank has failed; "final": one
+                            that another start would meet again; "wrong_rank": the rank whose host
+                            computes wrongly, as an audit found
     @FOLDER                 of the run that begins, on rank 0
     ?PID                    process id of the worker; on SIGUSR2 it writes all threads' stacks to
                             standard error
@@ -27,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import ComputeMismatch, PeerFailure
+from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFailure
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
@@ -40,6 +41,7 @@ WAITING = "exchange"  # the phase in which a rank waits for others
 ENDED = "end"  # the phase after training
 OWN = ("data", "compute", "update")  # phases of a step that depend on this rank alone
 FULL_PIPE_TIMEOUT_S = 5.0
+FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of errors that a restart cannot change
 STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
 
 
@@ -94,6 +96,7 @@ class Pulse:
     def end(self, error: Exception) -> None:
         """Report the error that this process ends with."""
         cause: dict[str, Any] = {"peer": isinstance(error, PeerFailure)}
+        cause["final"] = getattr(error, "exit_code", None) in FINAL
         if isinstance(error, ComputeMismatch):
             cause["wrong_rank"] = error.wrong_rank
         self._report("!" + json.dumps(cause))

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -197,6 +198,11 @@ def _check_command(command: list[str]) -> list[str]:
     if not command:
         return ["nothing to launch: give `-- train ...` or `-- python SCRIPT ...`"]
     name = command[0]
+    if re.fullmatch(r"(python|pypy)[\d.]*", Path(name).name) and _reads_stdin(command[1:]):
+        return [
+            f"{shlex.join(command)}: reads its code from standard input, which only the launcher "
+            "has: save it as a script, and launch that"
+        ]
     if name in OWN_COMMANDS or shutil.which(name, path=search_path(os.environ)):
         return []
     if Path(name).suffix == ".py":
@@ -208,6 +214,18 @@ def _check_command(command: list[str]) -> list[str]:
     if near := closest(name, OWN_COMMANDS):
         hint = f"did you mean {near}?"
     return [f"{name or repr(name)}: {reason}; {hint}"]
+
+
+def _reads_stdin(words: Sequence[str]) -> bool:
+    """Return whether Python, given these words, has no script, module or code."""
+    for place, word in enumerate(words):
+        if word == "-" or not word.startswith("-"):
+            return word == "-"
+        if word[1] in "cmVh?" or word.startswith("--"):  # -c CODE, -m MODULE, or only information
+            return False
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            return _reads_stdin(words[place + 2 :])
+    return True
 
 
 def _without(flags: list[str], names: Sequence[str]) -> list[str]:

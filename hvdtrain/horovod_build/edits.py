@@ -227,6 +227,14 @@ EDITS = (
         "reserve leaves the vector empty, so the stall inspector looks at no rank under Gloo",
     ),
     Edit(
+        "horovod/common/gloo/gloo_context.cc",
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;\n",
+        "  device_attr.iface = global_context.gloo_iface_;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;\n",
+        "only the global context has the interface that was chosen; gradients go through that of a "
+        "process set, which would bind to whatever address the host's own name resolves to",
+    ),
+    Edit(
         "horovod/__init__.py",
         "from horovod.runner import run\n",
         "from horovod.runner import run\n\n"

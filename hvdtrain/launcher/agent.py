@@ -201,8 +201,8 @@ def main() -> int:
     """Run the agent in a child of its guard; return the worker's exit code."""
     job = sys.argv[1]
     try:
-        orders, address = read_orders(job)
-        environment = worker_environment(orders, os.environ)
+        orders, address, login = read_orders(job)
+        environment = worker_environment(orders, os.environ, login)
         introduction = {
             "rank": int(environment["RANK"]),
             "host": os.environ.get("HOROVOD_HOSTNAME", ""),

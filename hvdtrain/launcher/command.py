@@ -34,6 +34,8 @@ HOST_NAMES = frozenset(
     + ("XDG_RUNTIME_DIR", "_")
 )
 HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
+# Those of the login on a worker's host, which horovodrun replaces by those of the launcher's.
+LOGIN_NAMES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
 # Variables that select some of a host's GPUs, by numbers or UUIDs that are others on another host.
 GPU_SELECTION = frozenset(
     ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES")
@@ -173,13 +175,24 @@ def settings_for(
     return {name: value for name, value in values.items() if name not in environment}
 
 
-def worker_environment(orders: Orders, environment: Mapping[str, str]) -> dict[str, str]:
+def login_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that belong to a login, of its environment."""
+    return {name: environment[name] for name in LOGIN_NAMES if name in environment}
+
+
+def worker_environment(
+    orders: Orders, environment: Mapping[str, str], login: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return the user's, this host's and horovodrun's variables, plus RANK, MASTER_ADDR and so on.
 
-    `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. The host's
-    cores are divided among its workers, unless the user sets OMP_NUM_THREADS. The user's selection
-    of GPUs applies to the host where launch was called; other hosts have their own.
+    `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. `login`:
+    of this host (`login_of`); by default what `environment` has of it. The host's cores are divided
+    among its workers, unless the user sets OMP_NUM_THREADS. The user's selection of GPUs applies to
+    the host where launch was called; other hosts have their own.
     """
+    if login is not None:
+        own = {name: it for name, it in environment.items() if name not in LOGIN_NAMES}
+        environment = own | dict(login)
     place = Topology.from_environment(environment)
     local_size = environment.get("HOROVOD_LOCAL_SIZE")
     local_size = local_size or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")

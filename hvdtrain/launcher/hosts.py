@@ -67,6 +67,7 @@ class HostCollector:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._hosts: dict[str, Host] = {}
+        self._bare: set[str] = set()  # those given by their names alone
 
     @property
     def full(self) -> bool:
@@ -79,21 +80,31 @@ class HostCollector:
         user, name, slots = parse_host(name, problems)
         user, slots = _parse_options(options, user, slots, problems)
         if not problems:
-            self.add(Host(name, slots or 1, user, source))
+            self.add(Host(name, slots or 1, user, source), is_bare=slots is None)
         self.problems += [f"{where}: {problem}" for problem in problems]
 
-    def add(self, host: Host) -> None:
-        """Add a host whose name is valid; record a problem if it is a duplicate or one too many."""
-        first = self._hosts.setdefault(name_key(host.name), host)
-        if first is not host:  # usually a slip, so slots are not added up
+    def add(self, host: Host, is_bare: bool = False) -> None:
+        """Add a host whose name is valid; record a problem if it is a duplicate or one too many.
+
+        `is_bare`: it is given by its name alone. Repeated, as batch systems list a host once for
+        each slot, it is counted.
+        """
+        key = name_key(host.name)
+        first = self._hosts.setdefault(key, host)
+        if first is host:
+            if is_bare:
+                self._bare.add(key)
+            if len(self._hosts) > MOST_HOSTS:
+                self.problems.append(f"{host.source}: more than {MOST_HOSTS:,} hosts")
+        elif is_bare and key in self._bare and first.address == host.address:
+            self._hosts[key] = replace(first, slots=first.slots + 1)
+        else:  # usually a slip, so slots are not added up
             where = "" if first.source == host.source else f" at {first.source}"
             other = "" if first.address == host.address else f" (as {first.address})"
             self.problems.append(
                 f"{host.source}: {host.address} is already listed{where}{other}; keep one of the "
                 "two, with the slots of both"
             )
-        elif len(self._hosts) > MOST_HOSTS:
-            self.problems.append(f"{host.source}: more than {MOST_HOSTS:,} hosts")
 
     def finish(self, empty: str) -> tuple[Host, ...]:
         """Return the hosts; raise UsageError with every problem, or `empty` if none is listed."""
@@ -198,6 +209,12 @@ def _parse_options(
             user = value
         else:
             unknown.append(shown(word))
+    if port := next((word for word in unknown if word.lower().startswith("'port=")), None):
+        unknown.remove(port)
+        problems.append(
+            f"{port}: the port of one host is set in the SSH configuration (`Port` below `Host "
+            "NAME` in ~/.ssh/config); that of all, by --ssh-port"
+        )
     if unknown:
         problems.append(
             f"{', '.join(unknown[:4])}: not understood; a host's name may be followed by slots=N, "

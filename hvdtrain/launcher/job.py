@@ -240,8 +240,8 @@ def master_of(hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port."""
     first, address = hosts[0], "127.0.0.1"
     others = [host for host in hosts if not is_local(host)]
-    if not is_local(first):
-        address = first.name
+    if not is_local(first):  # its own address, by which it has reached this machine
+        address = found.facts[first.address].get("channel")["own"]
     elif others:  # rank 0 is on this machine: the address that the others have connected to
         address = found.facts[others[0].address].get("channel")["address"]
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}

@@ -24,7 +24,7 @@ class Logs:
         """`show` receives rank and line. `follows`: the logs move to the folder of the job's run as
         soon as it is known. Raises UsageError if the folder cannot be written.
         """
-        self.folder, self._follows = folder, follows
+        self._follows = follows
         self._show = show
         self._files: dict[int, IO[str]] = {}
         self._partial: dict[int, str] = {}
@@ -32,8 +32,7 @@ class Logs:
         self._lossy = False
         self.shown_ranks: frozenset[int] | None = None  # None: the lines of all ranks are shown
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.horovodrun = open_kept(folder / HOROVODRUN)
+            self.folder, self.horovodrun = _opened(folder, numbered=follows)
         except OSError as error:
             raise UsageError(
                 f"{folder}: logs cannot be written: {error.strerror}. Choose another --log-dir, "
@@ -120,3 +119,24 @@ class Logs:
             if not self._lossy:
                 self._lossy = True
                 self._show(0, f"hvdtrain launch: {self.folder}: logs are lost: {error.strerror}")
+
+
+def _opened(folder: Path, numbered: bool) -> tuple[Path, IO[str]]:
+    """Return a folder and its open horovodrun.log. `numbered`: FOLDER-2 and so on, where another
+    job is writing to it.
+    """
+    import fcntl  # not on Windows, where `--help` imports this module
+
+    number = 1
+    while True:
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        path.mkdir(parents=True, exist_ok=True)
+        file = open_kept(path / HOROVODRUN)
+        if not numbered:
+            return path, file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path, file
+        except BlockingIOError:
+            file.close()
+            number += 1

@@ -154,14 +154,24 @@ def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
     There are several, since workers get the launcher's HOME and XDG_CACHE_HOME, which may not be
     valid on this host. The host's name separates hosts that share a home directory.
     """
-    import pwd  # not on Windows, where `--help` imports this module
-
-    home = pwd.getpwuid(os.getuid()).pw_dir
+    home = home_of_user() or "/"
     cache = Path(environment.get("XDG_CACHE_HOME", ""))
     caches = [cache] if cache.is_absolute() else []
     caches += [Path(environment.get("HOME", home), ".cache"), Path(home, ".cache")]
     name = f"{job}.{socket.gethostname()}"
     return [folder / "hvdtrain" / "launch" / name for folder in dict.fromkeys(caches)]
+
+
+def home_of_user() -> str | None:
+    """Return the home folder of the user's line in passwd; None for a user without a line, as in
+    containers with another user id.
+    """
+    import pwd  # not on Windows, where `--help` imports this module
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
 
 
 def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> Path:
@@ -234,8 +244,10 @@ class Orders:
         return json.dumps(asdict(self))
 
 
-def read_orders(job: str) -> tuple[Orders, tuple[str, int]]:
-    """Return orders and launcher address from this host's ticket; PreflightError without it."""
+def read_orders(job: str) -> tuple[Orders, tuple[str, int], dict[str, str] | None]:
+    """Return orders, launcher address and the login's variables (`command.login_of`) from this
+    host's ticket; PreflightError without it.
+    """
     found = read_ticket(job)
     if found is None:
         raise PreflightError(
@@ -243,4 +255,4 @@ def read_orders(job: str) -> tuple[Orders, tuple[str, int]]:
             "`hvdtrain launch` alone"
         )
     address, port = found["channel"]
-    return Orders(**json.loads(found["ticket"])), (address, port)
+    return Orders(**json.loads(found["ticket"])), (address, port), found.get("login")

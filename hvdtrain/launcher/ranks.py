@@ -40,6 +40,7 @@ class Rank:
     reported: bool = False  # it has printed the error that it ended with
     folder: str = ""  # of its run
     peer: bool = False  # ended because another rank had failed
+    final: bool = False  # ended with an error that a restart cannot change, as it has reported
     wrong_rank: int | None = None  # the rank that an audit, which ended this one, found to be wrong
     spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
@@ -87,7 +88,7 @@ class Rank:
         elif not self.suspended_s:
             self.suspended_s = time.monotonic()
         self.reported, self.peer = "peer" in report, bool(report.get("peer", False))
-        self.wrong_rank = report.get("wrong_rank")
+        self.wrong_rank, self.final = report.get("wrong_rank"), bool(report.get("final", False))
         self.folder = str(report.get("folder", ""))
 
     def keep(self, lines: Iterable[str]) -> None:

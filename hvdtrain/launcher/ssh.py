@@ -140,7 +140,10 @@ def is_local(host: Host) -> bool:
 def _is_own_user(host: Host) -> bool:
     import pwd  # not on Windows, where `--help` imports this module
 
-    return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
+    try:
+        return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a user without a line in passwd
+        return False
 
 
 def _is_plain(host: Host) -> bool:

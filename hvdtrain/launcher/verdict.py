@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_PREFLIGHT, EXIT_USAGE, name_ranks
+from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
+from hvdtrain.pulse import ENDED
 
 OTHERS_SHOWN = 8  # further ranks in a message
 LINES_SHOWN = 12
-FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of a worker that a restart cannot change
 _SSH_LOST = re.compile(r"Process (\d+) exit with status code 255\b")
 _HINTS = {
     "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
@@ -70,6 +70,8 @@ def judge(seen: Evidence) -> JobOutcome:
     """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
     outcome = partial(JobOutcome, steps=max((rank.step for rank in seen.ranks), default=0))
     if all(rank.state == "ended" and not rank.has_failed for rank in seen.ranks):
+        if seen.requested and not all(rank.phase == ENDED for rank in seen.ranks):
+            return outcome(128 + seen.requested[0], _explain_stop(seen))  # before its end
         return outcome(0)
     if seen.requested:
         return outcome(128 + seen.requested[0], _explain_stop(seen))
@@ -86,7 +88,8 @@ def judge(seen: Evidence) -> JobOutcome:
         name = signal.Signals(code - 128).name
         return outcome(code, f"stopped by {name} to a worker: every worker has ended")
     text, wrong = _explain_failure(seen, first), first.wrong_rank
-    return outcome(code, text, code not in FINAL or wrong is not None, wrong_rank=wrong)
+    # An exit code alone means nothing: scripts, and Open MPI, have the same ones for other things.
+    return outcome(code, text, not first.final or wrong is not None, wrong_rank=wrong)
 
 
 def is_of_stop(exit_code: int | None) -> bool:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError, Stopped
 from hvdtrain.log import complain
+from hvdtrain.pulse import Pulse
 from hvdtrain.topology import Topology
 
 # horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
@@ -65,6 +66,7 @@ def report_failure(error: Exception, topology: Topology) -> int:
 
     Ranks other than 0 wait for GRACE_S first, so that a failure of all ranks is printed once.
     """
+    Pulse.from_environment().end(error)
     if topology.rank > 0:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):

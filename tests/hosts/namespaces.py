@@ -70,6 +70,34 @@ class Cluster(HostNetwork):
         """Run `ip` in a host's network: ip(1, "link", "set", "eth0", "mtu", "900")."""
         return self._nodes[host].tool(["net"], "ip", *command)
 
+    def add_network(self) -> str:
+        """Connect all hosts by a second network; return its interface, eth1, whose addresses are
+        10.88.0.1 and so on.
+        """
+        switch = self._switch
+        lines = ["link add bridge1 type bridge", "link set bridge1 up"]
+        switch.tool(["net"], "ip", "-batch", "-", lines=lines)
+        for host, node in enumerate(self._nodes):
+            port = f"second{host}"
+            lines = [f"link add {port} type veth peer name eth1 netns {node.pid}"]
+            lines += [f"link set {port} master bridge1", f"link set {port} up"]
+            switch.tool(["net"], "ip", "-batch", "-", lines=lines)
+            self.ip(host, "address", "add", f"10.88.0.{host + 1}/24", "dev", "eth1")
+            self.ip(host, "link", "set", "eth1", "up")
+        return "eth1"
+
+    def name_hosts(self, host: int, lines: Sequence[str]) -> None:
+        """Give a host names of its own (/etc/hosts), in place of those that all have."""
+        path = self.folder / f"names.{host}"
+        path.write_text("".join(f"{line}\n" for line in ["127.0.0.1 localhost", *lines]))
+        self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/hosts")
+
+    def bytes_of(self, host: int, interface: str) -> int:
+        """Return the number of bytes that an interface of a host has received and sent."""
+        lines = self._nodes[host].tool(["net"], "cat", "/proc/net/dev").splitlines()
+        (numbers,) = (line.split()[1:] for line in lines if line.split()[0] == f"{interface}:")
+        return int(numbers[0]) + int(numbers[8])
+
     def cut(self, host: int) -> None:
         """Disconnect a host from the network, in both directions."""
         self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "down")

@@ -38,7 +38,9 @@ class Job:
         self.heard: list[tuple[int, Message]] = []
         self.lost: list[int] = []
 
-    def order(self, command: Sequence[str], **environment: str) -> Path:
+    def order(
+        self, command: Sequence[str], login: Mapping[str, str] | None = None, **environment: str
+    ) -> Path:
         """Leave the orders where agents look for them; returns the file."""
         orders = Orders(TOKEN, list(command), str(self.folder), self.hostname, environment)
         content = {
@@ -46,6 +48,7 @@ class Job:
             "job": JOB,
             "ticket": orders.as_text(),
         }
+        content |= {} if login is None else {"login": dict(login)}
         return write_ticket(content, {"XDG_CACHE_HOME": str(self.cache)})
 
     def start(self, rank: int = 0, **environment: str) -> subprocess.Popen[bytes]:

@@ -137,7 +137,7 @@ CASES = [
     ),
     hostfile(
         "all-lines",
-        "a:0\nb\n4\nb\n",
+        "a:0\nb\n4\nb slots=2\n",
         "hosts:1: 'a:0'|hosts:3: '4'|hosts:4: b is already listed at hosts:2",
     ),
     # hosts of -H
@@ -146,6 +146,11 @@ CASES = [
     hosts("slots", "a:2,b:x", "-H: entry 2: 'b:x': the number of slots must be a whole number"),
     hosts("spaces", "a:2 b:2", "-H: entry 1: "),
     hosts("twice", "a:2,b,a", "-H: a is already listed; keep one of the two"),
+    hostfile(
+        "port",
+        "alpha port=2222",
+        "hosts:1: 'port=2222': the port of one host|`Port` below `Host NAME`",
+    ),
     hosts("all", "a:0,4,-x", "-H: entry 1: 'a:0'|-H: entry 2: '4'|-H: entry 3: '-x'"),
     # hosts of Slurm
     slurm(

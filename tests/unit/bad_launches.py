@@ -75,6 +75,8 @@ CASES = [
     script("python-script", "my_script.py --lr 1", "my_script.py: |`-- python my_script.py ...`"),
     script("not-executable", "./run", "./run: is not executable", write("run", "")),
     script("a-folder", "./run", "./run: no such command", folder("run")),
+    script("standard-input", "python -u -", "python -u -: reads its code from standard input"),
+    script("no-script", "python -X dev", "python -X dev: reads its code from standard input"),
     script("near-train", "trian --model=mlp", "trian: no such command; did you mean train?"),
     script("alone", "report runs/x", "report: does not run on workers|`hvdtrain report runs/x`"),
     script(

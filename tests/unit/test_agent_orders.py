@@ -97,6 +97,18 @@ def test_whose_variables_win(job: Job) -> None:
     assert found["HOROVOD_RANK"] == found["RANK"] == "0"
 
 
+def test_a_login_is_that_of_the_host(job: Job) -> None:
+    """Fails when a worker gets the home, the shell or the folder for temporary files of the machine
+    where `launch` was called, which horovodrun passes on, or one that the host has not.
+    """
+    here = {"HOME": "/home/here", "SHELL": "/usr/bin/zsh", "USER": "here"}
+    job.order([sys.executable, "-c", SHOW], login=here, PYTHONPATH=str(ROOT))
+    there = {"HOME": "/home/there", "SHELL": "/bin/bash", "USER": "there", "TMPDIR": "/job/4"}
+    job.start(**there)
+    found = environment_of(job)
+    assert {name: found.get(name) for name in there} == {**here, "TMPDIR": None}
+
+
 @pytest.mark.parametrize(
     ("launched_here", "of_host", "expected"),
     [

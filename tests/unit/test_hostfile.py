@@ -208,6 +208,19 @@ def test_a_host_twice(tmp_path: Path, first: str, second: str, other: str) -> No
     assert f"is already listed at hosts:1{other}; keep one" in problem
 
 
+@pytest.mark.parametrize("separator", ["\n", ","])
+def test_names_alone_are_counted(tmp_path: Path, separator: str) -> None:
+    """Fails when the nodefile of a batch system, which lists a host once for each slot, is refused
+    or counted otherwise than by mpirun; or another order of hosts comes out.
+    """
+    text = separator.join(["beta", "alpha", "beta", "root@gamma", "beta", "root@gamma"])
+    expected = [(None, "beta", 3), (None, "alpha", 1), ("root", "gamma", 2)]
+    if separator == ",":
+        assert [(it.user, it.name, it.slots) for it in parse_host_list(text)] == expected
+    else:
+        assert read(tmp_path, text) == expected
+
+
 def test_sources_name_the_line(tmp_path: Path) -> None:
     """Fails when a host does not record where it was read, which later messages print."""
     path = tmp_path / "hosts"

@@ -172,3 +172,36 @@ def test_a_planted_link_is_not_followed(name: str, tmp_path: Path, shown: Shown)
         logs.close()
         assert reported in shown[0][1] and shown[1] == (1, "a line")
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_logs_follow_to_the_folder_of_the_run(tmp_path: Path, shown: Shown) -> None:
+    """Fails when the logs of a script stay behind, a line is lost on the way, those of an earlier
+    job are overwritten, or an empty folder is left.
+    """
+    run = tmp_path / "runs" / "x"
+    for number in (1, 2):
+        logs = Logs(tmp_path / "logs", lambda rank, line: shown.append((rank, line)), follows=True)
+        logs.write(0, f"before {number}\n")
+        logs.follow(str(run))  # not there yet
+        run.mkdir(parents=True, exist_ok=True)
+        logs.follow(str(run))
+        logs.follow(str(tmp_path))  # the run of another loop
+        logs.write(0, "after\n")
+        logs.note("end")
+        logs.close()
+        folder = run / ("logs" if number == 1 else "logs-2")
+        assert logs.folder == folder and not (tmp_path / "logs").exists()
+        assert (folder / "rank.0.log").read_text() == f"before {number}\nafter\n--- end\n"
+        assert (folder / "horovodrun.log").read_text() == "--- end\n"
+    assert (0, f"hvdtrain launch: logs: {run / 'logs'}") in shown
+
+
+def test_two_jobs_in_one_folder_have_logs_of_their_own(tmp_path: Path) -> None:
+    """Fails when lines of two jobs are mixed in one file, or a later job cannot have the folder."""
+    one, two = (Logs(tmp_path / "logs", lambda *_: None, follows=True) for _ in range(2))
+    assert [one.folder.name, two.folder.name] == ["logs", "logs-2"]
+    one.close()
+    two.close()
+    three = Logs(tmp_path / "logs", lambda *_: None, follows=True)
+    assert three.folder.name == "logs"
+    three.close()

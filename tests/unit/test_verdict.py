@@ -45,7 +45,14 @@ def number_of(rank: Rank | None) -> int | None:
 CASES = [
     # All well; also where a signal came too late to matter.
     (evidence(rank(0, 0), rank(1, 0)), 0, False, ""),
-    (evidence(rank(0, 0), rank(1, 0), requested=[15]), 0, False, ""),
+    (
+        evidence(*(rank(n, 0, speaks=True, phase="end") for n in (0, 1)), requested=[15]),
+        0,
+        False,
+        "",
+    ),
+    # A script that saves on a stop, and ends as if all were done.
+    (evidence(rank(0, 0), rank(1, 0), requested=[15]), 143, False, "stopped by SIGTERM"),
     (evidence(*(rank(n, 0, speaks=True, phase="end", step=9) for n in (0, 1))), 0, False, ""),
     # All have left their training as if it were done.
     (
@@ -88,10 +95,13 @@ CASES = [
         "then rank 3 on host3 ended with exit code 4\nthen ranks 2, 1\nthen rank 11: killed by",
     ),
     # What starting again cannot repair.
-    (evidence(rank(0, 2, 1.0), rank(1, 143, 2.0)), 2, False, "exit code 2"),
-    (evidence(rank(0, 17, 1.0), rank(1, 17, 2.0)), 17, False, "exit code 17"),
+    (evidence(rank(0, 2, 1.0, final=True), rank(1, 143, 2.0)), 2, False, "exit code 2"),
+    (evidence(rank(0, 17, 1.0, final=True), rank(1, 17, 2.0)), 17, False, "exit code 17"),
+    # The same codes of a script, or of Open MPI, whose MPI_ERR_INTERN is 17, say nothing.
+    (evidence(rank(0, 2, 1.0), rank(1, 143, 2.0)), 2, True, "exit code 2"),
+    (evidence(rank(0, 17, 1.0), rank(1, 17, 2.0)), 17, True, "exit code 17"),
     # Without the host that computes wrongly, it may.
-    (evidence(rank(0, 17, 1.0, wrong_rank=1), rank(1, 17, 2.0)), 17, True, "exit code 17"),
+    (evidence(rank(0, 17, 1.0, final=True, wrong_rank=1), rank(1, 17, 2.0)), 17, True, "code 17"),
     # A worker that agreed on a stop; one that was killed by the signal has agreed on nothing.
     (evidence(rank(0, 143, 1.0, speaks=True)), 143, False, "SIGTERM to a worker"),
     (evidence(rank(0, -15, 1.0, speaks=True)), 143, True, "was killed by SIGTERM"),

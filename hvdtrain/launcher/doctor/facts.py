@@ -133,11 +133,17 @@ def source_hash(folder: Path) -> str:
 
 
 def user() -> dict[str, Any]:
-    """Return name, uid and home folder of the user that runs the probe."""
+    """Return name, uid and home folder of the user that runs the probe; a user without a line in
+    passwd is called by the number.
+    """
     import pwd  # not on Windows, where `--help` imports this module
 
-    entry = pwd.getpwuid(os.getuid())
-    return {"name": entry.pw_name, "uid": entry.pw_uid, "home": entry.pw_dir}
+    number = os.getuid()
+    try:
+        entry = pwd.getpwuid(number)
+    except KeyError:
+        return {"name": str(number), "uid": number, "home": os.environ.get("HOME", "/")}
+    return {"name": entry.pw_name, "uid": number, "home": entry.pw_dir}
 
 
 def mpi_version() -> str | None:

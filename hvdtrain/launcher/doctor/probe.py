@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.addresses import interface_of
+from hvdtrain.launcher.command import login_of
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
@@ -36,6 +37,9 @@ LONGEST_LIFE_S = 180  # after the last request
 
 Request = dict[str, Any]
 Answer = dict[str, Any]  # `values` and `errors`
+
+
+LOGIN = login_of(os.environ)  # before it becomes the environment of workers
 
 
 def answer(request: Request) -> Answer:
@@ -57,7 +61,8 @@ def gather_quick(request: Request) -> Answer:
     if request.get("channel_port"):
         found["values"]["channel"] = channel = call_back(request)
         if channel["address"] and request.get("ticket"):
-            ticket = request["ticket"] | {"channel": [channel["address"], request["channel_port"]]}
+            ticket = request["ticket"] | {"login": LOGIN}
+            ticket["channel"] = [channel["address"], request["channel_port"]]
             _merge(found, gather({"ticket": lambda: str(write_ticket(ticket, os.environ))}))
     return found
 
