@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from hvdtrain.run import script as script_module
+
 SMALL = ["--model=tests.device.models:small", "--data=digits", "--global-batch-size=48"]
 STEPS = ["--max-steps=4", "--checkpoint-interval=2", "--trace-every=1", "--hash-every=2"]
 PLAIN = [*SMALL, *STEPS, "--opt=adamw", "--grad-accum-steps=2", "--clip-grad=1", "--model-ema"]
@@ -34,6 +36,7 @@ def script(*arguments: object) -> str:
     path = str(Path(__file__).with_name("own_loop.py"))
 
     def run() -> int:
+        script_module.loops = script_module.Loops()  # as in a process of its own
         runpy.run_path(path, run_name="__main__")
         return 0
 
