@@ -183,7 +183,7 @@ def sparse_gradients_train_as_on_one_process(exchange: Exchange) -> None:
             job = distributed(replace(job, schedule=lambda step: 0.1, reduction=SUM), where)
             audit = Audits()
             if where is exchange:
-                messages = job.messages(SUM.bucket_bytes)
+                messages = partial(job.messages, SUM.bucket_bytes)
                 audit = Auditor(model, ring, 1, records.append, check, messages=messages)
             for step in (1, 2, 3):
                 sums = one_step(job, where, audit, step, np.arange(samples))
