@@ -275,7 +275,7 @@ class TrainingLoop:
                     stop_requested=keeper.stop_requested,
                     seed=partial(job.workers.seed, 0),
                     waits=lambda: pulse.beat("exchange"),
-                    looks=self._is_first_evaluation,
+                    looks=self._is_first_evaluation and not job.task.computes_loss,
                 )
             self._is_first_evaluation = False
             if evaluation.samples == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     monkeypatch.setattr(script_loops, "loops", script_loops.Loops())
     monkeypatch.chdir(tmp_path)
+    gc.unfreeze()  # tests of commands freeze what is there, which the search for schedules misses
     hook = sys.excepthook
     yield
     sys.excepthook = hook
