@@ -271,9 +271,10 @@ def _as_stored(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the weights as they are stored, and the form of those that are stored otherwise."""
     forms = {
-        name: next(form for form, kind in STORED.items() if kind.applies(it))
+        name: form
         for name, it in weights.items()
-        if any(kind.applies(it) for kind in STORED.values())
+        for form, kind in STORED.items()
+        if kind.applies(it)
     }
     stored = dict(weights) | {name: STORED[it].save(weights[name]) for name, it in forms.items()}
     return stored, forms

@@ -48,7 +48,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
         weights, digest = copied_to_cpu(_saved(model.state_dict(), job)), params_sha256(model)
         weights = {name: it for name, it in weights.items() if isinstance(it, torch.Tensor)}
     with job.workers.statistics(job.model):
-        model_state = copied_to_cpu(_saved(job.model.state_dict(), job))
+        model_state = _kept(_saved(job.model.state_dict(), job))
     update = job.update.state_dict()
     if update["average"] is not None:
         update["average"] = _saved(update["average"], job, AVERAGED)
@@ -63,13 +63,13 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "base": asdict(job.base) if job.base else None,
             "model": model_state,
             "built": dict(job.built),
-            "optimizer": copied_to_cpu(job.optimizers[0].state_dict()),
+            "optimizer": _kept(job.optimizers[0].state_dict()),
             "further_optimizers": [
-                {"order": _names_in_order(job.model, it), "state": copied_to_cpu(it.state_dict())}
+                {"order": _names_in_order(job.model, it), "state": _kept(it.state_dict())}
                 for it in job.optimizers[1:]
             ],
-            "further_state": [copied_to_cpu(it.state_dict()) for it in job.further_state],
-            "update": copied_to_cpu(update),
+            "further_state": [_kept(it.state_dict()) for it in job.further_state],
+            "update": _kept(update),
             "meter": at.meter.state_dict(),
             "evaluation": asdict(at.evaluation) if at.evaluation else None,
             "evaluated_at": at.evaluated_at,
@@ -77,7 +77,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "data": list(job.fingerprints),
             "progress": progress,
         }
-        snapshot = Snapshot(at.step, digest, weights, portable(state))
+        snapshot = Snapshot(at.step, digest, weights, state)
         problem = find_not_finite(state)
     problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
     if problem:
@@ -86,6 +86,11 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "--warmup-epochs or --clip-grad"
         )
     return snapshot
+
+
+def _kept(state: Any) -> Any:
+    """Return a copy of what users may hand over, in the form in which it is kept."""
+    return portable(copied_to_cpu(state))
 
 
 def keep_saved_weights(job: Job) -> None:
