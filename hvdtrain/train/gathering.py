@@ -50,8 +50,8 @@ class Gathering:
         self._exchange = exchange
         self._calls = 0  # of this pass
 
-    def trials(self) -> Iterator[bool]:
-        """Yield True for each round of passes before those that make gradients of parameters."""
+    def trials(self) -> Iterator[None]:
+        """Yield for each round of passes before those that make gradients of parameters."""
         yield from ()
 
     def begin_pass(self) -> None:
@@ -90,16 +90,16 @@ class VirtualGathering(Gathering):
     _leaves: list[torch.Tensor] = field(default_factory=list)  # of this pass, by call
     _own: list[torch.Tensor] = field(default_factory=list)
 
-    def trials(self) -> Iterator[bool]:
-        """Collective: yield True for each of two rounds, and exchange what they have found."""
+    def trials(self) -> Iterator[None]:
+        """Collective: yield for each of two rounds, and exchange what they have found."""
         self._round = 0
         self._found.clear()
-        yield True
+        yield
         for (micro_batch, call), it in sorted(self._found.items()):
             name = f"{NAME}.{micro_batch}.{call}"
             it.features = self.exchange.sum_later(it.features, name)()
         self._round = 1
-        yield True
+        yield
         for (micro_batch, call), it in sorted(self._found.items()):
             if it.features.dtype.is_floating_point:
                 table = it.gradients

@@ -158,8 +158,8 @@ class Step:
         if not self._made:
             self._audit.begin(self.number, self._data)
         with _others_frozen(job, places):
-            for is_trial in self._gathering.trials() if self._gathering else ():
-                self._is_trial = is_trial
+            for _ in self._gathering.trials() if self._gathering else ():
+                self._is_trial = True
                 with job.workers.kept():
                     for it in self._passes():
                         job.workers.repeat_pass(self.number, it.share, it.number + drawn)
