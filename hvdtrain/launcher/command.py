@@ -28,14 +28,11 @@ PASSED_ON = frozenset(
 SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
 # Variables that horovodrun and mpirun set, and settings of Horovod: taken from the worker's host.
 HOROVODRUN_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
-# Variables that belong to a host and a login rather than to the user's work.
-HOST_NAMES = frozenset(
-    ("HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TMPDIR", "USER")
-    + ("XDG_RUNTIME_DIR", "_")
-)
-HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
-# Those of the login on a worker's host, which horovodrun replaces by those of the launcher's.
+# Variables of the login on a host; horovodrun replaces those of other hosts by the launcher's.
 LOGIN_NAMES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
+# Variables that belong to a host and a login rather than to the user's work.
+HOST_NAMES = frozenset((*LOGIN_NAMES, "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "_"))
+HOST_PREFIXES = ("SSH_", "XDG_SESSION_")
 # Variables that select some of a host's GPUs, by numbers or UUIDs that are others on another host.
 GPU_SELECTION = frozenset(
     ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES")

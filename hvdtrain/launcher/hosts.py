@@ -207,14 +207,13 @@ def _parse_options(
             elif problem := user_problem(value):
                 problems.append(problem)
             user = value
+        elif kind == "port":
+            problems.append(
+                f"{shown(word)}: the port of one host is set in the SSH configuration (`Port` "
+                "below `Host NAME` in ~/.ssh/config); that of all, by --ssh-port"
+            )
         else:
             unknown.append(shown(word))
-    if port := next((word for word in unknown if word.lower().startswith("'port=")), None):
-        unknown.remove(port)
-        problems.append(
-            f"{port}: the port of one host is set in the SSH configuration (`Port` below `Host "
-            "NAME` in ~/.ssh/config); that of all, by --ssh-port"
-        )
     if unknown:
         problems.append(
             f"{', '.join(unknown[:4])}: not understood; a host's name may be followed by slots=N, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -44,10 +45,9 @@ class Logs:
         if not self._follows or not Path(run).is_dir():
             return
         self._follows = False
-        numbers = ("", *(f"-{number}" for number in range(2, 1000)))
-        free = (it for number in numbers if not (it := Path(run, f"logs{number}")).exists())
         with suppress(OSError):  # on another file system they stay
-            folder, before = next(free), self.folder
+            folder = next(it for it in _numbered(Path(run, "logs")) if not it.exists())
+            before = self.folder
             folder.mkdir()
             for name in [HOROVODRUN, *(self.path(rank).name for rank in self._files)]:
                 (before / name).rename(folder / name)  # open files stay open
@@ -127,9 +127,7 @@ def _opened(folder: Path, numbered: bool) -> tuple[Path, IO[str]]:
     """
     import fcntl  # not on Windows, where `--help` imports this module
 
-    number = 1
-    while True:
-        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    for path in _numbered(folder):
         path.mkdir(parents=True, exist_ok=True)
         file = open_kept(path / HOROVODRUN)
         if not numbered:
@@ -139,4 +137,10 @@ def _opened(folder: Path, numbered: bool) -> tuple[Path, IO[str]]:
             return path, file
         except BlockingIOError:
             file.close()
-            number += 1
+    raise AssertionError("an endless series")
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """Yield FOLDER, FOLDER-2, FOLDER-3 and so on."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hvdtrain.errors import Stopped
 from hvdtrain.slurm import in_job
@@ -24,6 +25,18 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execv(sys.argv[1], [os.path.basename(sys.argv[1]), *sys.argv[2:]])
 """
+
+
+def own_passwd_entry() -> Any:
+    """Return the user's line in passwd (`pwd.struct_passwd`); None for a user without a line, as in
+    containers with another user id.
+    """
+    import pwd  # not on Windows, where `--help` imports this module
+
+    try:
+        return pwd.getpwuid(os.getuid())
+    except KeyError:
+        return None
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:

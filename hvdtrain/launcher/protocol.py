@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import PreflightError
+from hvdtrain.launcher.processes import own_passwd_entry
 
 Message = dict[str, Any]
 
@@ -154,24 +155,13 @@ def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
     There are several, since workers get the launcher's HOME and XDG_CACHE_HOME, which may not be
     valid on this host. The host's name separates hosts that share a home directory.
     """
-    home = home_of_user() or "/"
+    entry = own_passwd_entry()
+    home = entry.pw_dir if entry else "/"
     cache = Path(environment.get("XDG_CACHE_HOME", ""))
     caches = [cache] if cache.is_absolute() else []
     caches += [Path(environment.get("HOME", home), ".cache"), Path(home, ".cache")]
     name = f"{job}.{socket.gethostname()}"
     return [folder / "hvdtrain" / "launch" / name for folder in dict.fromkeys(caches)]
-
-
-def home_of_user() -> str | None:
-    """Return the home folder of the user's line in passwd; None for a user without a line, as in
-    containers with another user id.
-    """
-    import pwd  # not on Windows, where `--help` imports this module
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return None
 
 
 def write_ticket(content: Mapping[str, Any], environment: Mapping[str, str]) -> Path:

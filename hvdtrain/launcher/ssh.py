@@ -7,7 +7,6 @@ unknown host is refused). The generated configuration maps aliases to users and 
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.command import find_mpirun
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.processes import spared_by_slurm
+from hvdtrain.launcher.processes import own_passwd_entry, spared_by_slurm
 from hvdtrain.slurm import in_job
 
 _PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
@@ -138,12 +137,8 @@ def is_local(host: Host) -> bool:
 
 
 def _is_own_user(host: Host) -> bool:
-    import pwd  # not on Windows, where `--help` imports this module
-
-    try:
-        return host.user is None or host.user == pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a user without a line in passwd
-        return False
+    entry = own_passwd_entry()
+    return host.user is None or (entry is not None and host.user == entry.pw_name)
 
 
 def _is_plain(host: Host) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.launcher.addresses import interfaces
 from hvdtrain.launcher.doctor.gpu_facts import gpus
-from hvdtrain.launcher.processes import run_child
+from hvdtrain.launcher.processes import own_passwd_entry, run_child
 
 Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")
@@ -136,12 +136,8 @@ def user() -> dict[str, Any]:
     """Return name, uid and home folder of the user that runs the probe; a user without a line in
     passwd is called by the number.
     """
-    import pwd  # not on Windows, where `--help` imports this module
-
-    number = os.getuid()
-    try:
-        entry = pwd.getpwuid(number)
-    except KeyError:
+    number, entry = os.getuid(), own_passwd_entry()
+    if entry is None:
         return {"name": str(number), "uid": number, "home": os.environ.get("HOME", "/")}
     return {"name": entry.pw_name, "uid": number, "home": entry.pw_dir}
 
