@@ -10,8 +10,16 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 
-NATIVE = Path(__file__).with_name("native")  # files of ours, added to `horovod/common`
-ADDED = ("last_asked.h", "sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
+# Files of ours that are added, and where.
+ADDED = {
+    "native/last_asked.h": "horovod/common",
+    "native/sleeping_mpi.h": "horovod/common",
+    "native/shared_memory.h": "horovod/common",
+    "native/gloo_by_host.h": "horovod/common",
+    "runner/any_shell.py": "horovod/runner/util",
+    "runner/host_connection.py": "horovod/runner/util",
+    "runner/host_starter.py": "horovod/runner/util",
+}
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -77,6 +85,12 @@ _SPINNING = "Open MPI spins until the slowest rank arrives, on a core that other
 _BY_HOST = (
     "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
 )
+_ANY_SHELL = (
+    "the login shell on another host may be csh, fish or rbash, which change such a command"
+)
+_ONE_CONNECTION = (
+    "one ssh a worker, all at once, is more than sshd lets in (MaxStartups): 9 of 32 are refused"
+)
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
 # Without an operation of this rank none can begin on any other, but for those of process sets
 # without it. The limit is how late a shutdown can be noticed, here or on another rank.
@@ -96,6 +110,44 @@ _WAIT_FOR_ENTRY = """\
 protected:
   std::condition_variable entry_added_;
 
+"""
+
+_FOR_ANY_SHELL = """\
+def get_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
+    command = for_any_shell(' '.join(shlex.split(local_command)))
+    return open_ssh_command(shlex.quote(command), host, port, identity_file, timeout_s)
+
+
+def open_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
+"""
+# Open MPI writes commands for the local user's shell. sh takes all of them but those for csh.
+_MPI_FOR_ANY_SHELL = """\
+    try:
+        local_shell = pwd.getpwuid(os.getuid()).pw_shell
+    except KeyError:
+        local_shell = ''
+    agent = os.path.join(os.path.dirname(__file__), 'util', 'any_shell.py')
+    if not local_shell.endswith('csh') and ' ' not in sys.executable + agent:
+        env = copy.copy(env)
+        env.setdefault('OMPI_MCA_plm_rsh_agent', f'{sys.executable} -I -S {agent}')
+
+    # Execute the mpirun command.
+"""
+_ONE_SSH_A_WORKER = """\
+            local_command = quote('cd {pwd} > /dev/null 2>&1 ; {command}'
+                                  .format(pwd=os.getcwd(), command=command))
+            command = get_remote_command(local_command,
+                                         host=host_name,
+                                         port=settings.ssh_port,
+                                         identity_file=settings.ssh_identity_file)
+"""
+_ONE_SSH_A_HOST = """\
+            command = 'cd {pwd} > /dev/null 2>&1 ; exec {command}'.format(
+                pwd=quote(os.getcwd()), command=command)
+            if env_util.is_kubeflow_mpi():
+                command = get_remote_command(quote(command), host=host_name)
+            else:
+                execute = functools.partial(connections.execute, host_name)
 """
 
 
@@ -363,6 +415,70 @@ EDITS = (
         _BY_HOST,
     ),
     Edit(
+        "horovod/runner/util/remote.py",
+        "from horovod.runner.common.util import env as env_util\n",
+        "import shlex\n\nfrom horovod.runner.common.util import env as env_util\n"
+        "from horovod.runner.util.any_shell import for_any_shell\n",
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/util/remote.py",
+        "def get_ssh_command(local_command, host, port=None, identity_file=None, "
+        "timeout_s=None):\n",
+        _FOR_ANY_SHELL,
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/mpi_run.py",
+        "    # Execute the mpirun command.\n",
+        _MPI_FOR_ANY_SHELL,
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/mpi_run.py",
+        "import copy\n",
+        "import copy\nimport pwd\n",
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        "from horovod.runner.util.remote import get_remote_command\n",
+        "from horovod.runner.util.host_connection import HostConnections\n"
+        "from horovod.runner.util.remote import get_remote_command\n",
+        _ONE_CONNECTION,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        "    terminate_all_event = None if settings.elastic else threading.Event()\n",
+        "    terminate_all_event = None if settings.elastic else threading.Event()\n"
+        "    connections = HostConnections(settings.ssh_port, settings.ssh_identity_file)\n",
+        _ONE_CONNECTION,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        "        index = slot_info.rank\n",
+        "        index = slot_info.rank\n        execute = safe_shell_exec.execute\n",
+        _ONE_CONNECTION,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        "import errno\n",
+        "import errno\nimport functools\n",
+        _ONE_CONNECTION,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        _ONE_SSH_A_WORKER,
+        _ONE_SSH_A_HOST,
+        _ONE_CONNECTION,
+    ),
+    Edit(
+        "horovod/runner/gloo_run.py",
+        "            exit_code = safe_shell_exec.execute(command,\n" + 48 * " " + "index=index,\n",
+        "            exit_code = execute(command,\n" + 48 * " " + "index=index,\n",
+        _ONE_CONNECTION,
+    ),
+    Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
         '#include "handle_manager.h"\n#include "../common/last_asked.h"\n',
@@ -394,7 +510,7 @@ def edits_for(*, has_mpi: bool) -> tuple[Edit, ...]:
 
 def edits_sha256(*, has_mpi: bool) -> str:
     """Return a hash of the edits, and of the files that are added."""
-    added = [(NATIVE / name).read_text("utf-8") for name in ADDED]
+    added = [_added(name).read_text("utf-8") for name in ADDED]
     edits = json.dumps([*(asdict(edit) for edit in edits_for(has_mpi=has_mpi)), *added])
     return hashlib.sha256(edits.encode()).hexdigest()
 
@@ -424,5 +540,9 @@ def apply_edits(source_root: Path, edits: tuple[Edit, ...]) -> None:
         )
     for path, text in edited.items():
         path.write_text(text, "utf-8")
-    for name in ADDED:
-        shutil.copy(NATIVE / name, source_root / "horovod" / "common" / name)
+    for name, folder in ADDED.items():
+        shutil.copy(_added(name), source_root / folder)
+
+
+def _added(name: str) -> Path:
+    return Path(__file__).parent / name

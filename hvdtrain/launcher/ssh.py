@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.horovod_build.runner.any_shell import for_any_shell
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.command import find_mpirun
 from hvdtrain.launcher.hosts import Host
@@ -94,7 +95,7 @@ class SshSetup:
     def argv(self, host: Host, remote_command: Sequence[str]) -> list[str]:
         """Return the command that runs `remote_command` on the host: no terminal, no prompts."""
         quiet = ["-T", "-o", "LogLevel=ERROR"]  # without the server's banner and warnings
-        remote = shlex.join(remote_command)
+        remote = for_any_shell(shlex.join(remote_command))
         return [str(self.path / "ssh"), *quiet, "--", self.name_of(host), remote]
 
     def by_hand(self, host: Host) -> str:

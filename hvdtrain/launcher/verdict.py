@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks
+from hvdtrain.horovod_build.runner.any_shell import SSH_ENDED
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
 from hvdtrain.pulse import ENDED
 
 OTHERS_SHOWN = 8  # further ranks in a message
 LINES_SHOWN = 12
 _SSH_LOST = re.compile(r"Process (\d+) exit with status code 255\b")
+_TASK_FAILED = "Launching horovod task function was not successful"
 _HINTS = {
     "SIGKILL": " (sent by a user, or by the kernel when memory ran out: see dmesg)",
     "SIGSEGV": " (a fault in native code)",
@@ -173,7 +175,7 @@ def _explain_start(seen: Evidence) -> str:
         limit_s = seen.limits.start_timeout_s
         what = f"no contact from {missing} for {limit_s:g} s (--start-timeout-s)"
     advice = f"log: {seen.log_folder / 'horovodrun.log'}. `hvdtrain doctor` runs more checks"
-    return f"{what}. {_horovodrun_output(seen)}\n{advice}"
+    return f"{what}{_reason(seen)}. {_horovodrun_output(seen)}\n{advice}"
 
 
 def _explain_horovodrun(seen: Evidence) -> str:
@@ -183,7 +185,20 @@ def _explain_horovodrun(seen: Evidence) -> str:
     if ended and ended[-1] < len(seen.ranks):
         place = seen.ranks[ended[-1]].place
         text = f"the ssh connection that started {place} was lost (ssh's exit code 255)"
-    return f"{text}. {_horovodrun_output(seen)}"
+    return f"{text}{_reason(seen)}. {_horovodrun_output(seen)}"
+
+
+def _reason(seen: Evidence) -> str:
+    """Return the first words of ssh, or of what it ran, in the output of horovodrun."""
+    lines = [line.strip() for line in seen.horovodrun_lines if line.strip()]
+    for line, following in itertools.pairwise([*lines, ""]):
+        if line.startswith(SSH_ENDED):
+            return f": {line}"
+        if line.startswith(_TASK_FAILED):
+            return f": {following}"
+    # ssh's words stand above the frame in which mpirun explains what it means.
+    own = list(itertools.takewhile(lambda line: not line.startswith("-----"), lines))
+    return f": {own[0]}" if own and len(own) < len(lines) else ""
 
 
 def _horovodrun_output(seen: Evidence) -> str:

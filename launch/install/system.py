@@ -51,6 +51,8 @@ TEST_REQUIREMENTS = (
     _tool("ssh server", "test hosts are reached by ssh", "openssh-server", "sshd"),
     _tool("ip", "test hosts have networks", "iproute2"),
     _tool("unshare", "test hosts are namespaces", "util-linux"),
+    _tool("tcsh", "a host's login shell may be csh", "tcsh"),
+    _tool("fish", "a host's login shell may be fish", "fish"),
     _tool("munged", "test hosts have a Slurm", "munge"),
     _tool("slurmctld", "test hosts have a Slurm", "slurmctld"),
     _tool("slurmd", "test hosts have a Slurm", "slurmd"),

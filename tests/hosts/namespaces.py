@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import getpass
 import os
 import subprocess
 import time
@@ -91,6 +92,16 @@ class Cluster(HostNetwork):
         path = self.folder / f"names.{host}"
         path.write_text("".join(f"{line}\n" for line in ["127.0.0.1 localhost", *lines]))
         self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/hosts")
+
+    def set_login_shell(self, host: int, shell: str) -> None:
+        """Give the logins of a host another shell (/etc/passwd)."""
+        name = getpass.getuser()
+        lines = Path("/etc/passwd").read_text().splitlines()
+        path = self.folder / f"passwd.{host}"
+        own = [f"{it.rpartition(':')[0]}:{shell}" for it in lines if it.startswith(f"{name}:")]
+        others = [it for it in lines if not it.startswith(f"{name}:")]
+        path.write_text("".join(f"{line}\n" for line in [*own, *others]))
+        self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/passwd")
 
     def bytes_of(self, host: int, interface: str) -> int:
         """Return the number of bytes that an interface of a host has received and sent."""

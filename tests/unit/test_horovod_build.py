@@ -16,7 +16,6 @@ from hvdtrain.horovod_build import build as building
 from hvdtrain.horovod_build.build import Progress, Steps, first_error
 from hvdtrain.horovod_build.edits import (
     ADDED,
-    NATIVE,
     SourceEditError,
     apply_edits,
     edits_for,
@@ -24,6 +23,7 @@ from hvdtrain.horovod_build.edits import (
 from hvdtrain.horovod_build.wheel import WheelInputs, cached_wheel, obtain_wheel
 
 EDITS = edits_for(has_mpi=True)
+OWN = Path(building.__file__).parent
 INPUTS = WheelInputs(
     *("horovod", "edits", "2.13.0", False, 17, "cpython-311", "x86_64", "glibc-2.36"),
     mpi="openmpi-4.1.4-system",
@@ -35,6 +35,8 @@ INPUTS = WheelInputs(
 def write_source(root: Path) -> dict[str, Path]:
     """A tree in which each edit finds its text once, between lines of other text."""
     files = {edit.path: root / edit.path for edit in EDITS}
+    for folder in ADDED.values():
+        (root / folder).mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of(name, "old"))
@@ -61,12 +63,14 @@ def test_apply_edits_makes_every_edit(tmp_path: Path) -> None:
     apply_edits(tmp_path, EDITS)
     for name, path in files.items():
         assert path.read_text() == text_of(name, "new")
-    added = {name: tmp_path / "horovod/common" / name for name in ADDED}
-    for name, path in added.items():
-        assert path.read_text() == (NATIVE / name).read_text()
-        assert any(f'#include "{name}"' in other.read_text() for other in added.values()) or any(
-            f'/{name}"' in edit.new for edit in EDITS
-        )
+    added = {Path(name): tmp_path / folder / Path(name).name for name, folder in ADDED.items()}
+    texts = [*(path.read_text() for path in added.values()), *(edit.new for edit in EDITS)]
+    for source, path in added.items():
+        assert path.read_text() == (OWN / source).read_text()
+        uses = [f'#include "{source.name}"', f'#include "../{source.name}"']
+        uses += [f'#include "../common/{source.name}"', f"horovod.runner.util.{source.stem} import"]
+        uses += [f"horovod.runner.util import {source.stem}"]
+        assert any(use in text for text in texts for use in uses), source
 
 
 def test_a_build_without_mpi_says_so() -> None:
@@ -78,7 +82,7 @@ def test_a_build_without_mpi_says_so() -> None:
     assert [edit.new.count("return True") for edit in differing] == [2, 1]
     assert "def mpi_built(verbose=False):\n    return False\n" in differing[1].new
     assert not any('sleeping_mpi.h"' in edit.new for edit in without if "/mpi" not in edit.path)
-    assert "mpi.h" not in (NATIVE / "last_asked.h").read_text()
+    assert "mpi.h" not in (OWN / "native" / "last_asked.h").read_text()
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])

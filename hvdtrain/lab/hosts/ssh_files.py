@@ -22,7 +22,6 @@ KbdInteractiveAuthentication no
 UsePAM no
 UseDNS no
 PrintMotd no
-MaxStartups 100
 SetEnv "PYTHONPATH={python_path}"
 """
 

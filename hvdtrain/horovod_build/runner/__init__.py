@@ -1,0 +1,1 @@
+"""Modules that are added to `horovod/runner/util`: workers are started on other hosts by them."""
