@@ -20,7 +20,8 @@ WORKERS = 32
 SHELLS = ("rbash", "tcsh", "fish", "bash")
 SAY_RANK = """\
 import os
-print("rank", os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"], flush=True)
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+os.write(1, f"rank {rank}\\n".encode())
 """
 # Every rank prints its end, but for the one that fails.
 FAILING = """\
@@ -64,9 +65,7 @@ def test_many_workers_and_any_login_shell(
         command = command_of(cluster, start, controller, [PYTHON, str(script)])
         done = cluster.run(command, timeout_s=120, cwd=tmp_path)
         assert done.exit_code == 0, (start, controller, shell, done.output)
-        # Open MPI puts its mark between the parts of a line.
-        plain = re.sub(r"\[1,\d+\]<stdout>:", "", done.output)
-        ranks = {int(it) for it in re.findall(r"rank (\d+)", plain)}
+        ranks = {int(it) for it in re.findall(r"rank (\d+)", done.output)}
         assert ranks == set(range(WORKERS)), (start, controller, shell, done.output)
 
 
@@ -94,7 +93,7 @@ def test_workers_of_other_hosts_end_with_the_job(
         assert not cluster.wait_until_gone(before, timeout_s=10)
     finally:
         cluster.kill_since(before)
-    assert process.returncode != 0
+    assert (process.returncode == 0) == (how == "stop")  # after which all have ended well
     if how == "fail":
         assert "Process 3 exit with status code 7" in output
     if how != "kill":  # there is no horovodrun to print it
