@@ -93,6 +93,10 @@ class Cluster(HostNetwork):
         path.write_text("".join(f"{line}\n" for line in ["127.0.0.1 localhost", *lines]))
         self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/hosts")
 
+    def set_hostname(self, host: int, name: str) -> None:
+        """Give a host another name, of which other hosts know nothing."""
+        self._nodes[host].tool(["uts"], "hostname", name)
+
     def set_login_shell(self, host: int, shell: str) -> None:
         """Give the logins of a host another shell (/etc/passwd)."""
         name = getpass.getuser()

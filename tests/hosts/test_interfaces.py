@@ -29,12 +29,14 @@ def test_gradients_go_over_the_chosen_interface(
     names = {
         "on the second network": [["10.88.0.1 alpha", "10.88.0.2 beta"]] * 2,
         "127.0.1.1": [["127.0.1.1 alpha"], ["127.0.1.1 beta"]],
-        "none": [[], []],
+        "none": [[], []],  # of what is the host's name on both
     }
     hashes = set()
     for number, (kind, each) in enumerate(names.items()):
         for host, lines in enumerate(each):
             cluster.name_hosts(host, lines)
+            if not lines:
+                cluster.set_hostname(host, "worker")
         for controller in CONTROLLERS:
             before = [cluster.bytes_of(1, it) for it in ("eth0", second)]
             folder = tmp_path / f"{number}-{controller}"
