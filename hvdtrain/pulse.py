@@ -36,6 +36,12 @@ JOB = "HVDTRAIN_JOB"  # names a job over all its starts
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
+# By each of them a run is asked to save and end. (None on Windows.)
+STOP_SIGNALS: tuple[int, ...] = tuple(
+    number
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+    if (number := getattr(signal, name, None)) is not None
+)
 BEGUN = "start"  # the first phase, and the only one of commands that do not train
 WAITING = "exchange"  # the phase in which a rank waits for others
 ENDED = "end"  # the phase after training

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks
 from hvdtrain.horovod_build.runner.any_shell import SSH_ENDED
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
-from hvdtrain.pulse import ENDED
+from hvdtrain.pulse import ENDED, STOP_SIGNALS
 
 OTHERS_SHOWN = 8  # further ranks in a message
 LINES_SHOWN = 12
@@ -76,7 +76,13 @@ def judge(seen: Evidence) -> JobOutcome:
             return outcome(128 + seen.requested[0], _explain_stop(seen))  # before its end
         return outcome(0)
     if seen.requested:
-        return outcome(128 + seen.requested[0], _explain_stop(seen))
+        unsaved = [rank for rank in seen.ranks if rank.speaks and not _has_stopped_well(rank)]
+        if not unsaved:
+            return outcome(128 + seen.requested[0], _explain_stop(seen))
+        at_fault = first_to_fail(unsaved) or unsaved[0]
+        text = f"{_explain_stop(seen)}. What it last did is not saved"
+        failure = "" if at_fault.put_down else f":\n{_explain_failure(seen, at_fault)}"
+        return outcome(EXIT_FAILED, f"{text}{failure}")
     if seen.cause == "silence":
         return outcome(EXIT_FAILED, _explain_standstill(seen), True)
     if seen.cause == "start" or all(rank.state == "waiting" for rank in seen.ranks):
@@ -94,9 +100,18 @@ def judge(seen: Evidence) -> JobOutcome:
     return outcome(code, text, not first.final or wrong is not None, wrong_rank=wrong)
 
 
+def _has_stopped_well(rank: Rank) -> bool:
+    """Return whether a worker of hvdtrain ended as it does after saving, or before there was
+    anything to save.
+    """
+    return rank.state == "waiting" or (
+        rank.state == "ended" and (rank.exit_code == 0 or is_of_stop(rank.exit_code))
+    )
+
+
 def is_of_stop(exit_code: int | None) -> bool:
     """Return whether an exit code is that of a worker which a signal has stopped."""
-    return exit_code in {128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    return exit_code in {128 + number for number in STOP_SIGNALS}
 
 
 def first_to_fail(ranks: Sequence[Rank]) -> Rank | None:

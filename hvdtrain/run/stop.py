@@ -1,4 +1,4 @@
-"""Stop requests by SIGTERM, SIGINT and SIGUSR1.
+"""Stop requests by SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
 A second signal ends the process at once, unless it arrives together with the first: batch systems
 signal every process, and launchers forward theirs.
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdtrain.errors import HvdtrainError, Stopped
 from hvdtrain.exchange import Exchange
-from hvdtrain.pulse import Pulse
+from hvdtrain.pulse import STOP_SIGNALS, Pulse
 from hvdtrain.run.ledger import Ledger
 from hvdtrain.slurm import in_job
 from hvdtrain.train.evaluate import Evaluation
@@ -32,7 +32,6 @@ from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.state import capture
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER_S = 2.0  # further signals within this time are the same request
 NOTE_AFTER_S = 0.4  # mpirun sends SIGKILL 1 s after its SIGTERM
 STUCK_AFTER_S = 20.0  # without a step
@@ -45,6 +44,7 @@ class StopSignals:
         self.requested: int | None = None
         self.note: Callable[[HvdtrainError], None] = lambda error: None
         self.give_up: Callable[[Stopped], None] = lambda error: None
+        self._handlers: dict[int, Any] = {}
         self._training = False
         self._last_step_s = 0.0
         self._over = threading.Event()
@@ -54,7 +54,10 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        # Under nohup SIGHUP is ignored; so is SIGINT in the background of a script, but it counts.
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [it for it in STOP_SIGNALS if not (ignored and it == signal.SIGHUP)]
+        self._handlers = {number: signal.signal(number, self._handle) for number in numbers}
         self._thread.start()
         return self
 
@@ -79,7 +82,7 @@ class StopSignals:
 
     def ignore(self) -> None:
         """Ignore signals from now on, because the run is already ending."""
-        for number in SIGNALS:
+        for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
 
     def alive(self) -> None:
@@ -91,7 +94,7 @@ class StopSignals:
             return  # the watching thread decides
         self.requested = number
         if not self._training:
-            for other in SIGNALS:
+            for other in self._handlers:
                 signal.signal(other, signal.SIG_DFL)
             raise Stopped(number)
 
@@ -115,11 +118,11 @@ class StopSignals:
                 return
 
     def _receive(self, limit_s: float | None) -> int | None:
-        """Return the next of SIGNALS; None if none arrives in time, or on exit of the context."""
+        """Return the next of the signals; None if none comes in time, or on exit of the context."""
         self._reading.settimeout(limit_s)
         with suppress(TimeoutError):
             while received := self._reading.recv(1):
-                if received[0] in SIGNALS:
+                if received[0] in self._handlers:
                     return received[0]
         return None
 

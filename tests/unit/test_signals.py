@@ -12,8 +12,9 @@ import pytest
 
 from hvdtrain.cli.train import run
 from hvdtrain.errors import Stopped
+from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.run import stop as signals
-from hvdtrain.run.stop import SIGNALS, StopSignals
+from hvdtrain.run.stop import StopSignals
 from hvdtrain.topology import Topology
 from tests.unit.commands import run_code
 
@@ -27,12 +28,12 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     signals behind, or its watcher, which would end that process after a later SIGTERM.
     """
     ours = lambda number, frame: None  # noqa: E731
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, ours)
     flags = {"data": "synthetic:1x28x28,samples=8", "global_batch_size": 4, "max_steps": 1}
     flags |= {"output": str(tmp_path), "model": "lenet", "print_config": False}
     assert run(flags, [], Topology()) == 0
-    assert {signal.getsignal(number) for number in SIGNALS} == {ours}
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {ours}
     assert signal.set_wakeup_fd(-1) == -1
     assert watchers() == []
 

@@ -65,6 +65,19 @@ CASES = [
     (evidence(rank(0, 143), rank(1, 143), requested=[15]), 143, False, "every worker was notified"),
     (evidence(rank(0, 143), rank(1, -9), requested=[2, 2]), 130, False, "rank 1 had not ended"),
     (evidence(rank(0, -9), rank(1, -9), requested=[2, 2]), 130, False, "ranks 0, 1 had not ended"),
+    # But for a worker of hvdtrain that has not saved.
+    (
+        evidence(rank(0, 1, speaks=True), rank(1, 143, speaks=True), requested=[15]),
+        1,
+        False,
+        "not saved:\nrank 0 on host0 ended with exit code 1",
+    ),
+    (
+        evidence(*(rank(n, -9, speaks=True, put_down=True) for n in (0, 1)), requested=[15]),
+        1,
+        False,
+        "ranks 0, 1 had not ended in time: killed. What it last did is not saved",
+    ),
     # The first that failed of itself gives the code.
     (evidence(rank(0, 1, 2.0, peer=True), rank(1, 7, 3.0)), 7, True, "rank 1 on host1 ended with"),
     (evidence(rank(0, -9, 9.0, put_down=True), rank(1, -11, 3.0)), 139, True, "SIGSEGV"),
