@@ -23,6 +23,7 @@ from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
 from hvdtrain.errors import TrainingError
+from hvdtrain.interpreter import started_elsewhere
 
 Key = tuple[int, int]  # sample, epoch
 BeginReader = Callable[[int], object]  # called with the number of a reader process
@@ -225,7 +226,8 @@ def _start_fork_server() -> None:
     except ValueError:  # only the main thread may change handlers
         before = {}
     try:
-        forkserver.ensure_running()
+        with started_elsewhere():
+            forkserver.ensure_running()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

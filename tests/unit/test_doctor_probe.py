@@ -358,10 +358,10 @@ def test_a_ring_without_end_is_ended(tmp_path: Path) -> None:
 
 def test_secrets_stay_here() -> None:
     """Fails when the ring's workers get variables that show in `ps`, or lack what they need."""
-    user = {"PYTHONPATH": "x", "HOROVOD_CYCLE_TIME": "2", "WANDB_API_KEY": "k", "HOMER": "h"}
+    user = {"PYTHONPATH": ":/x:.", "HOROVOD_CYCLE_TIME": "2", "WANDB_API_KEY": "k", "HOMER": "h"}
     with SshSetup([], SshOptions()) as ssh:
         given = ring_environment(user, ssh, "mark")
-    assert (given["PYTHONPATH"], given["HOROVOD_CYCLE_TIME"]) == ("x", "2")
+    assert (given["PYTHONPATH"], given["HOROVOD_CYCLE_TIME"]) == ("/x", "2")
     assert not {"WANDB_API_KEY", "HOMER"} & set(given)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.addresses import interfaces
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.processes import own_passwd_entry, run_child
@@ -203,7 +204,7 @@ def _try(loading: str, importing: str) -> tuple[str, str | None]:
     and the last line of the error, or None.
     """
     for program in (loading, importing):
-        done = run_child([sys.executable, "-c", program], CHILD_LIMIT_S)
+        done = run_child([sys.executable, "-c", WITHOUT_FOLDER + program], CHILD_LIMIT_S)
         if done.returncode == 0:
             return done.stdout.strip().rpartition("\n")[2], None
     error = done.stderr.strip().rpartition("\n")[2]
