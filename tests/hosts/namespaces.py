@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,14 @@ class Cluster(HostNetwork):
         path = self.folder / f"names.{host}"
         path.write_text("".join(f"{line}\n" for line in ["127.0.0.1 localhost", *lines]))
         self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/hosts")
+
+    def move_home(self, host: int, home: Path) -> None:
+        """Let logins on a host start in another folder, with the keys of the old one."""
+        shutil.copytree(self.hosts[host].folder / "ssh", home / ".ssh", dirs_exist_ok=True)
+        old, lines = str(Path.home()), Path("/etc/passwd").read_text()
+        path = self.folder / f"passwd.{host}"
+        path.write_text(lines.replace(f":{old}:", f":{home}:", 1))
+        self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/passwd")
 
     def bytes_of(self, host: int, interface: str) -> int:
         """Return the number of bytes that an interface of a host has received and sent."""

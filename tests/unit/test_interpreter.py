@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 def shadow(folder: Path) -> Path:
     """Write files that end whoever imports them; return their folder."""
+    folder.mkdir(exist_ok=True)
     for name in SHADOWS:
         (folder / f"{name}.py").write_text(f"raise SystemExit('imported the user\\'s {name}')\n")
     return folder

@@ -52,6 +52,7 @@ def quick_sources(folder: str) -> Sources:
     """Return the sources of the quick part. `folder`: where workers will be started."""
     return {
         "hostname": socket.gethostname,
+        "machine": machine,
         "python": platform.python_version,
         "executable": lambda: sys.executable,
         "packages": package_versions,
@@ -91,6 +92,18 @@ def slow_sources(output: str) -> Sources:
         "single_copy": single_copy,
         "speeds": link_speeds,
     }
+
+
+def machine(root: Path = ROOT) -> str | None:
+    """Return a text that only two names of one machine share: the boot of its kernel, its name, and
+    the namespaces that make containers on one kernel machines of their own. None: not readable.
+    """
+    try:
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [str((root / "proc/self/ns" / name).readlink()) for name in ("net", "uts")]
+    except OSError:
+        return None
+    return " ".join([boot, socket.gethostname(), *spaces])
 
 
 def package_versions() -> dict[str, str | None]:
