@@ -147,6 +147,16 @@ EDITS = (
         "Python 3.12 and newer have no distutils, and horovodrun imports this file",
     ),
     Edit(
+        "horovod/runner/launch.py",
+        "def run_commandline():\n",
+        "def run_commandline():\n"
+        "    from multiprocessing import util\n"
+        "    flags = util._args_from_interpreter_flags\n"
+        "    util._args_from_interpreter_flags = lambda: ['-I', *flags()]\n\n",
+        "each worker is started by a process of multiprocessing, a python -c, which would import a "
+        "user's signal.py from the working folder; it is handed horovodrun's own path",
+    ),
+    Edit(
         "horovod/common/common.h",
         "#include <memory>\n#include <string>\n#include <unordered_map>\n",
         "#include <memory>\n#include <stdexcept>\n#include <string>\n#include <unordered_map>\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hvdtrain.interpreter import WITHOUT_FOLDER, module_argv, python_path
 from tests.unit.commands import ROOT
 
+PACKAGE = ROOT / "hvdtrain"
 SHADOWS = ("hvdtrain", "json", "numpy", "platform", "queue", "random", "runpy", "secrets", "signal")
 SHADOWS += ("socket", "torch", "types")
 READER = """
@@ -53,6 +55,16 @@ def test_a_module_runs_as_by_m(tmp_path: Path) -> None:
     assert "experiment: a b" in done.stdout
     done = ended([*module_argv("hvdtrain.nothing"), "x"], tmp_path)
     assert "No module named hvdtrain.nothing" in done.stderr  # as the doctor's check expects
+
+
+def test_modules_are_not_started_by_m() -> None:
+    """Fails if a process of ours is started by -m, and so imports from the working folder."""
+    found = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if re.search('"-m", "(hvdtrain|pip)', path.read_text())
+    ]
+    assert found == []
 
 
 def test_code_runs_without_its_folder(tmp_path: Path) -> None:
