@@ -29,7 +29,8 @@ def is_plugin(name: str) -> bool:
 
 
 def import_callable(flag: str, name: str) -> Callable[..., Any]:
-    """Return the callable that `module:callable` names; the working directory is searched too.
+    """Return the callable that `module:callable` names. The working directory is searched too,
+    before what is installed, but after the standard library.
 
     `flag`: the flag that was given the name, for messages. Raises UsageError.
     """
@@ -38,7 +39,7 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.insert(_end_of_standard_library(), here)
     try:
         module = importlib.import_module(module_name)
     except HvdtrainError:
@@ -56,6 +57,11 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise UsageError(f"{flag}={name}: is of type {type(found).__name__}, and cannot be called")
     return found  # type: ignore[no-any-return]
+
+
+def _end_of_standard_library() -> int:
+    places = [n for n, entry in enumerate(sys.path, 1) if Path(entry).name == "lib-dynload"]
+    return max(places, default=0)
 
 
 def refuse_code_of(

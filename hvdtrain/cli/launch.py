@@ -23,6 +23,7 @@ from hvdtrain.cli import COMMANDS
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, read_train_flags, ssh_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError, closest
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
     agent_argv,
@@ -175,7 +176,7 @@ def _worker_commands(
     command: list[str], config: TrainConfig | None, workers: int
 ) -> tuple[list[str], list[str]]:
     """Return the first command and that of restarts."""
-    own = [sys.executable, "-m", "hvdtrain.cli"] if command[0] in OWN_COMMANDS else []
+    own = module_argv("hvdtrain.cli") if command[0] in OWN_COMMANDS else []
     first, flags = [*own, *command], command[1:]
     if config is None:
         return first, first

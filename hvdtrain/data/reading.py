@@ -26,6 +26,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
 from hvdtrain.errors import TrainingError
 from hvdtrain.pulse import STOP_SIGNALS
+from hvdtrain.interpreter import started_elsewhere
 
 READER_GRACE_S = 120.0  # for the trainer to save and end after a SIGTERM to all processes
 Key = tuple[int, int]  # sample, epoch
@@ -250,7 +251,8 @@ def _start_fork_server() -> None:
     except ValueError:  # only the main thread may change handlers
         before = {}
     try:
-        forkserver.ensure_running()
+        with started_elsewhere():
+            forkserver.ensure_running()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -66,7 +66,7 @@ class Build:
             [*self.environment.installer, "--quiet", "--target", str(tools), *BUILD_TOOLS],
         )
         variables = self._variables(work, steps)
-        pip = [str(self.environment.python), "-m", "pip", "--disable-pip-version-check"]
+        pip = self.environment.pip
         steps.once(
             "download Horovod",
             work / "sdist",

@@ -199,6 +199,16 @@ EDITS = (
         "Python 3.12 and newer have no distutils, and horovodrun imports this file",
     ),
     Edit(
+        "horovod/runner/launch.py",
+        "def run_commandline():\n",
+        "def run_commandline():\n"
+        "    from multiprocessing import util\n"
+        "    flags = util._args_from_interpreter_flags\n"
+        "    util._args_from_interpreter_flags = lambda: ['-I', *flags()]\n\n",
+        "each worker is started by a process of multiprocessing, a python -c, which would import a "
+        "user's signal.py from the working folder; it is handed horovodrun's own path",
+    ),
+    Edit(
         "horovod/common/common.h",
         "#include <memory>\n#include <string>\n#include <unordered_map>\n",
         "#include <memory>\n#include <stdexcept>\n#include <string>\n#include <unordered_map>\n",
@@ -426,6 +436,24 @@ EDITS = (
         "def get_ssh_command(local_command, host, port=None, identity_file=None, "
         "timeout_s=None):\n",
         _FOR_ANY_SHELL,
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/driver/driver_service.py",
+        "            '{python} -m horovod.runner.task_fn {index} {num_hosts} ' \\\n",
+        "            'cd / ; {python} -m horovod.runner.task_fn {index} {num_hosts} ' \\\n",
+        "it would import a user's signal.py from the home folder of the other host",
+    ),
+    Edit(
+        "horovod/runner/driver/driver_service.py",
+        "            command = get_remote_command(command,\n",
+        "            command = get_remote_command(shlex.quote(command),\n",
+        _ANY_SHELL,
+    ),
+    Edit(
+        "horovod/runner/driver/driver_service.py",
+        "import os\nimport sys\n",
+        "import os\nimport shlex\nimport sys\n",
         _ANY_SHELL,
     ),
     Edit(

@@ -13,9 +13,9 @@ from typing import Any
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.horovod_build.commands import run
+from hvdtrain.interpreter import WITHOUT_FOLDER, module_argv
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 6), (2, 14)  # the newest is a notice: later ones may work
-PIP = ("-m", "pip", "--disable-pip-version-check")
 
 DESCRIBE = """
 import importlib.util, json, os, sys, sysconfig
@@ -99,7 +99,7 @@ class Environment:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        output = run([str(self.python), "-c", DESCRIBE], f"run {self.python}")
+        output = run([str(self.python), "-c", WITHOUT_FOLDER + DESCRIBE], f"run {self.python}")
         return dict(json.loads(output.splitlines()[-1]))
 
     @property
@@ -177,6 +177,10 @@ class Environment:
             raise PreflightError(f"packages cannot be written into {self.prefix}. {fix}")
 
     @property
+    def pip(self) -> list[str]:
+        return [*module_argv("pip", str(self.python)), "--disable-pip-version-check"]
+
+    @property
     def has_pip(self) -> bool:
         return bool(self.facts["has_pip"])
 
@@ -187,7 +191,7 @@ class Environment:
         Raises PreflightError if there is neither.
         """
         if self.has_pip:
-            return [str(self.python), *PIP, "install"]
+            return [*self.pip, "install"]
         if uv := os.environ.get("UV") or shutil.which("uv"):
             return [uv, "pip", "install", "--python", str(self.python)]
         raise PreflightError(

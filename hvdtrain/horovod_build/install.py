@@ -22,6 +22,7 @@ from hvdtrain.horovod_build.requirements import (
     missing_requirements,
 )
 from hvdtrain.horovod_build.wheel import cached_wheel, obtain_wheel, wheel_inputs
+from hvdtrain.interpreter import module_argv
 
 ALL_REDUCE_TIMEOUT_S = 120
 
@@ -120,8 +121,8 @@ def check(choice: Choice, say: Say) -> None:
     if absent := [part for part in parts if f"[X] {part}" not in built]:
         raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{built}")
     for controller in choice.controllers:
-        command = [horovodrun, "-np", "2", f"--{controller}", str(choice.environment.python)]
-        command += ["-m", "hvdtrain.exchange.horovod"]
+        command = [horovodrun, "-np", "2", f"--{controller}"]
+        command += module_argv("hvdtrain.exchange.horovod", str(choice.environment.python))
         what = f"all-reduce over 2 processes with {controller}"
         run(command, what, variables, timeout_s=ALL_REDUCE_TIMEOUT_S)
     say(f"passed: all-reduce over 2 processes with {' and '.join(choice.controllers)}")

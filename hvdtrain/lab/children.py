@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdtrain.interpreter import module_argv, started_elsewhere
 from hvdtrain.launcher.command import horovodrun_environment
 from hvdtrain.launcher.processes import marked
 
@@ -122,7 +123,7 @@ def guarded() -> Iterator[None]:
     A separate guard process ends them, also where this one is killed or stopped.
     """
     mark = secrets.token_hex(8)
-    argv = [sys.executable, "-m", __name__, mark]
+    argv = [*module_argv(__name__), mark]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as guard:
         assert guard.stdin is not None
         os.environ[GROUP_MARK] = mark
@@ -139,7 +140,8 @@ def fork_server() -> ForkServerContext:
     os.environ.update(ONE_THREAD)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with started_elsewhere():
+        forkserver.ensure_running()
     return context
 
 

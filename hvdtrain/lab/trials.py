@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hvdtrain.config.options import LOOP_OPTIONS
 from hvdtrain.errors import EXIT_USAGE, TrainingError
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.children import Commanded, guarded
 from hvdtrain.launcher.command import search_path
 from hvdtrain.launcher.processes import marked
@@ -62,7 +63,7 @@ class Training:
         command = [*self.words]
         if not self.is_script:
             flags = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
-            command = [sys.executable, "-m", "hvdtrain.cli", "train", *self.words, *flags]
+            command = [*module_argv("hvdtrain.cli"), "train", *self.words, *flags]
         if workers == 1:
             return command
         horovodrun = str(Path(sys.executable).parent / "horovodrun")

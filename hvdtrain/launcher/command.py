@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
+from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
@@ -23,7 +24,7 @@ from hvdtrain.topology import CORES_SHARED_OUT, Topology
 # whole environment on every worker's command line, where all users of a host can read it.
 PASSED_ON = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH")
-    + ("PYTHONPATH", "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
+    + ("SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
 )
 SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
 # Variables that horovodrun and mpirun set, and settings of Horovod: taken from the worker's host.
@@ -57,7 +58,7 @@ class HorovodrunOptions:
 
 def agent_argv(job: str) -> list[str]:
     """Return the command that starts an agent (hvdtrain/launcher/agent.py), and so a worker."""
-    return [sys.executable, "-m", "hvdtrain.launcher.agent", job]
+    return [*module_argv("hvdtrain.launcher.agent"), job]
 
 
 def horovodrun_argv(options: HorovodrunOptions, worker: Sequence[str]) -> list[str]:
@@ -96,7 +97,8 @@ def horovodrun_environment(
         or (name.startswith(HOROVODRUN_PREFIXES) and not any(word in name for word in SECRET_WORDS))
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
-    return {**settings, **kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    own = {"PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**settings, **kept, **python_path(environment), **own}
 
 
 def search_path(environment: Mapping[str, str]) -> str:

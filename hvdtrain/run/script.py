@@ -210,7 +210,8 @@ def run_script(command: Sequence[str], direction: Direction, run: Path, loop: in
         )
     before = sys.argv[:], [*sys.path], loops
     loops = Loops(direction=directed, directed=loop)
-    sys.argv[:], sys.path[0] = [str(it) for it in command], str(path.parent)
+    sys.argv[:] = [str(it) for it in command]
+    sys.path.insert(0, str(path.parent))
     try:
         runpy.run_path(str(path), run_name="__main__")
     except LoopEnded:

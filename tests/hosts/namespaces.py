@@ -6,6 +6,7 @@ import contextlib
 import errno
 import getpass
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -101,10 +102,19 @@ class Cluster(HostNetwork):
         """Give the logins of a host another shell (/etc/passwd)."""
         name = getpass.getuser()
         lines = Path("/etc/passwd").read_text().splitlines()
-        path = self.folder / f"passwd.{host}"
         own = [f"{it.rpartition(':')[0]}:{shell}" for it in lines if it.startswith(f"{name}:")]
         others = [it for it in lines if not it.startswith(f"{name}:")]
-        path.write_text("".join(f"{line}\n" for line in [*own, *others]))
+        self._mount_passwd(host, [*own, *others])
+
+    def move_home(self, host: int, home: Path) -> None:
+        """Let logins on a host start in another folder, with the keys of the old one."""
+        shutil.copytree(self.hosts[host].folder / "ssh", home / ".ssh", dirs_exist_ok=True)
+        old, lines = str(Path.home()), Path("/etc/passwd").read_text()
+        self._mount_passwd(host, lines.replace(f":{old}:", f":{home}:", 1).splitlines())
+
+    def _mount_passwd(self, host: int, lines: Sequence[str]) -> None:
+        path = self.folder / f"passwd.{host}"
+        path.write_text("".join(f"{line}\n" for line in lines))
         self._nodes[host].tool(["mount"], "mount", "--bind", str(path), "/etc/passwd")
 
     def bytes_of(self, host: int, interface: str) -> int:

@@ -171,6 +171,12 @@ CASES = [
         STEP_NUM_TASKS="4",
     ),
     slurm("het", "SLURM_HET_SIZE: this is a heterogeneous job|-H or --hostfile", HET_SIZE="2"),
+    launch(
+        "one-machine",
+        "-H localhost:1,127.0.0.1:2 -- train",
+        "127.0.0.1: machine: is the same machine as localhost|`-H localhost:3`, or",
+        3,
+    ),
     # hosts that cannot be reached
     launch(
         "unreachable",

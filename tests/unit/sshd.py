@@ -1,4 +1,8 @@
-"""A throw-away sshd on this machine: keys of its own, a high port, nothing of the user changed."""
+"""A throw-away sshd on this machine: keys of its own, a high port, nothing of the user changed.
+
+Its logins have a UTS namespace of their own, as a container has: two names of one machine are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ from hvdtrain.launcher.ssh import SshOptions
 
 ADDRESS = "127.0.1.1"  # of this machine, but of none of its interfaces: reached by ssh
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+AS_ANOTHER_MACHINE = ["unshare", "--uts"]
+if os.geteuid():
+    AS_ANOTHER_MACHINE += ["--user", "--map-current-user"]
 START_S = 10.0
 
 
@@ -58,7 +65,8 @@ class Sshd:
         assert SSHD is not None  # see __init__
         self.port = free_port()
         self.know_host_key()
-        command = [SSHD, "-D", "-e", "-p", str(self.port), "-f", str(self.folder / "sshd_config")]
+        command = [*AS_ANOTHER_MACHINE, SSHD, "-D", "-e", "-p", str(self.port)]
+        command += ["-f", str(self.folder / "sshd_config")]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_S

@@ -18,6 +18,7 @@ from hvdtrain.cli import make_parser
 from hvdtrain.cli.bench import check_flags
 from hvdtrain.errors import Stopped, UsageError
 from hvdtrain.files import json_ready
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench.contestants import (
     CONTESTANTS,
     DDP,
@@ -336,7 +337,7 @@ def test_ours_is_what_a_user_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
     monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
     train = train_argv(tmp_path, ["--model", "lenet"])
-    assert train[1:5] == ["-m", "hvdtrain.cli", "train", "--model"]
+    assert train[:7] == [*module_argv("hvdtrain.cli"), "train", "--model", "lenet"]
     assert on_workers(train, 1, "mpi")[0] == train
     argv, environment = on_workers(train, 2, "mpi")
     assert Path(argv[0]).name == "horovodrun"
@@ -367,12 +368,12 @@ def test_peers_are_found_by_the_processes_that_run_them(tmp_path: Path) -> None:
 
 def test_a_worker_is_distinguished_from_processes_that_name_it(tmp_path: Path) -> None:
     """Fails if horovodrun or mpirun, whose arguments hold the same words, would get the signal."""
-    words = ["-m", "hvdtrain.cli", "train"]
-    naming = [sys.executable, "-c", "import time; time.sleep(60)", *words]
+    worker = [*module_argv("hvdtrain.cli"), "train"]
+    naming = [sys.executable, "-c", "import time; time.sleep(60)", *worker]
     with subprocess.Popen(naming) as process:
         assert not is_train(process.pid)
         process.kill()
-    with subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=-3, stderr=-3) as process:
+    with subprocess.Popen(worker, cwd=tmp_path, stdout=-3, stderr=-3) as process:
         deadline = time.monotonic() + 20  # until it has become that
         while not (found := is_train(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -17,6 +17,7 @@ from hvdtrain.horovod_build.cuda import complete_toolkit, find_cuda, has_gpu
 from hvdtrain.horovod_build.environment import Environment, Torch, torchvision_for
 from hvdtrain.horovod_build.install import Choice, choose
 from hvdtrain.horovod_build.mpi import Mpi, find_mpi
+from hvdtrain.interpreter import module_argv
 from tests.unit.programs import put
 
 FACTS: dict[str, Any] = {
@@ -109,7 +110,7 @@ def test_what_depends_on_the_release(torch: str, standard: int, torchvision: str
 def test_the_installer_is_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when an environment of uv, which has no pip, gets none, or uv another environment."""
     monkeypatch.delenv("UV", raising=False)
-    assert environment().installer[:3] == ["/env/bin/python", "-m", "pip"]
+    assert environment().installer[:4] == module_argv("pip", "/env/bin/python")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PreflightError, match="has no pip, and there is no uv"):
         _ = environment(has_pip=False).installer

@@ -35,6 +35,7 @@ LAUNCHER = [("lo", "127.0.0.1"), ("eth0", "10.0.0.9")]
 def good(host: str) -> dict[str, Any]:
     """What a probe reports of a host on which everything is well."""
     return {
+        "machine": f"boot-1 {host} net:[1] uts:[1]",
         "python": "3.11.7",
         "executable": "/env/bin/python",
         "packages": {"torch": "2.13.0", "torchvision": "0.28.0", "horovod": "0.28.1"},
@@ -95,6 +96,7 @@ CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "built_for": checks.check_built_for,
     "hvdtrain": lambda facts: checks.check_hvdtrain(facts, HERE),
     "user": lambda facts: checks.check_user(facts, HERE),
+    "machine": lambda facts: checks.check_machines(facts, SLOTS),
     "path": checks.check_working_directory,
     "channel": lambda facts: checks.check_channel(facts, HOSTS),
     "interface": lambda facts: checks.check_interface(facts, LAUNCHER)[1],
@@ -144,6 +146,7 @@ BAD = [
     ),
     ("hvdtrain", put("hvdtrain", "version", "0.2.0"), "fail", "0.2.0, but 0.1.0", "same code"),
     ("hvdtrain", put("hvdtrain", "sha256", "cd"), "fail", "not the same code", "same code"),
+    ("machine", put("machine", good("alpha")["machine"]), "fail", "machine as alpha", "alpha:4`"),
     ("user", put("user", "name", "dave"), "warn", "logs in as dave", "dave@beta"),
     (
         "path",

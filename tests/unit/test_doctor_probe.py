@@ -150,6 +150,21 @@ def test_every_fact_of_this_machine_is_available(tmp_path: Path) -> None:
     assert values["executable"] == sys.executable
 
 
+def test_a_machine_is_known_by_its_boot_name_and_namespaces(tmp_path: Path) -> None:
+    """Fails if one machine is two, or two containers of one kernel are one: by network, or name."""
+
+    def found(boot: str, net: str, uts: str) -> str | None:
+        root = write(tmp_path / f"{boot}{net}{uts}", {"proc/sys/kernel/random/boot_id": boot})
+        (root / "proc/self/ns").mkdir(parents=True)
+        for name, target in (("net", net), ("uts", uts)):
+            (root / "proc/self/ns" / name).symlink_to(target)
+        return facts.machine(root)
+
+    each = [found(*values) for values in ("abc", "xbc", "axc", "abx")]
+    assert len({*each, None}) == 5 and all(socket.gethostname() in str(it) for it in each)
+    assert facts.machine(tmp_path) is None  # not readable: not compared
+
+
 def test_one_broken_fact_leaves_the_others() -> None:
     """Fails when what cannot be found out takes the other facts with it."""
 
@@ -358,10 +373,10 @@ def test_a_ring_without_end_is_ended(tmp_path: Path) -> None:
 
 def test_secrets_stay_here() -> None:
     """Fails when the ring's workers get variables that show in `ps`, or lack what they need."""
-    user = {"PYTHONPATH": "x", "HOROVOD_CYCLE_TIME": "2", "WANDB_API_KEY": "k", "HOMER": "h"}
+    user = {"PYTHONPATH": ":/x:.", "HOROVOD_CYCLE_TIME": "2", "WANDB_API_KEY": "k", "HOMER": "h"}
     with SshSetup([], SshOptions()) as ssh:
         given = ring_environment(user, ssh, "mark")
-    assert (given["PYTHONPATH"], given["HOROVOD_CYCLE_TIME"]) == ("x", "2")
+    assert (given["PYTHONPATH"], given["HOROVOD_CYCLE_TIME"]) == ("/x", "2")
     assert not {"WANDB_API_KEY", "HOMER"} & set(given)
 
 

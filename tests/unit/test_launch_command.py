@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
     HorovodrunOptions,
@@ -25,7 +26,7 @@ from hvdtrain.launcher.command import (
 
 BIN = str(Path(sys.executable).parent)
 START = [f"{BIN}/horovodrun", "-np"]
-END = [sys.executable, "-m", "hvdtrain.launcher.agent", "4711-abc"]
+END = [*module_argv("hvdtrain.launcher.agent"), "4711-abc"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_horovodrun_is_the_environments_own(monkeypatch) -> None:
     """Fails when another horovodrun, or another Python, that comes first on PATH is started."""
     monkeypatch.setenv("PATH", "/somewhere/else")
     argv = horovodrun_argv(HorovodrunOptions(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
-    assert argv[0] == f"{BIN}/horovodrun" and argv[-4] == sys.executable
+    assert argv[0] == f"{BIN}/horovodrun" and argv[-5] == sys.executable
 
 
 USER = {
@@ -239,7 +240,8 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> No
     expected = HorovodrunOptions(2, "gloo", [("localhost", 2)], None, 600)
     assert argv == horovodrun_argv(expected, agent_argv("JOB"))
     assert "HOROVOD_FUSION_THRESHOLD=0: tensors are not fused" in reported
-    assert f"each worker runs: {sys.executable} -m hvdtrain.cli train --model=mlp\n" in reported
+    train = shlex.join([*module_argv("hvdtrain.cli"), "train", "--model=mlp"])
+    assert f"each worker runs: {train}\n" in reported
     assert list(tmp_path.iterdir()) == []
 
 

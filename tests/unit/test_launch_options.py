@@ -18,9 +18,10 @@ from hvdtrain.cli.launch import (
     add_flags,
     read_launch,
 )
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.hosts import Host
 
-TRAIN = [sys.executable, "-m", "hvdtrain.cli", "train"]
+TRAIN = [*module_argv("hvdtrain.cli"), "train"]
 SLURM = {
     "SLURM_JOB_NODELIST": "gpu[1-2]",
     "SLURM_TASKS_PER_NODE": "2(x2)",
@@ -122,7 +123,7 @@ def test_hosts_of_slurm(monkeypatch) -> None:
 def test_commands_that_run_on_workers(name: str, word: list[str]) -> None:
     """Fails when they are looked up on PATH, restarted with a flag of `train`, or get a run."""
     launch = read("-np", "2", "--restarts=1", "--", *word, name, "--json=x")
-    expected = [sys.executable, "-m", "hvdtrain.cli", name, "--json=x"]
+    expected = [*module_argv("hvdtrain.cli"), name, "--json=x"]
     assert launch.plan.command == launch.plan.restarted == expected
     assert launch.config is None
 
@@ -290,6 +291,6 @@ def test_all_starts_of_a_job_have_one_name(flags: list[str], name: str) -> None:
     assert launch.log_dir == Path("runs", name, "logs")
     assert ("runs/e-2" in launch.note) is (name == "e-2") is bool(launch.note)
     for command in (launch.plan.command, launch.plan.restarted):
-        given = read_train_flags("train", command[4:])
+        given = read_train_flags("train", command[len(TRAIN) :])
         assert given.experiment == name
     assert launch.plan.restarted[-2:] == ["--resume", "auto"]

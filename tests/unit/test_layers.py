@@ -43,6 +43,7 @@ LAYERS = {
     "hvdtrain.errors": 0,
     "hvdtrain.files": 0,
     "hvdtrain.formats": 0,
+    "hvdtrain.interpreter": 0,
     "hvdtrain.listener": 0,
     "hvdtrain.log": 0,
     "hvdtrain.plugins": 0,

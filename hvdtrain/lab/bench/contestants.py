@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.bench.turns import TurnJob, Turns
 from hvdtrain.lab.children import POLL_S, Child, Commanded
@@ -150,7 +150,7 @@ def process_argv(spec: Spec) -> list[str]:
     """Write a peer's specification to its folder; return the command of each of its processes."""
     path = Path(spec.folder) / "spec.json"
     path.write_text(json.dumps(asdict(spec)), "utf-8")
-    return [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
+    return [*module_argv("hvdtrain.lab.systems.process"), str(path)]
 
 
 def stop_train(children: Sequence[Child]) -> None:

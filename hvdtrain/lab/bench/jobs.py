@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.command import (
     HorovodrunOptions,
     horovodrun_argv,
@@ -20,7 +20,7 @@ from hvdtrain.launcher.command import (
 )
 from hvdtrain.run.directory import METRICS
 
-HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
+HVDTRAIN = module_argv("hvdtrain.cli")
 EXPERIMENT = "run"
 
 

@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.files import write_json
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab import charts
 from hvdtrain.lab.bench import ddp_script, jobs, ratios, rounds, stamp
 from hvdtrain.lab.bench.ratios import Ratio
@@ -120,7 +121,7 @@ def _script(plan: StartPlan, name: str, folder: Path) -> Started:
 
 def _train(plan: StartPlan, name: str, folder: Path) -> Started:
     pipe = folder / "pulse"
-    command = [sys.executable, "-m", stamp.__name__, str(pipe)]
+    command = [*module_argv(stamp.__name__), str(pipe)]
     command += jobs.train_argv(folder, TRAIN_FLAGS)
     workers = plan.workers if name == HOROVODRUN else 1
     argv, environment = jobs.on_workers(command, workers, plan.controller)

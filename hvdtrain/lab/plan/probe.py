@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.children import ChildFailure, Commanded, all_ended
 from hvdtrain.lab.plan.predicting import Link, negotiation_messages
 from hvdtrain.lab.plan.profiles import (
@@ -173,7 +174,7 @@ def measure_network(controller: str) -> Network:
         folder = Path(name)
         file = folder / "network.json"
         options = HorovodrunOptions(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
-        worker = [sys.executable, "-m", "hvdtrain.lab.plan.probe", str(file)]
+        worker = [*module_argv("hvdtrain.lab.plan.probe"), str(file)]
         try:
             _run(horovodrun_argv(options, worker), folder)
         except ChildFailure as failure:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, watch
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Place, Spec, Strategy
@@ -67,7 +68,7 @@ def start_system(
     path = folder / "spec.json"
     path.write_text(json.dumps(asdict(spec)), "utf-8")
     if strategy.under_horovodrun:
-        worker = [sys.executable, "-m", "hvdtrain.lab.systems.process", str(path)]
+        worker = [*module_argv("hvdtrain.lab.systems.process"), str(path)]
         command = in_own_session(worker)
         hosts = (("localhost", spec.workers),)
         options = HorovodrunOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import dump_yaml
+from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.children import Commanded
 from hvdtrain.lab.trials import POLL_S
 
@@ -106,7 +106,7 @@ def _start(request: dict[str, Any], folder: Path) -> tuple[Commanded, Path]:
     folder.mkdir()
     file = folder / "request.json"
     file.write_text(json.dumps(request), "utf-8")
-    argv = [sys.executable, "-m", "hvdtrain.lab.verify_n.experiments", str(file)]
+    argv = [*module_argv("hvdtrain.lab.verify_n.experiments"), str(file)]
     return Commanded(argv, folder / "log", os.environ), folder
 
 

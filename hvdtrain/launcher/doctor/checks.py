@@ -101,6 +101,22 @@ def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Fi
     return findings or [Finding("user", "ok", ALL_HOSTS, f"user {own}")]
 
 
+def check_machines(facts: ByHost, slots: Mapping[str, int]) -> list[Finding]:
+    """Check that no two hosts are one machine, whose cores and GPUs would be given out twice."""
+    names: dict[str, list[str]] = {}
+    for host, machine in known(facts, "machine"):
+        names.setdefault(machine or host, []).append(host)
+    findings = []
+    for first, *others in names.values():
+        count = sum(slots[host] for host in (first, *others))
+        text = f"is the same machine as {first}: workers of both would use the same cores and GPUs"
+        fix = f"list it once: `-H {first}:{count}`, or `{first} slots={count}` in a hostfile"
+        findings += [Finding("machine", "fail", host, text, fix) for host in others]
+    if findings or len(names) < 2:
+        return findings
+    return [Finding("machine", "ok", ALL_HOSTS, f"{len(names)} different machines")]
+
+
 def check_working_directory(facts: ByHost) -> list[Finding]:
     """Check that the folder in which workers start exists."""
     findings, path = [], ""

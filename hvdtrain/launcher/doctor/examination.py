@@ -106,6 +106,7 @@ def _begin(
     return facts, [
         *failures,
         *checks.check_gathered(facts),
+        *checks.check_machines(facts, {host: it.host.slots for host, it in sessions.items()}),
         *checks.check_ssh(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.addresses import interfaces
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.processes import own_passwd_entry, run_child
@@ -51,6 +52,7 @@ def quick_sources(folder: str) -> Sources:
     """Return the sources of the quick part. `folder`: where workers will be started."""
     return {
         "hostname": socket.gethostname,
+        "machine": machine,
         "python": platform.python_version,
         "executable": lambda: sys.executable,
         "packages": package_versions,
@@ -90,6 +92,18 @@ def slow_sources(output: str) -> Sources:
         "single_copy": single_copy,
         "speeds": link_speeds,
     }
+
+
+def machine(root: Path = ROOT) -> str | None:
+    """Return a text that only two names of one machine share: the boot of its kernel, its name, and
+    the namespaces that make containers on one kernel machines of their own. None: not readable.
+    """
+    try:
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [str((root / "proc/self/ns" / name).readlink()) for name in ("net", "uts")]
+    except OSError:
+        return None
+    return " ".join([boot, socket.gethostname(), *spaces])
 
 
 def package_versions() -> dict[str, str | None]:
@@ -203,7 +217,7 @@ def _try(loading: str, importing: str) -> tuple[str, str | None]:
     and the last line of the error, or None.
     """
     for program in (loading, importing):
-        done = run_child([sys.executable, "-c", program], CHILD_LIMIT_S)
+        done = run_child([sys.executable, "-c", WITHOUT_FOLDER + program], CHILD_LIMIT_S)
         if done.returncode == 0:
             return done.stdout.strip().rpartition("\n")[2], None
     error = done.stderr.strip().rpartition("\n")[2]

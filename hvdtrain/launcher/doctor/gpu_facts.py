@@ -8,11 +8,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.processes import run_child
 from hvdtrain.log import say
 
@@ -22,7 +22,7 @@ SELECTION = "CUDA_VISIBLE_DEVICES"
 THROTTLED = {"thermal": 0x20 | 0x40, "power brake": 0x80, "hardware slowdown": 0x08}
 UNCORRECTED, SINCE_LOADED, IN_ITS_LIFE = 1, 0, 1  # nvmlMemoryErrorType_t, nvmlEccCounterType_t
 MIB = 1 << 20
-READ_NVML = (sys.executable, "-m", "hvdtrain.launcher.doctor.gpu_facts")
+READ_NVML = module_argv("hvdtrain.launcher.doctor.gpu_facts")
 LIMIT_S = 20.0  # a card that is lost may hang whoever asks its driver
 
 

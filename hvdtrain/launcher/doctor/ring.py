@@ -102,6 +102,7 @@ def run_ring(
         process = subprocess.Popen(
             command,
             env=dict(environment),
+            cwd="/",  # exists on every host, and has nothing that Python would import
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

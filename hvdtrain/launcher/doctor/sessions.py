@@ -23,15 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
+from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.doctor import Facts, Finding
 from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import has_ended
 from hvdtrain.launcher.ssh import SshSetup, is_local
 
-PROBE = (sys.executable, "-m", "hvdtrain.launcher.doctor.probe")
+PROBE = module_argv("hvdtrain.launcher.doctor.probe")
 # Variables that horovodrun passes to the workers.
-HANDED_ON = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
+HANDED_ON = ("LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 LONGEST_LINE = 4_000_000
 NOISE_KEPT = 20
 STEP_S = 15.0  # for an answer to anything but the first request
@@ -68,8 +69,8 @@ class ProbeSession:
         self._error_text = ""
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         # The same as horovodrun's workers: this Python, by its path, with this PYTHONPATH.
-        path = os.environ.get("PYTHONPATH")
-        remote = ["env", f"PYTHONPATH={path}", *PROBE] if path else PROBE
+        path = [f"{name}={value}" for name, value in python_path(os.environ).items()]
+        remote = ["env", *path, *PROBE] if path else PROBE
         self._process = subprocess.Popen(
             PROBE if self.local else ssh.argv(host, remote),
             stdin=subprocess.PIPE,
@@ -88,6 +89,7 @@ class ProbeSession:
         Raises NoAnswer.
         """
         environment = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        environment |= python_path(os.environ)
         line = json.dumps({"environment": environment, "local": self.local, **request}) + "\n"
         with contextlib.suppress(OSError, ValueError):  # it has ended; the reason is read below
             self._input.write(line.encode())

@@ -6,16 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.interpreter import module_argv
+
 # Commands, since this package does without torch.
-ON_CORE = (sys.executable, "-m", "hvdtrain.lab.known_answer")
-ON_DEVICE = (sys.executable, "-m", "hvdtrain.lab.burn_in_device")
+ON_CORE = module_argv("hvdtrain.lab.known_answer")
+ON_DEVICE = module_argv("hvdtrain.lab.burn_in_device")
 CORE, GPU = "core", "GPU"
 LISTING_S = 90.0  # longest time for torch to be imported, and to find the GPUs
 SILENT_S = 180.0  # longest time without a result: a core or GPU that hangs
