@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
+import platform
 import signal
 import stat
 import sys
@@ -103,12 +103,10 @@ def identity(path: str | Path) -> list[int]:
     return [state.st_ino, state.st_ctime_ns]
 
 
-def libc() -> str:
-    """Return name and version of the C library, such as "glibc 2.36"; empty if it has none."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""
+def system() -> dict[str, Any]:
+    """Return what an environment is made for: kind of Python, glibc, the login's home."""
+    abi = sysconfig.get_config_var("SOABI")  # such as "cpython-311-x86_64-linux-gnu"
+    return {"abi": abi, "glibc": platform.libc_ver()[1], "home": str(Path.home())}
 
 
 def read_mark(path: Path) -> dict[str, Any] | None:
@@ -155,18 +153,14 @@ class Copy:
     """A new copy of a folder, hidden beside the old one until it is complete."""
 
     def __init__(self, path: Path, files: Files) -> None:
-        """`files`: what it is to hold."""
         self.path, self.files = path, files
         self.beside = path.with_name(f"{OWN}{path.name}")
         self._mark = read_mark(path) or {"files": {}, "made": []}
         self._old = listing(path) if path.is_dir() else {}
         self._made: list[Path] = []
         self._lock: int | None = None
-        self.needed = {
-            name
-            for name, entry in files.items()
-            if entry[0] == "f" and self._old.get(name) != entry
-        }
+        others = (name for name, entry in files.items() if self._old.get(name) != entry)
+        self.needed = {name for name in others if files[name][0] == "f"}
 
     def room(self) -> int:
         """Return the bytes that the new files take on the disk."""
@@ -176,34 +170,31 @@ class Copy:
 
     def begin(self) -> None:
         """Make the folders. Raises StageError if another command stages it."""
-        above = existing(self.path)
-        missing = [folder for folder in self.path.parents if folder.is_relative_to(above)]
-        for folder in reversed(missing[: missing.index(above)]):
-            folder.mkdir()
-            self._made.append(folder)
+        while (above := existing(self.path)) != self.path.parent:
+            self._made.append(next(it for it in self.path.parents if it.parent == above))
+            self._made[-1].mkdir()
         self.beside.mkdir(mode=0o700, exist_ok=True)
         self.lock()
-        discard(self.beside, keep=True)  # left by one that was killed
+        empty(self.beside)  # of what one that was killed has left
         for name, entry in self.files.items():
             if entry[0] == "d":
                 (self.beside / name).mkdir(mode=0o700)
 
     def lock(self) -> None:
         """Keep other commands away from the new copy. Raises StageError."""
-        handle = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
+        self._lock = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(handle)
+            self._lock = None
             raise StageError(
                 f"{self.path} is being staged by another command, or to another host that shares it"
             ) from None
-        self._lock = handle
 
-    def write(self, name: str, member: tarfile.TarInfo, content: IO[bytes]) -> None:
+    def write(self, name: str, member: tarfile.TarInfo, content: IO[bytes] | None) -> None:
         """Write a file. Raises StageError if it has changed since it was listed."""
         _, mode, size, changed_ns = self.files[name]
-        if (member.size, int(member.mtime)) != (size, changed_ns // 10**9):
+        if content is None or (member.size, int(member.mtime)) != (size, changed_ns // 10**9):
             raise StageError(f"{self.path / name} changed while it was copied; stage again")
         with (self.beside / name).open("xb") as file:
             while part := content.read(RECORD):
@@ -249,27 +240,28 @@ class Copy:
     def clean(self) -> None:
         """Remove what is not in use: the old copy, or an unfinished one."""
         if self._lock is not None:
-            discard(self.beside)
+            empty(self.beside)
             os.close(self._lock)
-        remove_empty(self._made)
+        remove_empty([*self._made, self.beside])
 
 
-def discard(folder: Path, keep: bool = False) -> None:
-    """Remove a folder, write-protected ones inside included; `keep`: only its content."""
-    for found, _, _ in os.walk(folder):
-        Path(found).chmod(0o700)
-        progress.add()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+def empty(folder: Path) -> None:
+    """Remove the content of a folder, that of write-protected ones included."""
+    if not folder.is_dir():
+        return
+    for inside in os.scandir(folder):
+        path = Path(inside.path)
+        if inside.is_dir(follow_symlinks=False):
+            path.chmod(0o700)
+            empty(path)
+            path.rmdir()
         else:
-            entry.unlink()
-    if not keep:
-        remove_empty([folder])
+            path.unlink()
+    progress.add()
 
 
 def remove_empty(folders: Collection[Path]) -> None:
-    """Remove folders, the last first, that hold nothing."""
+    """Remove those of the folders that hold nothing, the last first."""
     for folder in reversed(list(folders)):
         with suppress(OSError):
             folder.rmdir()
@@ -286,11 +278,9 @@ def compare(copies: Collection[Copy]) -> dict[str, Any]:
         free, needed = state.f_bavail * state.f_frsize, sum(copy.room() for copy in on_it)
         if needed > free:
             paths = ", ".join(str(copy.path) for copy in on_it)
-            problems.append(f"{paths}: needs {needed:,} bytes, and the disk has {free:,} free")
-    needed_files = {
-        str(copy.path): "".join("01"[name in copy.needed] for name in copy.files) for copy in copies
-    }
-    return {"needed": needed_files, "problems": problems}
+            problems.append(f"{paths}: {needed:,} bytes are needed, and {free:,} are free there")
+    flags = {it: "".join("01"[name in it.needed] for name in it.files) for it in copies}
+    return {"needed": {str(it.path): flags[it] for it in copies}, "problems": problems}
 
 
 def receive(copies: Collection[Copy], stream: IO[bytes]) -> None:
@@ -305,9 +295,7 @@ def receive(copies: Collection[Copy], stream: IO[bytes]) -> None:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=RECORD) as archive:
             for member in archive:
                 copy, name = wanted.pop(member.name)
-                content = archive.extractfile(member)
-                assert content is not None, member.name
-                copy.write(name, member, content)
+                copy.write(name, member, archive.extractfile(member))
         if wanted:
             raise StageError(f"/{min(wanted)} could not be read")
         for copy in copies:
@@ -334,15 +322,16 @@ def remove(path: Path) -> list[str]:
     if mark is None:
         return []
     staged, actual = mark["files"], listing(path)
-    for name, entry in actual.items():
-        if entry[0] == "d" and name in staged:
-            (path / name).chmod(entry[1] | stat.S_IRWXU)
-    for name in reversed(actual):
-        in_cache = CACHE in name.split("/")
-        if actual[name][0] == "d" and (in_cache or name in staged):
+    ours = [it for it in actual if it in staged or CACHE in it.split("/")]
+    for name in ours:
+        if actual[name][0] == "d":
+            (path / name).chmod(0o700)  # it may be write-protected
+    for name in reversed(ours):  # the content of a folder before the folder
+        if actual[name][0] == "d":
             remove_empty([path / name])
-        elif in_cache or staged.get(name) == actual[name]:
+        elif staged.get(name, actual[name]) == actual[name]:
             (path / name).unlink()
+        progress.add()
     left = listing(path)
     if left:  # it stays one of ours, so that it can be staged again
         (path / MARK).write_text(json.dumps({"files": {}, "made": mark["made"]}), "utf-8")
@@ -352,9 +341,9 @@ def remove(path: Path) -> list[str]:
     return [name for name, entry in left.items() if entry[0] != "d"] or list(left)
 
 
-def fail(*_: object) -> NoReturn:
-    """Raise StageError: a signal has arrived."""
-    raise StageError("no progress, or stopped")
+def stop(number: int, _: object) -> NoReturn:
+    """Raise StageError, so that unfinished copies are removed."""
+    raise StageError(f"stopped by {signal.Signals(number).name} (SIGALRM: no progress)")
 
 
 def main() -> None:
@@ -364,7 +353,7 @@ def main() -> None:
     global progress
     progress = Progress(sys.argv[1], int(sys.argv[2]))
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, fail)
+        signal.signal(number, stop)
     copies: list[Copy] = []
     stream = sys.stdin.buffer
     try:
@@ -373,9 +362,7 @@ def main() -> None:
             paths = {Path(path): value for path, value in request.get("paths", {}).items()}
             if request["do"] == "look":
                 states = {str(path): look(path, known) for path, known in paths.items()}
-                home = str(Path.home())
-                abi = sysconfig.get_config_var("SOABI")
-                progress.answer(paths=states, home=home, abi=abi, libc=libc())
+                progress.answer(states=states, **system())
             elif request["do"] == "compare":
                 copies = [Copy(path, files) for path, files in paths.items()]
                 progress.answer(**compare(copies))

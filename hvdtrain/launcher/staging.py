@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -175,17 +175,23 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
 
     Raises PreflightError if a host cannot take them: no host has been changed then.
     """
-    with receivers(hosts, ssh) as staging:
+    with receivers(hosts, ssh) as staging, ThreadPoolExecutor() as threads:
+        listings = {
+            path: threads.submit(receiver.listing, path, names) for path, names in trees.items()
+        }  # while the hosts list theirs
         look = {"do": "look", "paths": {path: receiver.identity(path) for path in trees}}
         states = staging.ask(dict.fromkeys(staging.sessions, look))
         for host, state in states.items():
             staging.note(host, *problems_of(state))
         staging.refuse()
-        files = {path: receiver.listing(path, left_out) for path, left_out in trees.items()}
+        try:
+            files = {path: listed.result() for path, listed in listings.items()}
+        except OSError as error:
+            raise PreflightError(f"{error.filename}: cannot be read: {error.strerror}") from error
         digests = {path: receiver.digest(found) for path, found in files.items()}
         compare = {}
         for host, state in states.items():
-            digests_there = {path: it.get("digest") for path, it in state.values["paths"].items()}
+            digests_there = {path: it.get("digest") for path, it in state.values["states"].items()}
             others = [path for path, it in digests_there.items() if it not in (None, digests[path])]
             if others:
                 compare[host] = {"do": "compare", "paths": {path: files[path] for path in others}}
@@ -210,21 +216,22 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
 
 def problems_of(state: Facts) -> list[str]:
     """Return why a host cannot take the copies: another system, another home, what is there."""
-    found = state.values
-    problems = [it["problem"] for it in found["paths"].values() if "problem" in it]
-    abi, libc, home = sysconfig.get_config_var("SOABI"), receiver.libc(), str(Path.home())
-    if found["abi"] != abi:
-        problems.append(f"its Python is {found['abi']}, and this environment is for {abi}")
-    elif _version(found["libc"]) < _version(libc):
-        problems.append(f"its {found['libc'] or 'C library'} is older than {libc} here")
-    inside = [path for path in found["paths"] if Path(path).is_relative_to(home)]
-    if inside and found["home"] != home:
-        problems.append(f"the home there is {found['home']}, and {inside[0]} is in {home}")
+    there, here, states = state.values, receiver.system(), state.values["states"]
+    problems = [it["problem"] for it in states.values() if "problem" in it]
+    if there["abi"] != here["abi"]:
+        text = f"its Python is {there['abi']}, and this environment is for {here['abi']}"
+        problems.append(text)
+    elif _numbers(there["glibc"]) < _numbers(here["glibc"]):
+        problems.append(f"its glibc {there['glibc']} is older than {here['glibc']} here")
+    inside = [path for path in states if Path(path).is_relative_to(here["home"])]
+    if inside and there["home"] != here["home"]:
+        text = f"the home there is {there['home']}, and {inside[0]} is in {here['home']}"
+        problems.append(text)
     return problems
 
 
-def _version(libc: str) -> tuple[int, ...]:
-    return tuple(map(int, libc.split()[-1].split("."))) if libc else ()
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part]
 
 
 def unstage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
