@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
+import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,10 @@ class Scene:
         """Return a path in the job's folder of a host, as seen from here."""
         return self.cluster.path(host, self.job / name)
 
+    def names(self, host: int) -> list[str]:
+        """Return what is at `place` on a host, hidden names included."""
+        return sorted(it.name for it in self.cluster.path(host, self.place).iterdir())
+
 
 @pytest.mark.timeout(300)
 def test_a_job_starts_from_what_was_staged(
@@ -80,7 +86,6 @@ def test_a_job_starts_from_what_was_staged(
     scene = Scene(make_cluster, tmp_path / "place")
     scene.cluster.shape(8e6, [2])
     done = scene.stage()
-    print(done.output)
     assert done.exit_code == 0, done.output
     assert done.seconds > 2.5, "the slow host has 1 MB/s"
     assert scene.on(2, "data").read_bytes() == (scene.job / "data").read_bytes()
@@ -88,25 +93,78 @@ def test_a_job_starts_from_what_was_staged(
     assert not scene.on(2, "runs").exists()
     launch = ("launch", "-np", "2", "-H", "beta,gamma", "--controller=gloo", "--", "python")
     ran = scene.run(*launch, "train.py")
-    print(ran.output)
     assert ran.exit_code == 0, ran.output
     for host in ("beta", "gamma"):
         assert f"first {host} {scene.place}/env 3.0" in ran.output
     again = scene.stage()
-    print(again.output)
     assert "beta, gamma, delta: unchanged" in again.output
     (scene.job / "helper.py").write_text("WORDS = 'third'\n")  # of the same size
     (scene.job / "data").unlink()
     changed = scene.stage()
-    print(changed.output)
     assert "beta, gamma, delta: 1 file copied (0.0 MB)" in changed.output
     assert not scene.on(1, "data").exists()
     assert scene.on(1, "made/by-the-job").read_text() == "once more "
     assert "third beta" in scene.run(*launch, "train.py").output
     removed = scene.stage("--remove")
-    print(removed.output)
     assert removed.exit_code == 0, removed.output
-    assert not any(scene.cluster.path(3, scene.place).iterdir())
+    assert scene.names(3) == []
     left = [str(it.relative_to(scene.on(1))) for it in scene.on(1).rglob("*") if it.is_file()]
     assert sorted(left) == [".hvdtrain-staged.json", "made/by-the-job"]
     assert scene.on(0, "helper.py").exists()
+
+
+@pytest.mark.timeout(120)
+def test_hosts_that_cannot_take_it_are_named_before_anything_is_copied(
+    make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Fails if a full disk, a missing Python or a folder of others is found only while copying, if
+    one of them hides another, or if a host is changed although another one was refused.
+    """
+    scene = Scene(make_cluster, tmp_path / "place", full_mib=2)
+    done = scene.stage(hosts="gamma,delta")
+    assert done.exit_code == 3, done.output
+    found = re.search(r"delta: .*: ([0-9,]+) bytes are needed, and ([0-9,]+) are free", done.output)
+    assert found, done.output
+    needed, free = (int(number.replace(",", "")) for number in found.groups())
+    assert free <= 2 * MIB < 3 * MIB < needed < 5 * MIB
+    assert (scene.names(2), scene.names(3)) == ([], [])
+    scene.on(1).mkdir(parents=True)
+    scene.on(1, "own work").write_text("precious")
+    python = sys._base_executable  # type: ignore[attr-defined]
+    scene.cluster._nodes[2].tool(["mount"], "mount", "--bind", os.devnull, python)
+    done = scene.stage()
+    assert done.exit_code == 3, done.output
+    assert f"beta: {scene.job} exists, and was not brought by hvdtrain stage" in done.output
+    assert f"gamma: there is no {python}, which this environment needs" in done.output
+    assert (scene.names(1), scene.names(3)) == (["work"], [])
+    assert scene.on(1, "own work").read_text() == "precious"
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_copy_leaves_the_old_one(
+    make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Fails if a launcher that is killed in the middle leaves a mixture, half files, or processes;
+    or if a later command does not complete the work.
+    """
+    scene = Scene(make_cluster, tmp_path / "place")
+    assert scene.stage(hosts="beta").exit_code == 0
+    scene.cluster.shape(8e6, [1])
+    for name, text in (("helper.py", "new"), ("added", "new"), ("data", "new" * MIB)):
+        (scene.job / name).write_text(text)
+    before = scene.cluster.processes()
+    command = [str(scene.place / "env" / "bin" / "hvdtrain"), "stage", "-H", "beta"]
+    process = scene.cluster.start(command, cwd=scene.job)
+    beside = scene.on(1).parent / ".hvdtrain-job"
+    deadline = time.monotonic() + 30
+    while not (beside / "data").exists():
+        assert time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    process.inner.kill()
+    process.communicate()
+    assert not scene.cluster.wait_until_gone(before)
+    assert not beside.exists()
+    assert scene.on(1, "helper.py").read_text() == "WORDS = 'first'\n"
+    assert not scene.on(1, "added").exists()
+    assert "beta: 3 files copied" in scene.stage(hosts="beta").output
+    assert scene.on(1, "helper.py").read_text() == "new"
