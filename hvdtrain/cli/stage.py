@@ -27,7 +27,7 @@ DESCRIPTION = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_host_flags(parser)
+    add_host_flags(parser, with_interface=False)
     parser.add_argument(
         "folders", nargs="*", metavar="FOLDER", help="also copy these folders, such as data"
     )

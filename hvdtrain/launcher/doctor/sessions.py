@@ -277,8 +277,8 @@ def explain(host: Host, by_hand: str, failure: NoAnswer) -> Finding:
         check = "python"
         text = f"there is no {python} on this host{last_words}"
         fix = (
-            "every host needs the same environment at the same path: share the folder, copy it, or "
-            "run launch/setup there in the same place"
+            "every host needs the same environment at the same path: copy it there (`hvdtrain "
+            "stage`), share the folder, or run launch/setup there in the same place"
         )
     elif module := re.search(r"No module named '?(hvdtrain[\w.]*)", stderr):
         check = "hvdtrain"
