@@ -68,11 +68,12 @@ progress = Progress()
 
 
 def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
-    """Return the files, folders and symbolic links in a folder, each folder before its content.
+    """Return a folder (as "") and the files, folders and symbolic links in it, each folder before
+    its content.
 
     `left_out`: names directly in the folder. Raises OSError.
     """
-    found: Files = {}
+    found: Files = {"": ["d", stat.S_IMODE(Path(root).stat().st_mode)]}
     folders = [""]
     for folder in folders:
         with os.scandir(f"{root}/{folder}") as entries:
@@ -178,7 +179,7 @@ class Copy:
         empty(self.beside)  # of what one that was killed has left
         for name, entry in self.files.items():
             if entry[0] == "d":
-                (self.beside / name).mkdir(mode=0o700)
+                (self.beside / name).mkdir(mode=0o700, exist_ok=True)
 
     def lock(self) -> None:
         """Keep other commands away from the new copy. Raises StageError."""
@@ -216,12 +217,11 @@ class Copy:
             elif name not in self.needed:
                 target.hardlink_to(self.path / name)
             progress.add()
+        made = self._mark["made"] + [str(folder) for folder in self._made]
+        (self.beside / MARK).write_text(json.dumps({"files": self.files, "made": made}), "utf-8")
         for name in reversed(both):
             if both[name][0] == "d":
                 (self.beside / name).chmod(both[name][1])
-        made = self._mark["made"] + [str(folder) for folder in self._made]
-        (self.beside / MARK).write_text(json.dumps({"files": self.files, "made": made}), "utf-8")
-        self.beside.chmod(0o755)
 
     def exchange(self) -> None:
         """Give the new copy the name of the old one, which is removed by `clean`."""
@@ -249,10 +249,10 @@ def empty(folder: Path) -> None:
     """Remove the content of a folder, that of write-protected ones included."""
     if not folder.is_dir():
         return
+    folder.chmod(0o700)
     for inside in os.scandir(folder):
         path = Path(inside.path)
         if inside.is_dir(follow_symlinks=False):
-            path.chmod(0o700)
             empty(path)
             path.rmdir()
         else:
@@ -333,6 +333,7 @@ def remove(path: Path) -> list[str]:
             (path / name).unlink()
         progress.add()
     left = listing(path)
+    del left[""]
     if left:  # it stays one of ours, so that it can be staged again
         (path / MARK).write_text(json.dumps({"files": {}, "made": mark["made"]}), "utf-8")
     else:

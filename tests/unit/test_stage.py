@@ -34,6 +34,7 @@ def source(tmp_path: Path) -> Path:
     (folder / "closed").mkdir(parents=True)
     (folder / "closed" / "file").write_text("in a closed folder")
     (folder / "closed").chmod(0o555)
+    folder.chmod(0o750)
     (folder / "script").write_text("first")
     (folder / "script").chmod(0o755)
     (folder / "link").symlink_to("/no/where")
