@@ -21,7 +21,7 @@ from hvdtrain.topology import Topology
 
 COMMANDS = (  # in the order of `hvdtrain --help`
     *("train", "launch", "verify", "verify-resume", "verify-n", "export", "compare", "bench"),
-    *("plan", "evaluate", "predict", "replay", "diff", "doctor", "report"),
+    *("plan", "evaluate", "predict", "replay", "diff", "doctor", "stage", "report"),
     "install-horovod",
 )
 # Those that need nothing of Linux: they read what was trained, on one device.

@@ -139,8 +139,8 @@ def read_training(
     return Training(words[1:], controller), config
 
 
-def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of hosts and ssh, named as in horovodrun."""
+def add_host_flags(parser: argparse.ArgumentParser, with_interface: bool = True) -> None:
+    """Add the flags of hosts, ssh and the network interface, named as in horovodrun."""
     group = parser.add_argument_group(
         "hosts (default: those of Slurm or the MPI Operator, else this machine)"
     )
@@ -152,11 +152,12 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("-p", "--ssh-port", type=int, metavar="PORT", help="connect to this sshd port")
     add("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="log in with this key")
-    add(
-        "--network-interface",
-        metavar="NAME",
-        help="connect hosts over this interface (default: detected)",
-    )
+    if with_interface:
+        add(
+            "--network-interface",
+            metavar="NAME",
+            help="connect hosts over this interface (default: detected)",
+        )
 
 
 def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:

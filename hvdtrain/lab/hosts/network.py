@@ -131,16 +131,17 @@ class HostNetwork:
         """Return the hosts in the format of -H: alpha:1,beta:2,..."""
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
-    def shape(self, bits_per_s: float) -> None:
-        """Limit the link of every host to this many bits a second, in each direction.
+    def shape(self, bits_per_s: float, hosts: Sequence[int] | None = None) -> None:
+        """Limit the links of hosts (None: all) to this many bits a second, in each direction.
 
         By a token bucket (tc-tbf(8)) at both ends of its cable.
         """
         queue = ["root", "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", f"{BURST_BYTES}b"]
         queue += ["latency", f"{QUEUE_MS}ms"]
-        for host, node in enumerate(self._nodes):
-            node.tool(["net"], "tc", "qdisc", "replace", "dev", INTERFACE, *queue)
-            self._switch.tool(["net"], "tc", "qdisc", "replace", "dev", f"port{host}", *queue)
+        for host in range(len(self._nodes)) if hosts is None else hosts:
+            shaped = ["tc", "qdisc", "replace", "dev"]
+            self._nodes[host].tool(["net"], *shaped, INTERFACE, *queue)
+            self._switch.tool(["net"], *shaped, f"port{host}", *queue)
 
     def start(
         self,

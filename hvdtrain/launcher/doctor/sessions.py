@@ -58,9 +58,12 @@ class NoAnswer(Exception):
 
 
 class ProbeSession:
-    """A probe process on one host, until it is closed."""
+    """A probe process on one host, until it is closed.
 
-    def __init__(self, host: Host, ssh: SshSetup) -> None:
+    `command`: another one, which is to run on a distant host and answers as the probe does.
+    """
+
+    def __init__(self, host: Host, ssh: SshSetup, command: Sequence[str] = ()) -> None:
         self.host = host
         self.local = is_local(host)
         self.noise: list[str] = []
@@ -72,14 +75,14 @@ class ProbeSession:
         path = [f"{name}={value}" for name, value in python_path(os.environ).items()]
         remote = ["env", *path, *PROBE] if path else PROBE
         self._process = subprocess.Popen(
-            PROBE if self.local else ssh.argv(host, remote),
+            PROBE if self.local else ssh.argv(host, command or remote),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is the launcher's to handle
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self.output = self._process.stdin, self._process.stdout
+        self.input, self.output = self._process.stdin, self._process.stdout
         self._arrival = select.poll()
         self._arrival.register(self.output, select.POLLIN)
 
@@ -90,10 +93,17 @@ class ProbeSession:
         """
         environment = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
         environment |= python_path(os.environ)
-        line = json.dumps({"environment": environment, "local": self.local, **request}) + "\n"
-        with contextlib.suppress(OSError, ValueError):  # it has ended; the reason is read below
-            self._input.write(line.encode())
-            self._input.flush()
+        self.send(json.dumps({"environment": environment, "local": self.local, **request}))
+        return self.answer(deadline)
+
+    def send(self, line: str) -> None:
+        """Send a line; a process that has ended shows this in its answer."""
+        with contextlib.suppress(OSError, ValueError):
+            self.input.write(f"{line}\n".encode())
+            self.input.flush()
+
+    def answer(self, deadline: float) -> Facts:
+        """Wait for the next answer until `deadline` (of time.monotonic). Raises NoAnswer."""
         while (line := self._line(deadline)) != MARKER:
             if line.strip() and len(self.noise) < NOISE_KEPT:
                 self.noise.append(line[:200])
@@ -140,7 +150,7 @@ class ProbeSession:
             if process.returncode is not None:
                 return
             with contextlib.suppress(OSError):
-                self._input.close()
+                self.input.close()
             deadline = time.monotonic() + END_S
             # Not reaped before it is killed, so that its pid cannot be reused.
             while not has_ended(process.pid) and time.monotonic() < deadline:
@@ -154,12 +164,16 @@ class ProbeSession:
 
 
 @contextlib.contextmanager
-def open_sessions(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[dict[str, ProbeSession]]:
-    """Run a probe on every host while the context lasts; yield the sessions by host.address."""
+def open_sessions(
+    hosts: Sequence[Host], ssh: SshSetup, command: Sequence[str] = ()
+) -> Iterator[dict[str, ProbeSession]]:
+    """Run a probe, or `command`, on every host while the context lasts; yield the sessions by
+    host.address.
+    """
     sessions: dict[str, ProbeSession] = {}
     try:
         for host in hosts:
-            sessions[host.address] = ProbeSession(host, ssh)
+            sessions[host.address] = ProbeSession(host, ssh, command)
         yield sessions
     finally:
         on_all(ProbeSession.close, sessions)
@@ -265,8 +279,8 @@ def explain(host: Host, by_hand: str, failure: NoAnswer) -> Finding:
         check = "python"
         text = f"there is no {python} on this host{last_words}"
         fix = (
-            "every host needs the same environment at the same path: share the folder, copy it, or "
-            "run launch/setup there in the same place"
+            "every host needs the same environment at the same path: copy it there (`hvdtrain "
+            "stage`), share the folder, or run launch/setup there in the same place"
         )
     elif module := re.search(r"No module named '?(hvdtrain[\w.]*)", stderr):
         check = "hvdtrain"

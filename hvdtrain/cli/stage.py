@@ -1,0 +1,75 @@
+"""`hvdtrain stage`: bring environment and job folder to hosts that have nothing."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
+from hvdtrain.launcher.doctor import failed, format_findings
+from hvdtrain.launcher.ssh import SshSetup, is_local
+from hvdtrain.log import counted, say
+from hvdtrain.topology import Topology
+
+LEFT_OUT = ("runs", "logs", ".git")
+HELP = "copy environment and job folder to hosts that have nothing"
+DESCRIPTION = (
+    "Copy this virtual environment, hvdtrain and the current folder to the same paths on all "
+    "hosts, so that `launch` can start there. Only what has changed is copied, and a copy replaces "
+    "the old one once it is complete. Hosts need SSH, and the Python that the environment was made "
+    "with. Exit code 3: a host cannot take the copies, and none was changed."
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_host_flags(parser, with_interface=False)
+    parser.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="also copy these folders, such as data"
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        metavar="NAME",
+        help=f"do not copy NAME in the current folder (default: {', '.join(LEFT_OUT)}); repeatable",
+    )
+    parser.add_argument(
+        "--remove", action="store_true", help="remove from the hosts what was copied there"
+    )
+
+
+def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
+    """Stage, or remove; return the exit code. Raises UsageError and PreflightError."""
+    from hvdtrain.launcher.staging import stage, trees_of, unstage
+
+    hosts = attempt(problems, lambda: find_hosts(arguments))
+    options = attempt(problems, lambda: ssh_options(arguments))
+    folders = [Path(folder).expanduser().absolute() for folder in arguments["folders"]]
+    problems += [f"{folder}: there is no such folder" for folder in folders if not folder.is_dir()]
+    if hosts == ():
+        problems.append("no hosts are given: name them by --hostfile FILE or -H alpha,beta")
+    if problems or hosts is None or options is None:
+        raise UsageError(*problems)
+    left_out = arguments["leave_out"] or LEFT_OUT
+    trees = trees_of(dict.fromkeys(folders, ()) | {Path.cwd(): left_out})
+    distant = [host for host in hosts if not is_local(host)]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    began_s = time.monotonic()
+    say(f"stage: {', '.join(trees)}; {counted(len(distant), 'other host')}")
+    with SshSetup(hosts, options) as ssh:
+        findings = (unstage if arguments["remove"] else stage)(distant, ssh, trees)
+    if findings:
+        say(format_findings(findings))
+    verdict = "problems found" if failed(findings) else "done"
+    say(f"stage: {verdict} ({time.monotonic() - began_s:.1f} s)")
+    return EXIT_FAILED if failed(findings) else EXIT_OK
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise Stopped, so that started processes are ended."""
+    raise Stopped(number)
