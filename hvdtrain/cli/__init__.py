@@ -16,6 +16,7 @@ from importlib import import_module
 from hvdtrain import __version__
 from hvdtrain.cli.flags import Parser
 from hvdtrain.errors import PreflightError
+from hvdtrain.log import open_missing_streams, report_left_out
 from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
@@ -31,6 +32,7 @@ SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}  # by sys
 
 def main() -> int:
     """Run the command in `sys.argv` and return the exit code."""
+    open_missing_streams()
     topology = Topology()
     try:
         topology = Topology.from_environment()
@@ -41,6 +43,8 @@ def main() -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         return report_failure(error, topology)
+    finally:
+        report_left_out()
 
 
 def refuse_elsewhere(command: str, platform: str) -> None:
