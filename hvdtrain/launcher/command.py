@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launcher.processes import is_writable
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
@@ -96,7 +97,15 @@ def horovodrun_environment(
         or (name.startswith(HOROVODRUN_PREFIXES) and not any(word in name for word in SECRET_WORDS))
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
-    return {**settings, **kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**settings, **_with_usable_tmpdir(kept), "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _with_usable_tmpdir(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without a TMPDIR in which nothing can be written: Open MPI would end
+    there, while Python takes another folder.
+    """
+    usable = is_writable(variables.get("TMPDIR", "/tmp"))
+    return {name: it for name, it in variables.items() if usable or name != "TMPDIR"}
 
 
 def search_path(environment: Mapping[str, str]) -> str:
@@ -174,7 +183,9 @@ def settings_for(
 
 def login_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that belong to a login, of its environment."""
-    return {name: environment[name] for name in LOGIN_NAMES if name in environment}
+    return _with_usable_tmpdir(
+        {name: environment[name] for name in LOGIN_NAMES if name in environment}
+    )
 
 
 def worker_environment(
