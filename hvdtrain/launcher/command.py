@@ -127,7 +127,7 @@ class Controller(NamedTuple):
 
 def find_controller(wanted: str, hosts: int = 1) -> Controller:
     """Return the controller of a job on so many hosts. Raises UsageError for `mpi` without an
-    mpirun that horovodrun can use.
+    mpirun that horovodrun can use, on these hosts.
 
     `auto` selects what was measured to be faster (docs/performance.md): Open MPI within a host,
     also where workers outnumber cores; Gloo over TCP.
@@ -137,6 +137,11 @@ def find_controller(wanted: str, hosts: int = 1) -> Controller:
     if wanted == "auto" and hosts > 1:
         return Controller("gloo", "faster over TCP than Open MPI")
     mpirun = find_mpirun()
+    if hosts > 1 and " " in (mpi_prefix() or ""):
+        raise UsageError(
+            f"--controller=mpi: Open MPI cannot start workers on other hosts from {sys.prefix}, "
+            "which has a space in it; use --controller gloo, or another folder"
+        )
     if mpirun and is_open_mpi(mpirun):
         return Controller("mpi", "faster on one host than Gloo" if wanted == "auto" else "")
     if wanted == "auto":
