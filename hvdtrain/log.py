@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import sys
 import time
 import traceback
@@ -17,20 +19,100 @@ from typing import TextIO
 from hvdtrain.errors import HvdtrainError, Stopped
 from hvdtrain.pulse import Pulse
 
+STALL_S = 60.0  # longest wait for the reader of an output that does not block
+NOTEBOOK = "JPY_PARENT_PID"  # environment variable that Jupyter sets for kernels
+_left_out: dict[int, int] = {}  # descriptor -> lines, since its reader stalled
+
 
 def say(text: str) -> None:
     """Write lines to standard output and flush."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    _write(sys.stdout, text)
 
 
 def complain(text: str) -> None:
     """Write lines to standard error and flush; a failed write is ignored."""
     try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        _write(sys.stderr, text)
     except OSError:
         discard(sys.stderr)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write lines and flush. Nothing is written to a stream that was closed before the start."""
+    if stream is None:
+        return
+    blocks = _blocks(stream)
+    if blocks:
+        stream.write(text + "\n")
+    stream.flush()
+    if not blocks:  # Python's streams would lose what is not accepted at once
+        write_all(stream.fileno(), f"{text}\n".encode(stream.encoding, stream.errors or "strict"))
+
+
+def _blocks(stream: TextIO) -> bool:
+    try:
+        return not isinstance(stream, io.TextIOWrapper) or os.get_blocking(stream.fileno())
+    except (AttributeError, OSError):  # Windows; a stream in memory, or one that is closed
+        return True
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write lines to a file that may not block: a program on the same terminal or pipe can set
+    O_NONBLOCK for all. Raises OSError.
+
+    A reader that accepts nothing is waited for up to STALL_S. The lines left out by then are
+    counted, and their number is written as soon as the reader goes on.
+    """
+    missing = _left_out.pop(descriptor, 0)
+    note = f"\n... {counted(missing, 'line')} not shown: nothing was read for {STALL_S:g} s\n"
+    before = note.encode() if missing else b""
+    if rest := _write_for(descriptor, before + data, 0.0 if missing else STALL_S):
+        is_noted = len(rest) <= len(data)
+        _left_out[descriptor] = rest.count(b"\n") if is_noted else missing + data.count(b"\n")
+
+
+def _write_for(descriptor: int, data: bytes, limit_s: float) -> bytes:
+    """Write until nothing has been accepted for `limit_s`; return the rest."""
+    rest, accepts = memoryview(data), select.poll()
+    accepts.register(descriptor, select.POLLOUT)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            if not accepts.poll(limit_s * 1000):
+                break
+    return bytes(rest)
+
+
+def report_left_out() -> None:
+    """Report on standard error how many lines standard output has not accepted by the end."""
+    if missing := _left_out.get(1):
+        complain(
+            f"hvdtrain: {counted(missing, 'line')} not shown: standard output accepted nothing for "
+            f"{STALL_S:g} s"
+        )
+
+
+def open_missing_streams() -> None:
+    """Open the null device in place of standard streams that were closed before the start (`>&-`).
+
+    Otherwise the next files to be opened would get their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+
+
+def has_screen(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal whose lines can be drawn anew: not a dumb one, one
+    without a size, or that of a notebook.
+    """
+    if not stream.isatty() or NOTEBOOK in os.environ:
+        return False
+    dumb = os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
+    return not dumb and os.get_terminal_size(stream.fileno()).columns > 0
 
 
 def discard(stream: TextIO) -> None:

@@ -8,6 +8,7 @@ nothing that only Linux has: `--help` and `--version` answer on any system.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from argparse import HelpFormatter, RawDescriptionHelpFormatter
@@ -15,7 +16,8 @@ from importlib import import_module
 
 from hvdtrain import __version__
 from hvdtrain.cli.flags import Parser
-from hvdtrain.errors import PreflightError
+from hvdtrain.errors import PreflightError, UsageError
+from hvdtrain.log import open_missing_streams, report_left_out
 from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
@@ -31,16 +33,29 @@ SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}  # by sys
 
 def main() -> int:
     """Run the command in `sys.argv` and return the exit code."""
+    open_missing_streams()
     topology = Topology()
     try:
         topology = Topology.from_environment()
         arguments, unknown = make_parser().parse_known_args()
         refuse_elsewhere(arguments.subcommand, sys.platform)
+        require_folder()
         return int(arguments.run(vars(arguments), arguments.explain(unknown), topology))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
         return report_failure(error, topology)
+    finally:
+        report_left_out()
+
+
+def require_folder() -> None:
+    """Raise UsageError if the working folder has been deleted."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        shown = os.environ.get("PWD", "the working folder")
+        raise UsageError(f"{shown}: has been deleted; change to another folder first") from None
 
 
 def refuse_elsewhere(command: str, platform: str) -> None:

@@ -115,6 +115,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--min-np", type=int, metavar="N", help="restart with N or more workers (default: -np)")
     add("--dry-run", action="store_true", help="print horovodrun's command; contact no host")
+    add("--plain", action="store_true", help="print plain lines, no live view, on a terminal too")
     add("--verbose", action="store_true", help="log details to horovodrun.log; print settings")
     shown = "-- train ... | -- verify | -- bench NAME | -- python SCRIPT ..."
     add("command", nargs=argparse.REMAINDER, metavar=shown, help="run this on every worker")
@@ -312,7 +313,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
             stream.reconfigure(errors="replace")
     started_s = time.time()
     stop = StopRequests()
-    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir)
+    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir, arguments["plain"])
     logs = Logs(launch.log_dir, view.line, launch.logs_follow)
     try:
         workers = counted(launch.plan.workers, "worker")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv, python_path
+from hvdtrain.launcher.processes import is_writable
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
@@ -98,7 +99,15 @@ def horovodrun_environment(
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
     own = {"PATH": path, "PYTHONUNBUFFERED": "1"}
-    return {**settings, **kept, **python_path(environment), **own}
+    return {**settings, **_with_usable_tmpdir(kept), **python_path(environment), **own}
+
+
+def _with_usable_tmpdir(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without a TMPDIR in which nothing can be written: Open MPI would end
+    there, while Python takes another folder.
+    """
+    usable = is_writable(variables.get("TMPDIR", "/tmp"))
+    return {name: it for name, it in variables.items() if usable or name != "TMPDIR"}
 
 
 def search_path(environment: Mapping[str, str]) -> str:
@@ -120,7 +129,7 @@ class Controller(NamedTuple):
 
 def find_controller(wanted: str, hosts: int = 1) -> Controller:
     """Return the controller of a job on so many hosts. Raises UsageError for `mpi` without an
-    mpirun that horovodrun can use.
+    mpirun that horovodrun can use, on these hosts.
 
     `auto` selects what was measured to be faster (docs/performance.md): Open MPI within a host,
     also where workers outnumber cores; Gloo over TCP.
@@ -130,6 +139,11 @@ def find_controller(wanted: str, hosts: int = 1) -> Controller:
     if wanted == "auto" and hosts > 1:
         return Controller("gloo", "faster over TCP than Open MPI")
     mpirun = find_mpirun()
+    if hosts > 1 and " " in (mpi_prefix() or ""):
+        raise UsageError(
+            f"--controller=mpi: Open MPI cannot start workers on other hosts from {sys.prefix}, "
+            "which has a space in it; use --controller gloo, or another folder"
+        )
     if mpirun and is_open_mpi(mpirun):
         return Controller("mpi", "faster on one host than Gloo" if wanted == "auto" else "")
     if wanted == "auto":
@@ -176,7 +190,9 @@ def settings_for(
 
 def login_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that belong to a login, of its environment."""
-    return {name: environment[name] for name in LOGIN_NAMES if name in environment}
+    return _with_usable_tmpdir(
+        {name: environment[name] for name in LOGIN_NAMES if name in environment}
+    )
 
 
 def worker_environment(

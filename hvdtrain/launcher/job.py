@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hvdtrain.errors import EXIT_OK, PreflightError
 from hvdtrain.launcher.addresses import ANYWHERE, interfaces
@@ -28,7 +27,7 @@ from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Preflight, preflight
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.processes import StopRequests
+from hvdtrain.launcher.processes import StopRequests, working_folders
 from hvdtrain.launcher.protocol import Orders, Ticket, remove_ticket
 from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
@@ -176,7 +175,7 @@ class LaunchJob:
         return Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
-            folder=str(Path.cwd()),
+            folders=working_folders(),
             hostname=socket.gethostname(),
             environment={
                 **os.environ,

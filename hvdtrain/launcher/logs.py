@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -10,10 +11,12 @@ from typing import IO
 
 from hvdtrain.errors import UsageError
 from hvdtrain.files import open_kept
+from hvdtrain.log import counted
 
 NOTE = "--- "  # prefix of the launcher's own lines
 START = f"{NOTE}start "
 HOROVODRUN = "horovodrun.log"
+LONGEST_SHOWN = 1 << 16  # characters of a line
 
 
 class Logs:
@@ -28,7 +31,7 @@ class Logs:
         self._follows = follows
         self._show = show
         self._files: dict[int, IO[str]] = {}
-        self._partial: dict[int, str] = {}
+        self._partial: defaultdict[int, _Line] = defaultdict(_Line)
         self._gaps: dict[int, str] = {}  # a newline before the next note where one is missing
         self._lossy = False
         self.shown_ranks: frozenset[int] | None = None  # None: the lines of all ranks are shown
@@ -73,23 +76,22 @@ class Logs:
                 self._files[rank].write(text)
                 self._files[rank].flush()
         self._gaps[rank] = "" if text.endswith("\n") else "\n"
-        *lines, self._partial[rank] = (self._partial.get(rank, "") + text).split("\n")
+        *pieces, rest = text.split("\n")
+        line = self._partial[rank]
+        lines = [line.end(piece) for piece in pieces]
+        line.add(rest)
         return self._shown(rank, lines)
 
     def finish(self, rank: int) -> list[str]:
         """Return the last line of a worker that has ended, if it is unterminated."""
-        rest = self._partial.pop(rank, "")
+        rest = self._partial[rank].end()
         return self._shown(rank, [rest] if rest else [])
 
     def _shown(self, rank: int, lines: list[str]) -> list[str]:
-        shown = []
-        for line in lines:
-            last = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar, which rewrites it
-            # Multi-byte characters may arrive in two pieces.
-            shown.append(last.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-            if self.shown_ranks is None or rank in self.shown_ranks:
-                self._show(rank, shown[-1])
-        return shown
+        if self.shown_ranks is None or rank in self.shown_ranks:
+            for line in lines:
+                self._show(rank, line)
+        return lines
 
     def note(self, text: str) -> None:
         """Write a line of the launcher's own to every file."""
@@ -119,6 +121,38 @@ class Logs:
             if not self._lossy:
                 self._lossy = True
                 self._show(0, f"hvdtrain launch: {self.folder}: logs are lost: {error.strerror}")
+
+
+class _Line:
+    """A line that is arriving, as a terminal would show it: a progress bar rewrites it.
+
+    It has up to LONGEST_SHOWN characters, whatever a worker writes without ending it.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._left_out, self._returned = "", 0, False
+
+    def add(self, text: str) -> None:
+        """Add text without a newline, in time proportional to it."""
+        body = text.rstrip("\r")  # carriage returns at the end do not clear the line
+        _, rewritten, last = body.rpartition("\r")
+        if body:
+            if rewritten or self._returned:
+                self._text, self._left_out = "", 0
+            room = LONGEST_SHOWN - len(self._text)
+            self._text += last[:room]
+            self._left_out += max(0, len(last) - room)
+            self._returned = False
+        self._returned = self._returned or len(body) < len(text)
+
+    def end(self, text: str = "") -> str:
+        """Return the line with this last piece, and begin another."""
+        self.add(text)
+        # Multi-byte characters may have arrived in two pieces.
+        line = self._text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        more = f" ... and {counted(self._left_out, 'character')}" if self._left_out else ""
+        self._text, self._left_out, self._returned = "", 0, False
+        return line + more
 
 
 def _opened(folder: Path, numbered: bool) -> tuple[Path, IO[str]]:

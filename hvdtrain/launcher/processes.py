@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvdtrain.errors import Stopped
+from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.slurm import in_job
 
 # A batch system may signal every process of a job, and the batch script pass its signal on too:
@@ -37,6 +38,40 @@ def own_passwd_entry() -> Any:
         return pwd.getpwuid(os.getuid())
     except KeyError:
         return None
+
+
+def working_folders() -> list[str]:
+    """Return the path of the working folder and, if it was entered through symbolic links, the one
+    with these: other hosts may have only one of the two.
+    """
+    real, shown = str(Path.cwd()), Path(os.environ.get("PWD", ""))
+    linked = str(shown) != real and shown.is_absolute() and shown.is_dir() and shown.samefile(real)
+    return [real, str(shown)] if linked else [real]
+
+
+def is_writable(folder: str) -> bool:
+    """Return whether this user can make files in a folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def programs_folder() -> str:
+    """Return a folder for short-lived programs: that of temporary files, unless it is mounted
+    without permission to execute. Raises PreflightError if no folder allows it.
+    """
+    folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm"]
+    folders += [os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("HOME", "")]
+    tried = list(dict.fromkeys(filter(None, folders)))
+    for folder in tried:
+        if is_writable(folder) and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            return folder
+    raise PreflightError(
+        f"no folder for temporary programs: {', '.join(tried)} cannot be written, or are mounted "
+        "noexec; set TMPDIR to a folder where files can be made and executed"
+    )
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:

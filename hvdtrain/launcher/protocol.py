@@ -221,9 +221,14 @@ class Orders:
 
     token: str  # shared by the launcher and the agents
     command: list[str]  # of each worker
-    folder: str  # working directory of the workers
+    folders: list[str]  # paths of the working directory of the workers, the best first
     hostname: str  # of the machine where launch was called
     environment: dict[str, str]  # the user's, there
+
+    @property
+    def folder(self) -> str:
+        """Return the working directory by the first of its paths that this host has."""
+        return next((it for it in self.folders if Path(it).is_dir()), self.folders[-1])
 
     @property
     def ring_token(self) -> str:

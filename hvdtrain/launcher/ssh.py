@@ -20,7 +20,7 @@ from hvdtrain.horovod_build.runner.any_shell import for_any_shell
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.command import find_mpirun
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.processes import own_passwd_entry, spared_by_slurm
+from hvdtrain.launcher.processes import own_passwd_entry, programs_folder, spared_by_slurm
 from hvdtrain.slurm import in_job
 
 _PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
@@ -76,7 +76,7 @@ class SshSetup:
             self._names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
 
     def __enter__(self) -> SshSetup:
-        self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-")  # mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-", dir=programs_folder())
         self.path = Path(self._folder.name)
         (self.path / "config").write_text(self._configuration(), "utf-8")
         self._write_program("ssh", self._ssh_command(), _KEEP_CHECKING)

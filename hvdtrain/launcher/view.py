@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
-from hvdtrain.log import counted, discard, duration, rate
+from hvdtrain.log import counted, discard, duration, has_screen, rate, write_all
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,10 +26,10 @@ HIDDEN_NAMED = 4
 PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 
 
-def make_view(workers: int, stream: TextIO, logs: Path) -> SteadyView:
-    """Return a live view on a terminal, else plain lines; its methods never block."""
+def make_view(workers: int, stream: TextIO, logs: Path, plain: bool = False) -> SteadyView:
+    """Return a live view on a terminal, unless `plain`, else plain lines; it never blocks."""
     output = cast(TextIO, Output(stream))
-    view = (LiveView if stream.isatty() else PlainView)(workers, output)
+    view = (PlainView if plain or not has_screen(stream) else LiveView)(workers, output)
     return SteadyView(view, stream, logs)
 
 
@@ -168,9 +168,7 @@ class Output:
         self.encoding, self._errors = stream.encoding, stream.errors or "strict"
 
     def write(self, text: str) -> int:
-        data = text.encode(self.encoding, self._errors)
-        while data:
-            data = data[os.write(self._fd, data) :]
+        write_all(self._fd, text.encode(self.encoding, self._errors))
         return len(text)
 
     def flush(self) -> None: ...

@@ -42,7 +42,7 @@ class Job:
         self, command: Sequence[str], login: Mapping[str, str] | None = None, **environment: str
     ) -> Path:
         """Leave the orders where agents look for them; returns the file."""
-        orders = Orders(TOKEN, list(command), str(self.folder), self.hostname, environment)
+        orders = Orders(TOKEN, list(command), [str(self.folder)], self.hostname, environment)
         content = {
             "channel": ["127.0.0.1", self.channel.port],
             "job": JOB,

@@ -155,7 +155,7 @@ def test_secrets_are_in_the_file_alone(job: Job) -> None:
     assert secret.encode() not in shown and TOKEN.encode() not in shown
     own = Path(f"/proc/{worker}/environ").read_bytes()
     assert secret.encode() in own and TOKEN.encode() not in own
-    ring = Orders(TOKEN, [], "", "", {}).ring_token.encode()
+    ring = Orders(TOKEN, [], [""], "", {}).ring_token.encode()
     assert b"%s=%s\0" % (RING_TOKEN.encode(), ring) in own and ring not in shown
     assert not any(ring in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (agent, worker))
 

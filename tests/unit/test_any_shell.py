@@ -6,10 +6,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from hvdtrain.horovod_build.runner.any_shell import for_any_shell, ssh_argv
+from hvdtrain.horovod_build.runner.any_shell import for_any_shell, ssh_argv, with_quoted_folders
 
 COMMANDS = [
     "printf %s plain",
@@ -58,3 +59,17 @@ def test_the_command_of_an_ssh_is_found(arguments: list[str]) -> None:
     decode = ["base64", "-d"]
     text = subprocess.run(decode, input=encoded[1].encode(), capture_output=True, timeout=20)
     assert text.stdout.decode() == command
+
+
+@pytest.mark.parametrize("folder", ["/opt/it's", "/opt/a b/$x", "/opt/plain"])
+def test_the_folder_of_open_mpi_is_one_word(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a shell on another host splits, expands or cannot parse the folder of Open MPI or of
+    Python's environment, which may be one within the other.
+    """
+    monkeypatch.setenv("OPAL_PREFIX", folder)
+    monkeypatch.setattr(sys, "executable", f"{folder}/venv/bin/python")
+    command = f'A={folder} ; B={folder}/venv/bin:"$A" ; printf %s {folder}/lib:"$B"'
+    done = subprocess.run(
+        ["sh", "-c", with_quoted_folders(command)], capture_output=True, text=True, timeout=20
+    )
+    assert (done.stdout, done.stderr) == (f"{folder}/lib:{folder}/venv/bin:{folder}", "")

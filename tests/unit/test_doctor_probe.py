@@ -142,7 +142,9 @@ def test_output_folders(tmp_path: Path) -> None:
 
 def test_every_fact_of_this_machine_is_available(tmp_path: Path) -> None:
     """Fails when a fact breaks here, on an ordinary machine."""
-    found = facts.gather(facts.quick_sources(str(tmp_path)) | facts.slow_sources(str(tmp_path)))
+    found = facts.gather(
+        facts.quick_sources(["/gone", str(tmp_path)]) | facts.slow_sources(str(tmp_path))
+    )
     assert found["errors"] == {}
     values = found["values"]
     assert values["working_directory"] == {"path": str(tmp_path), "usable": True}

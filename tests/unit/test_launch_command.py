@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
@@ -216,6 +217,18 @@ def test_the_controller_is_the_faster_one(
     monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: path)
     monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
     assert find_controller(wanted, hosts) == expected
+
+
+def test_a_space_in_the_folder_of_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Open MPI, which splits such a folder in two, is started on other hosts from it, or
+    refused where no other host is needed.
+    """
+    monkeypatch.setattr("hvdtrain.launcher.command.mpi_prefix", lambda: "/opt/my venv")
+    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: "/opt/my venv/bin/mpirun")
+    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
+    assert find_controller("mpi", 1).name == "mpi"
+    with pytest.raises(UsageError, match="has a space in it; use --controller gloo"):
+        find_controller("mpi", 2)
 
 
 def dry_run(monkeypatch, capsys, *flags: str) -> tuple[list[str], str]:

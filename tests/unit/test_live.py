@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import re
+import struct
 import subprocess
 import sys
 import termios
@@ -19,6 +21,7 @@ from hvdtrain.launcher import view as live
 from hvdtrain.launcher.ranks import Rank
 from hvdtrain.launcher.supervise import Watch
 from hvdtrain.launcher.view import LiveView, PlainView, headline, make_view, render, slow_ranks
+from hvdtrain.log import NOTEBOOK
 
 FIGURES = {"epoch": 2, "loss": 0.12345, "samples_per_s": 2033.4, "step_s": 0.5, "total_steps": 230}
 
@@ -192,7 +195,8 @@ def test_nobody_waits_for_the_terminal(terminal: bool, monkeypatch: pytest.Monke
     has left out once somebody reads.
     """
     monkeypatch.setenv("TERM", "xterm")
-    reading, writing = os.openpty() if terminal else os.pipe()
+    monkeypatch.delenv(NOTEBOOK, raising=False)
+    reading, writing = open_terminal() if terminal else os.pipe()
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
         view = make_view(12, stream, Path("LOGS"))
         view.notice("2 workers")
@@ -222,6 +226,13 @@ def test_nobody_waits_for_the_terminal(terminal: bool, monkeypatch: pytest.Monke
     assert text.count("own s/step") < 10
 
 
+def open_terminal(columns: int = 90) -> tuple[int, int]:
+    """The two ends of a terminal of this width."""
+    reading, writing = os.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    return reading, writing
+
+
 def read_all(fd: int, into: list[bytes]) -> None:
     """To the end; that of a terminal is an error."""
     with suppress(OSError):
@@ -229,15 +240,32 @@ def read_all(fd: int, into: list[bytes]) -> None:
             into.append(data)
 
 
-def test_a_terminal_gets_the_live_view(monkeypatch, tmp_path: Path) -> None:
-    """Fails when a pipe gets escape sequences, or a terminal plain lines."""
-    monkeypatch.setattr(live, "LiveView", lambda workers, output: "live")
-    with (tmp_path / "out").open("w") as stream:
-        assert isinstance(make_view(4, stream, tmp_path).view, PlainView)
-        monkeypatch.setattr(live, "Output", lambda stream: stream)
-        terminal = io.StringIO()
-        monkeypatch.setattr(terminal, "isatty", lambda: True)
-        assert make_view(4, terminal, tmp_path).view == "live"
+@pytest.mark.parametrize(
+    ("variables", "columns", "plain", "expected"),
+    [
+        ({}, 90, False, LiveView),
+        ({}, 90, True, PlainView),
+        ({"TERM": "dumb"}, 90, False, PlainView),
+        ({"TERM": ""}, 90, False, PlainView),
+        ({NOTEBOOK: "77"}, 90, False, PlainView),
+        ({}, 0, False, PlainView),
+        ({}, None, False, PlainView),
+    ],
+    ids=["terminal", "--plain", "dumb", "no TERM", "notebook", "no size", "pipe"],
+)
+def test_where_the_live_view_is(variables, columns, plain, expected, monkeypatch) -> None:
+    """Fails when a pipe, a notebook or a terminal that cannot draw a line anew gets escape
+    sequences, or a terminal that can gets plain lines unasked.
+    """
+    monkeypatch.delenv(NOTEBOOK, raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    reading, writing = os.pipe() if columns is None else open_terminal(columns)
+    with os.fdopen(writing, "w") as stream:
+        view = make_view(4, stream, Path("LOGS"), plain)
+        view.close()
+    os.close(reading)
+    assert type(view.view) is expected
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["| head", "2>&1 | head"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launcher.logs import START, Logs
+from hvdtrain.launcher.logs import LONGEST_SHOWN, START, Logs
 
 Shown = list[tuple[int, str]]
 
@@ -89,6 +90,32 @@ def test_of_progress_bars_the_last_state_is_shown(logs: Logs, shown: Shown) -> N
     logs.write(0, bar)
     assert shown == [(0, "100%"), (0, " 1%"), (0, "plain")]
     assert logs.path(0).read_bytes() == bar.encode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["\r" + "#" * 5000 + f"{n:6}" for n in range(4000)], "#" * 5000 + "  3999"),
+        (["ab" * 20_000 for _ in range(500)], "ab" * 32_768 + " ... and 19,934,464 characters"),
+        (["x" * 99_999, "\rshort"], "short"),
+        (["whole", "\r", "\r"], "whole"),
+        (["a\r", "b", "c\r\r"], "bc"),
+    ],
+    ids=["bar", "no end", "rewritten", "returned twice", "in pieces"],
+)
+def test_a_line_that_does_not_end(
+    pieces: list[str], expected: str, logs: Logs, shown: Shown
+) -> None:
+    """Fails when what has arrived of a line is copied at each piece of it (20 MB then take minutes)
+    or kept whole, what is left out is not counted, or a log lacks a byte.
+    """
+    began_s, longest = time.process_time(), 0
+    for piece in pieces:
+        assert logs.write(2, piece) == []
+        longest = max(longest, len(logs._partial[2]._text))
+    assert logs.finish(2) == [expected] and shown == [(2, expected)]
+    assert longest <= LONGEST_SHOWN and time.process_time() - began_s < 10
+    assert logs.path(2).read_bytes() == "".join(pieces).encode()
 
 
 def test_notes_go_into_every_file(logs: Logs) -> None:

@@ -8,7 +8,10 @@ its PATH, where rbash takes no path of a program. A part of Horovod (`horovod/ru
 
 import base64
 import os
+import re
+import shlex
 import sys
+from pathlib import Path
 
 SSH_ENDED = "ssh to "  # what horovodrun's line on a failed connection begins with
 WITH_VALUE = "BbcDEeFIiJLlmOoPpQRSWw"  # options of ssh that take a value
@@ -27,7 +30,19 @@ def ssh_argv(arguments: list[str]) -> list[str]:
         option = arguments[at]
         at += 2 if option[-1] in WITH_VALUE and len(option) == 2 else 1
     before, command = arguments[: at + 1], arguments[at + 1 :]
+    command[:1] = map(with_quoted_folders, command[:1])
     return ["ssh", *before, *([for_any_shell(" ".join(command))] if command else [])]
+
+
+def with_quoted_folders(command: str) -> str:
+    """Return a command of Open MPI with its folder, which it does not quote, as the shell needs it.
+
+    The folder is that of OPAL_PREFIX, or that of this Python's environment.
+    """
+    folders = {str(Path(sys.executable).parents[1]), os.environ.get("OPAL_PREFIX")}
+    longest_first = sorted(filter(None, folders), key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first))
+    return re.sub(pattern, lambda found: shlex.quote(found[0]), command)
 
 
 if __name__ == "__main__":

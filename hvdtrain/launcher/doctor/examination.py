@@ -31,6 +31,7 @@ from hvdtrain.launcher.doctor.facts import gather, quick_sources
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, try_ring
 from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, explain, on_all, open_sessions
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.processes import working_folders
 from hvdtrain.launcher.protocol import Ticket
 from hvdtrain.launcher.ssh import SshSetup
 
@@ -85,9 +86,9 @@ def _begin(
 ) -> tuple[dict[str, Facts], list[Finding]]:
     """Send the first request to all hosts; return the facts, and the findings of the quick part."""
     deadline = time.monotonic() + timeout_s
-    folder = str(Path.cwd())
+    folders = working_folders()
     addresses = [address for _, address in interfaces()]
-    request = {"working_directory": folder, "addresses": addresses, **request}
+    request = {"working_directory": folders, "addresses": addresses, **request}
 
     def ask(session: ProbeSession) -> Facts | Finding:
         try:
@@ -100,7 +101,7 @@ def _begin(
     failures = [answer for answer in answers.values() if isinstance(answer, Finding)]
     if not facts:
         return facts, failures
-    here = Facts(**gather(quick_sources(folder)))  # this machine may be none of the hosts
+    here = Facts(**gather(quick_sources(folders)))  # this machine may be none of the hosts
     noise = {host: sessions[host].noise for host in facts if not sessions[host].local}
     named = {host for host, session in sessions.items() if session.host.user}
     return facts, [

@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ def gather(sources: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]
     return {"values": values, "errors": errors}
 
 
-def quick_sources(folder: str) -> Sources:
-    """Return the sources of the quick part. `folder`: where workers will be started."""
+def quick_sources(folders: Sequence[str]) -> Sources:
+    """Return the sources of the quick part. `folders`: paths of the one where workers will be
+    started, the best first.
+    """
+    found = [it for it in folders if Path(it).is_dir() and os.access(it, os.X_OK)]
     return {
         "hostname": socket.gethostname,
         "machine": machine,
@@ -66,10 +69,7 @@ def quick_sources(folder: str) -> Sources:
         "horovodrun": lambda: shutil.which("horovodrun"),
         "mpirun": lambda: shutil.which("mpirun"),
         "user": user,
-        "working_directory": lambda: {
-            "path": folder,
-            "usable": Path(folder).is_dir() and os.access(folder, os.X_OK),
-        },
+        "working_directory": lambda: {"path": [*found, folders[-1]][0], "usable": bool(found)},
         "cores": lambda: {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory": memory,
         "cgroup": cgroup_limits,
