@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.errors import HvdtrainError
 
 NATIVE = Path(__file__).with_name("native")  # files of ours, added to `horovod/common`
-ADDED = ("last_asked.h", "sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
+ADDED = ("waiting.h", "sleeping_mpi.h", "shared_memory.h", "gloo_by_host.h")
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -78,6 +78,37 @@ _BY_HOST = (
     "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
 )
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
+_STALLED = (
+    "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread ends "
+    "without MPI's collectives, in which it would wait for that rank for ever"
+)
+_STALL_IN_OPERATION = """\
+  } catch (const Stalled& stalled) {
+    for (auto& e : entries) {
+      e.FinishWithCallback(Status::UnknownError(stalled.what()));
+    }
+    throw;
+"""
+_STALL_ENDS_LOOP = """\
+  } catch (const Stalled& stalled) {
+    LOG(ERROR, horovod_global.global_controller->GetRank()) << stalled.what();
+    state.shut_down = true;
+    for (auto id : state.process_set_table.Ids()) {
+      state.process_set_table.Get(id).tensor_queue.FinalizeTensorQueue(
+          Status::UnknownError(stalled.what()));
+    }
+    return;
+"""
+_OPERATION_FAILS = """\
+  } catch (const std::exception& ex) {
+    LOG(DEBUG, horovod_global.global_controller->GetRank())
+        << "ExecuteOperation Failed";
+"""
+_LOOP_FAILS = """\
+  } catch (const std::exception& ex) {
+    LOG(ERROR, horovod_global.global_controller->GetRank())
+        << "Horovod background loop uncaught exception: " << ex.what();
+"""
 # Without an operation of this rank none can begin on any other, but for those of process sets
 # without it. The limit is how late a shutdown can be noticed, here or on another rank.
 _SLEEP_WHILE_IDLE = """\
@@ -105,7 +136,7 @@ def _sleeping_controller(operation: str) -> Edit:
         "horovod/common/mpi/mpi_controller.cc",
         "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::WaitFor::kRanks)\n"
+        "SleepingMpi(mpi_ctx_.mpi_comm, WaitFor::kRanks)\n"
         f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
@@ -311,7 +342,7 @@ EDITS = (
     std::memcpy(buffer_data, fused_input_data, buffer_len);
   }
   int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       SleepingMpi::WaitFor::kMessages)
+                       WaitFor::kMessages)
                .Allreduce(buffer_data, num_elements,
                           mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
 """,
@@ -363,9 +394,22 @@ EDITS = (
         _BY_HOST,
     ),
     Edit(
+        "horovod/common/operations.cc",
+        '#include "utils/env_parser.h"\n',
+        '#include "utils/env_parser.h"\n#include "waiting.h"\n',
+        _STALLED,
+    ),
+    Edit(
+        "horovod/common/operations.cc",
+        _OPERATION_FAILS,
+        _STALL_IN_OPERATION + _OPERATION_FAILS,
+        _STALLED,
+    ),
+    Edit("horovod/common/operations.cc", _LOOP_FAILS, _STALL_ENDS_LOOP + _LOOP_FAILS, _STALLED),
+    Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
-        '#include "handle_manager.h"\n#include "../common/last_asked.h"\n',
+        '#include "handle_manager.h"\n#include "../common/waiting.h"\n',
         _ASKED,
     ),
     Edit(
