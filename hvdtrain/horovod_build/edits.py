@@ -79,8 +79,8 @@ _BY_HOST = (
 )
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
 _STALLED = (
-    "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread ends "
-    "without MPI's collectives, in which it would wait for that rank for ever"
+    "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread "
+    "ends without MPI's collectives, in which it would wait for that rank for ever"
 )
 _STALL_IN_OPERATION = """\
   } catch (const Stalled& stalled) {
