@@ -12,7 +12,7 @@ from hvdtrain.errors import HvdtrainError
 
 # Files of ours that are added, and where.
 ADDED = {
-    "native/last_asked.h": "horovod/common",
+    "native/waiting.h": "horovod/common",
     "native/sleeping_mpi.h": "horovod/common",
     "native/shared_memory.h": "horovod/common",
     "native/gloo_by_host.h": "horovod/common",
@@ -92,6 +92,37 @@ _ONE_CONNECTION = (
     "one ssh a worker, all at once, is more than sshd lets in (MaxStartups): 9 of 32 are refused"
 )
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
+_STALLED = (
+    "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread "
+    "ends without MPI's collectives, in which it would wait for that rank for ever"
+)
+_STALL_IN_OPERATION = """\
+  } catch (const Stalled& stalled) {
+    for (auto& e : entries) {
+      e.FinishWithCallback(Status::UnknownError(stalled.what()));
+    }
+    throw;
+"""
+_STALL_ENDS_LOOP = """\
+  } catch (const Stalled& stalled) {
+    LOG(ERROR, horovod_global.global_controller->GetRank()) << stalled.what();
+    state.shut_down = true;
+    for (auto id : state.process_set_table.Ids()) {
+      state.process_set_table.Get(id).tensor_queue.FinalizeTensorQueue(
+          Status::UnknownError(stalled.what()));
+    }
+    return;
+"""
+_OPERATION_FAILS = """\
+  } catch (const std::exception& ex) {
+    LOG(DEBUG, horovod_global.global_controller->GetRank())
+        << "ExecuteOperation Failed";
+"""
+_LOOP_FAILS = """\
+  } catch (const std::exception& ex) {
+    LOG(ERROR, horovod_global.global_controller->GetRank())
+        << "Horovod background loop uncaught exception: " << ex.what();
+"""
 # Without an operation of this rank none can begin on any other, but for those of process sets
 # without it. The limit is how late a shutdown can be noticed, here or on another rank.
 _SLEEP_WHILE_IDLE = """\
@@ -157,7 +188,7 @@ def _sleeping_controller(operation: str) -> Edit:
         "horovod/common/mpi/mpi_controller.cc",
         "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
         f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, SleepingMpi::WaitFor::kRanks)\n"
+        "SleepingMpi(mpi_ctx_.mpi_comm, WaitFor::kRanks)\n"
         f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
         _SPINNING,
     )
@@ -373,7 +404,7 @@ EDITS = (
     std::memcpy(buffer_data, fused_input_data, buffer_len);
   }
   int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       SleepingMpi::WaitFor::kMessages)
+                       WaitFor::kMessages)
                .Allreduce(buffer_data, num_elements,
                           mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
 """,
@@ -507,9 +538,22 @@ EDITS = (
         _ONE_CONNECTION,
     ),
     Edit(
+        "horovod/common/operations.cc",
+        '#include "utils/env_parser.h"\n',
+        '#include "utils/env_parser.h"\n#include "waiting.h"\n',
+        _STALLED,
+    ),
+    Edit(
+        "horovod/common/operations.cc",
+        _OPERATION_FAILS,
+        _STALL_IN_OPERATION + _OPERATION_FAILS,
+        _STALLED,
+    ),
+    Edit("horovod/common/operations.cc", _LOOP_FAILS, _STALL_ENDS_LOOP + _LOOP_FAILS, _STALLED),
+    Edit(
         "horovod/torch/handle_manager.cc",
         '#include "handle_manager.h"\n',
-        '#include "handle_manager.h"\n#include "../common/last_asked.h"\n',
+        '#include "handle_manager.h"\n#include "../common/waiting.h"\n',
         _ASKED,
     ),
     Edit(

@@ -73,9 +73,9 @@ def cases(dtype: str, size: int) -> list[tuple[int, Make, str, bool]]:
 
 
 def shares_memory() -> bool:
-    """Whether Horovod has mapped memory of the ranks of a host, of which no file is left."""
+    """Whether Horovod has mapped memory of the ranks of a host, of which there is no file."""
     maps = Path("/proc/self/maps").read_text()
-    return re.search(r"/dev/shm/horovod-\S+ \(deleted\)", maps) is not None
+    return re.search(r"/memfd:horovod-\S+ \(deleted\)", maps) is not None
 
 
 def main() -> int:

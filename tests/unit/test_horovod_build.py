@@ -82,7 +82,7 @@ def test_a_build_without_mpi_says_so() -> None:
     assert [edit.new.count("return True") for edit in differing] == [2, 1]
     assert "def mpi_built(verbose=False):\n    return False\n" in differing[1].new
     assert not any('sleeping_mpi.h"' in edit.new for edit in without if "/mpi" not in edit.path)
-    assert "mpi.h" not in (OWN / "native" / "last_asked.h").read_text()
+    assert "mpi.h" not in (OWN / "native" / "waiting.h").read_text()
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])

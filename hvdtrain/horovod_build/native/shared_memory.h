@@ -11,17 +11,17 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
+#include <string>
 
 #include "mpi.h"
 
@@ -35,18 +35,20 @@ public:
   // How many pieces a rank has handed out, added and taken since the memory was made.
   struct alignas(64) Progress {
     std::atomic<int64_t> handed_out, added, taken;
+    static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock is of one process only");
   };
 
-  // Collective: return the memory of a communicator's ranks; null on all of them if they are not on
-  // one host, if it lacks memory, or with HOROVOD_MPI_SHARED_MEMORY=0. It lives as long as the
-  // communicator.
-  static SharedMemory* Of(MPI_Comm comm) {
+  // Collective: return the memory of a communicator's ranks; null on all of them if they do not see
+  // each other's processes, as on several hosts, if memory is short, or with
+  // HOROVOD_MPI_SHARED_MEMORY=0. It lives as long as the communicator. `agree`: reduces a few values
+  // over all ranks.
+  template <typename Agree> static SharedMemory* Of(MPI_Comm comm, Agree agree) {
     static const int key = NewKey();
     void* found;
     int is_known;
     MPI_Comm_get_attr(comm, key, &found, &is_known);
     if (!is_known) {
-      found = new SharedMemory(comm);
+      found = new SharedMemory(comm, agree);
       MPI_Comm_set_attr(comm, key, found);
     }
     auto memory = static_cast<SharedMemory*>(found);
@@ -69,41 +71,37 @@ public:
   int64_t pieces_before = 0; // of all earlier sums
 
 private:
-  static constexpr int64_t kMostBytes = 16 << 20;       // Docker gives a container 64 MiB
+  static constexpr int64_t kMostBytes = 16 << 20;
   static constexpr int64_t kLongestPieceBytes = 1 << 18; // pieces stay in a core's cache
   static constexpr int64_t kShortestPieceBytes = 1 << 12;
 
-  explicit SharedMemory(MPI_Comm comm) {
+  // A file in memory, which is gone with the last process that has it, however that ends.
+  struct File {
+    char name[48], path[48]; // the path is empty if there is none
+  };
+
+  template <typename Agree> SharedMemory(MPI_Comm comm, Agree agree) {
     int rank;
     MPI_Comm_rank(comm, &rank);
     MPI_Comm_size(comm, &size_);
     int64_t places = kRows * size_ * size_;
     piece_bytes_ = std::min(kLongestPieceBytes, kMostBytes / places / 64 * 64);
     bytes_ = size_ * sizeof(Progress) + places * piece_bytes_;
-    char path[64] = ""; // of a file that is in memory
-    int file = -1;
-    if (IsWanted(comm) && rank == 0) {
-      auto now = std::chrono::system_clock::now().time_since_epoch().count();
-      std::snprintf(path, sizeof(path), "/dev/shm/horovod-%d-%lld", getpid(), (long long)now);
-      file = MakeFile(path, bytes_);
-      if (file < 0) {
-        *path = 0;
-      }
-    }
-    MPI_Bcast(path, sizeof(path), MPI_CHAR, 0, comm);
-    if (rank != 0 && *path) {
-      file = open(path, O_RDWR | O_CLOEXEC);
+    File shared{};
+    int file = rank == 0 && IsWanted() ? Make(shared) : -1;
+    agree(&shared, sizeof(shared), MPI_BYTE, MPI_BOR);
+    if (rank != 0) {
+      file = Open(shared);
     }
     void* begin = MAP_FAILED;
     if (file >= 0) {
       begin = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-      close(file);
     }
     begin_ = begin == MAP_FAILED ? nullptr : static_cast<char*>(begin);
     int all_have_it = begin_ != nullptr;
-    MPI_Allreduce(MPI_IN_PLACE, &all_have_it, 1, MPI_INT, MPI_MIN, comm);
-    if (rank == 0 && *path) {
-      unlink(path); // the memory goes with the last rank, however it ends
+    agree(&all_have_it, 1, MPI_INT, MPI_MIN);
+    if (file >= 0) { // the others have opened it
+      close(file);
     }
     if (!all_have_it) {
       Release();
@@ -112,41 +110,38 @@ private:
 
   ~SharedMemory() { Release(); }
 
-  // Collective: whether rank 0 is to make the memory.
-  bool IsWanted(MPI_Comm comm) const {
+  bool IsWanted() const {
     const char* chosen = std::getenv("HOROVOD_MPI_SHARED_MEMORY");
-    MPI_Comm host;
-    int on_host;
-    MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_size(host, &on_host);
-    MPI_Comm_free(&host);
-    return on_host == size_ && size_ > 1 && piece_bytes_ >= kShortestPieceBytes &&
+    return size_ > 1 && piece_bytes_ >= kShortestPieceBytes &&
            !(chosen && std::strcmp(chosen, "0") == 0);
   }
 
-  // Return a new file of so many bytes, or -1 where they would not leave as many to others, such as
-  // Open MPI and processes that read data.
-  static int MakeFile(const char* path, int64_t bytes) {
-    int file = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  // Return a new file with memory of its own, or -1.
+  int Make(File& made) const {
+    std::random_device random;
+    std::snprintf(made.name, sizeof(made.name), "horovod-%08x%08x", random(), random());
+    int file = memfd_create(made.name, MFD_CLOEXEC), error;
     if (file < 0) {
       return -1;
     }
-    struct statvfs room;
-    int error = fstatvfs(file, &room);
-    if (!error && room.f_blocks > 0 && int64_t(room.f_bavail * room.f_frsize) < 2 * bytes) {
-      error = ENOSPC;
-    }
-    if (!error) {
-      do {
-        error = posix_fallocate(file, 0, bytes);
-      } while (error == EINTR);
-    }
+    do {
+      error = posix_fallocate(file, 0, bytes_);
+    } while (error == EINTR);
     if (error) {
       close(file);
-      unlink(path);
       return -1;
     }
+    std::snprintf(made.path, sizeof(made.path), "/proc/%d/fd/%d", getpid(), file);
     return file;
+  }
+
+  // Return the file that another rank has made, or -1, as on another host, where the path is that of
+  // another process.
+  static int Open(const File& made) {
+    char found[sizeof(made.name) + 32];
+    auto length = std::max<ssize_t>(0, readlink(made.path, found, sizeof(found)));
+    bool is_it = std::string(found, length) == "/memfd:" + std::string(made.name) + " (deleted)";
+    return is_it ? open(made.path, O_RDWR | O_CLOEXEC) : -1;
   }
 
   void Release() {

@@ -15,74 +15,58 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <thread>
+#include <utility>
 #include <vector>
 
-#include "last_asked.h"
 #include "mpi.h"
 #include "shared_memory.h"
+#include "waiting.h"
 
 namespace horovod {
 namespace common {
 
 class SleepingMpi {
 public:
-  enum class WaitFor { kRanks, kMessages };
-
   SleepingMpi(MPI_Comm comm, WaitFor wait_for) : comm_(comm), wait_for_(wait_for) {
     MPI_Comm_rank(comm, &rank_);
     MPI_Comm_size(comm, &size_);
   }
 
   // Collective: reduce `values` over all ranks, in place. `op` must be commutative. (Which rank's NaN
-  // a minimum or maximum keeps, or which zero, depends on the way.)
+  // a minimum or maximum keeps, or which zero, depends on the way.) Throws Stalled.
   int Allreduce(void* values, int64_t count, MPI_Datatype type, MPI_Op op) {
-    values_ = static_cast<char*>(values);
-    type_ = type;
-    op_ = op;
-    int item_bytes;
-    MPI_Type_size(type, &item_bytes);
-    item_bytes_ = item_bytes;
-    if (count < size_ || count * item_bytes <= kFewBytes * size_) {
+    Take(values, type, op);
+    if (count < size_ || count * item_bytes_ <= kFewBytes * size_) {
       Double(count);
       return code_;
     }
     // Sums of bits, for which ranks are waited for, are never so long.
-    SharedMemory* memory = wait_for_ == WaitFor::kMessages ? SharedMemory::Of(comm_) : nullptr;
+    auto agree = [&](void* few, int64_t many, MPI_Datatype of, MPI_Op by) {
+      SleepingMpi agreement(comm_, wait_for_);
+      agreement.Take(few, of, by);
+      agreement.Double(many);
+    };
+    SharedMemory* memory =
+        wait_for_ == WaitFor::kMessages ? SharedMemory::Of(comm_, agree) : nullptr;
     memory ? InMemory(count, *memory) : Ring(count);
     return code_;
   }
 
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
+  // Each message is waited for by itself: a long one makes progress that cannot be seen.
+  static constexpr int64_t kLongestMessageBytes = 1 << 24;
   static constexpr int64_t kAhead = 2; // pieces
   static_assert(kAhead < SharedMemory::kRows, "a rank would wait for itself");
   static constexpr int kTag = 1601;
-  static constexpr long long kShortestUs = 50, kAskedAgainUs = 3000;
 
-  // How long a rank looks all the time, and how long it sleeps at the most after that.
-  struct Patience {
-    long long spin_us, longest_us;
-  };
-
-  Patience Now() const {
-    if (wait_for_ == WaitFor::kRanks) { // which compute
-      return {50, 1000};
-    }
-    // The computing thread leaves its core to this one while it asks for the result. Each sleep
-    // costs a wake-up then, and a rank with a core of its own sends a piece in 0.1 ms.
-    bool is_free = NowUs() - LastAskedUs() < kAskedAgainUs;
-    return {is_free ? (HasOwnCore() ? 2000 : 200) : 50, 250};
-  }
-
-  static bool HasOwnCore() {
-    static const char* ranks = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
-    static const bool has = !ranks || std::atoll(ranks) <= std::thread::hardware_concurrency();
-    return has;
+  void Take(void* values, MPI_Datatype type, MPI_Op op) {
+    values_ = static_cast<char*>(values);
+    type_ = type;
+    op_ = op;
+    MPI_Type_size(type, &item_bytes_);
   }
 
   void Double(int64_t count) {
@@ -139,7 +123,7 @@ private:
         receive(number);
       }
       for (size_t number = 0; number < pieces.size(); ++number) {
-        Await(1, &arriving[number % 2]);
+        Await(arriving[number % 2], left);
         MPI_Reduce_local(scratch + number % 2 * piece * item_bytes_, pieces[number].first,
                          pieces[number].second, type_, op_);
         if (number + 2 < pieces.size()) {
@@ -149,7 +133,7 @@ private:
       Await();
     }
     for (int step = 0; step < size_ - 1; ++step) {
-      int64_t most = int64_t(1) << 30; // items of one message
+      int64_t most = kLongestMessageBytes / item_bytes_;
       ForPieces(count, rank_ - step, most,
                 [&](char* at, int items) { Begin(MPI_Irecv, at, items, left); });
       ForPieces(count, rank_ - step + 1, most,
@@ -168,14 +152,15 @@ private:
       return memory.Place(rank, before + number, block);
     };
     auto until = [&](std::atomic<int64_t>& progress, int64_t number) {
-      AwaitUntil([&] {
+      auto is_done = [&] {
         if (progress.load(std::memory_order_acquire) > before + number) {
           return true;
         }
         int is_there; // Open MPI may have kept a message of an earlier operation back, until asked
         MPI_Iprobe(MPI_ANY_SOURCE, kTag, comm_, &is_there, MPI_STATUS_IGNORE);
         return false;
-      });
+      };
+      AwaitUntil(wait_for_, is_done, [&] { return InWorld(LeastAdvanced(memory)); });
     };
     auto note = [&](std::atomic<int64_t>& progress) {
       progress.fetch_add(1, std::memory_order_release);
@@ -246,39 +231,54 @@ private:
   }
 
   template <typename Call> void Begin(Call call, char* at, int64_t items, int other) {
-    requests_.emplace_back();
-    call(at, static_cast<int>(items), type_, other, kTag, comm_, &requests_.back());
+    messages_.emplace_back(MPI_REQUEST_NULL, other);
+    call(at, static_cast<int>(items), type_, other, kTag, comm_, &messages_.back().first);
   }
 
   // Wait for all messages that have begun.
   void Await() {
-    Await(static_cast<int>(requests_.size()), requests_.data());
-    requests_.clear();
+    for (auto& [request, other] : messages_) {
+      Await(request, other);
+    }
+    messages_.clear();
   }
 
   // After an error nothing is waited for any more.
-  void Await(int count, MPI_Request* requests) {
-    AwaitUntil([&] {
+  void Await(MPI_Request& request, int other) {
+    auto is_done = [&] {
       int done = code_ != MPI_SUCCESS;
       if (!done) {
-        code_ = MPI_Testall(count, requests, &done, MPI_STATUSES_IGNORE);
+        code_ = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
       }
       return done || code_ != MPI_SUCCESS;
-    });
+    };
+    AwaitUntil(wait_for_, is_done, [&] { return InWorld(other); });
   }
 
-  template <typename IsDone> void AwaitUntil(IsDone is_done) {
-    long long began_us = NowUs();
-    while (!is_done()) {
-      long long waited_us = NowUs() - began_us;
-      Patience patience = Now();
-      if (waited_us < patience.spin_us) {
-        std::this_thread::yield();
-      } else {
-        auto rest_us = std::max(kShortestUs, std::min(patience.longest_us, waited_us / 8));
-        std::this_thread::sleep_for(std::chrono::microseconds(rest_us));
+  // The rank for which all others wait: each wait is for what every rank does earlier in a sum.
+  int LeastAdvanced(SharedMemory& memory) {
+    int64_t least = INT64_MAX;
+    int found = rank_;
+    ForOthers([&](int rank) {
+      auto& of = memory.ProgressOf(rank);
+      if (int64_t done = of.handed_out + of.added + of.taken; done < least) {
+        least = done;
+        found = rank;
       }
-    }
+    });
+    return found;
+  }
+
+  // The number that a rank of this communicator has among all.
+  int InWorld(int rank) const {
+    MPI_Group own, world;
+    MPI_Comm_group(comm_, &own);
+    MPI_Comm_group(MPI_COMM_WORLD, &world);
+    int found;
+    MPI_Group_translate_ranks(own, 1, &rank, world, &found);
+    MPI_Group_free(&own);
+    MPI_Group_free(&world);
+    return found;
   }
 
   char* Scratch(int64_t items) {
@@ -291,12 +291,11 @@ private:
 
   MPI_Comm comm_;
   WaitFor wait_for_;
-  int rank_, size_, code_ = MPI_SUCCESS;
+  int rank_, size_, item_bytes_ = 0, code_ = MPI_SUCCESS;
   char* values_ = nullptr;
   MPI_Datatype type_ = MPI_DATATYPE_NULL;
   MPI_Op op_ = MPI_OP_NULL;
-  int64_t item_bytes_ = 0;
-  std::vector<MPI_Request> requests_;
+  std::vector<std::pair<MPI_Request, int>> messages_; // each with the other rank
 };
 
 } // namespace common

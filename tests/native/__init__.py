@@ -1,0 +1,1 @@
+"""The sums of our Horovod between threads as ranks, under ThreadSanitizer: see protocols.cpp."""
