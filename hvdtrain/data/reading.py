@@ -25,8 +25,8 @@ from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
 from hvdtrain.errors import TrainingError
-from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.interpreter import started_elsewhere
+from hvdtrain.pulse import STOP_SIGNALS
 
 READER_GRACE_S = 120.0  # for the trainer to save and end after a SIGTERM to all processes
 Key = tuple[int, int]  # sample, epoch

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build.edits import NATIVE
 from hvdtrain.ring import orders
-from tests.native.build import compile_protocols
+from tests.native.build import NATIVE, compile_protocols
 
 LIMIT_S = 100
 
