@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,16 @@ LAUNCH = f"{CLI} launch -np 1 --controller=gloo -- python -c 'raise SystemExit(4
 SAYING = """
 import os, sys
 from hvdtrain import log
-stream, log.STALL_S, count = getattr(log, sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+from hvdtrain.launcher.view import make_view
+log.STALL_S, count = float(sys.argv[2]), int(sys.argv[3])
+view = make_view(1, sys.stdout, "LOGS")
+stream = getattr(log, sys.argv[1], lambda text: view.line(0, text))
 for number in range(count):
     if number == count - 1:
-        os.write(2 if stream is log.say else 1, b"waiting\\n")
+        os.write(1 if stream is log.complain else 2, b"waiting\\n")
         sys.stdin.readline()
     stream(f"{number:5} " + "x" * 99)
+view.close()
 log.report_left_out()
 """
 COUNT = 4000  # lines: several times what a pipe holds
@@ -60,8 +65,10 @@ def test_a_closed_stream(words: str, closed: str, code: int, tmp_path: Path) -> 
     assert not any(b"hvdtrain launch:" in path.read_bytes() for path in files)
 
 
-@pytest.mark.parametrize("reader", ["late", "stalled", "gone"])
-@pytest.mark.parametrize("function", ["say", "complain"])
+@pytest.mark.parametrize(
+    ("function", "reader"),
+    [*product(("say", "complain"), ("late", "stalled", "gone")), ("view", "late")],
+)
 def test_an_output_that_does_not_block(function: str, reader: str) -> None:
     """Fails when lines are lost because a program on the same pipe has set O_NONBLOCK, a reader
     that stalls is waited for without end, the number of lines that it missed is wrong or missing,
@@ -70,13 +77,13 @@ def test_an_output_that_does_not_block(function: str, reader: str) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    both["stdout" if function == "say" else "stderr"] = writing
+    both["stderr" if function == "complain" else "stdout"] = writing
     limit_s = 60 if reader == "late" else 0.2
     words = [sys.executable, "-c", SAYING, function, str(limit_s), str(COUNT)]
     with subprocess.Popen(words, text=True, **both) as process:  # type: ignore[call-overload]
         os.close(writing)
         try:
-            other = process.stderr if function == "say" else process.stdout
+            other = process.stdout if function == "complain" else process.stderr
             if reader == "late":
                 time.sleep(0.5)
             else:
