@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hvdtrain
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher import receiver
 from hvdtrain.launcher.doctor import THIS_MACHINE, Facts, Finding, failed, format_findings
@@ -37,6 +36,7 @@ from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import counted, duration, say
 
 CHECK = "stage"
+PACKAGE = Path(__file__).parents[1]  # hvdtrain
 NO_PROGRESS_S = 60
 SHOW_S = 5.0
 # The Python that the environment was made with: a host needs it, at the same path.
@@ -60,7 +60,7 @@ def trees_of(folders: Mapping[Path, Collection[str]]) -> Trees:
             f"{sys.prefix} is not a virtual environment, and no other can be staged: install "
             "hvdtrain and Horovod in one (`python3 -m venv DIR`), and run the hvdtrain in it"
         )
-    wanted = {Path(sys.prefix): (), Path(hvdtrain.__file__).parent: (), **folders}
+    wanted = {Path(sys.prefix): (), PACKAGE: (), **folders}
     inside = {path for path in wanted if not wanted.keys().isdisjoint(path.parents)}
     return {str(path): left_out for path, left_out in wanted.items() if path not in inside}
 
