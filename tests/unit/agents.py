@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.channel import Channel
+from hvdtrain.launcher.command import agent_argv
 from hvdtrain.launcher.processes import descendants
 from hvdtrain.launcher.protocol import Message, Orders, ticket_paths, write_ticket
 
@@ -67,7 +68,7 @@ class Job:
     def start_bare(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """An agent that receives nothing else."""
         agent = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.launcher.agent", JOB],
+            agent_argv(JOB),
             env=os.environ | {"XDG_CACHE_HOME": str(self.cache)} | environment,
             cwd="/",
             stdin=subprocess.DEVNULL,
