@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,11 +50,7 @@ def working_folders() -> list[str]:
 
 def is_writable(folder: str) -> bool:
     """Return whether this user can make files in a folder."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+    return Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def programs_folder() -> str:
