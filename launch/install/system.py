@@ -53,6 +53,7 @@ TEST_REQUIREMENTS = (
     _tool("unshare", "test hosts are namespaces", "util-linux"),
     _tool("tcsh", "a host's login shell may be csh", "tcsh"),
     _tool("fish", "a host's login shell may be fish", "fish"),
+    _tool("spin", "the protocols between ranks are modelled", "spin"),
     _tool("munged", "test hosts have a Slurm", "munge"),
     _tool("slurmctld", "test hosts have a Slurm", "slurmctld"),
     _tool("slurmd", "test hosts have a Slurm", "slurmd"),

@@ -1,5 +1,5 @@
-"""The headers that are added to Horovod: their sums between threads, under ThreadSanitizer, and the
-constants that Python repeats.
+"""The headers that are added to Horovod: their sums between threads, under ThreadSanitizer; a model
+of the agreement before a sum; and the constants that Python repeats.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.ring import orders
+from tests.native import build
 from tests.native.build import NATIVE, compile_protocols
 
 LIMIT_S = 100
+MODEL = Path(build.__file__).with_name("agreement.pml")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,33 @@ def test_sums_between_threads(
     )
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr[-4000:]
     assert set(Path("/dev/shm").glob("horovod*")) == files
+
+
+@pytest.mark.parametrize(
+    ("mutation", "found"),
+    [
+        (None, "errors: 0"),
+        ("NO_RECV_NOTE", "invalid end state"),
+        ("EARLY_HANDOUT", "assertion violated"),
+    ],
+)
+def test_the_agreement_and_the_sum_come_to_no_stand(
+    mutation: str | None, found: str, tmp_path: Path
+) -> None:
+    """Fails if three ranks can come to a stand in Gloo's agreement or in a sum in shared memory, or
+    take a message or a piece of another one; or if the model would not show it.
+    """
+    options = ["-DSTEPS=2", *([f"-D{mutation}"] if mutation else [])]  # of 4, minutes of states
+    for command in (
+        ["spin", *options, "-a", str(MODEL)],
+        ["cc", "-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-o", "pan", "pan.c"],
+        ["./pan", "-m100000"],
+    ):
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+    assert found in done.stdout, done.stdout
+    assert "max search depth too small" not in done.stdout
 
 
 @pytest.mark.parametrize(
