@@ -17,7 +17,7 @@ from hvdtrain.lab.hosts.node import name_of
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import CHECKOUT, VANISH_S
 
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1"]
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
 SLEEP = ["sleep", "1000"]
 
 
