@@ -13,7 +13,7 @@ from tests.hosts.namespaces import Cluster
 WORKERS, BUSY = 6, 2
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_more_workers_than_cores(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Fails if ranks that wait keep the cores from those that compute, beside other busy processes,
     until one is taken for lost; or if the ring stands still beside Horovod's thread in Open MPI.

@@ -15,7 +15,7 @@ EXPERIMENT = ["--model=mlp", "--data=digits", "--max-steps=4", "--experiment=run
 GRADIENT_BYTES = 4 * (64 * 2048 + 2048 * 2048 + 2048 * 10 + 2 * 2048 + 10)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_gradients_go_over_the_chosen_interface(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

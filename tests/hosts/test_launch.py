@@ -61,7 +61,7 @@ def test_what_is_learned_survives_every_fault(
     assert ended.left == 0, ended.output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_same_bits_though_a_host_is_lost_and_comes_back(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_same_bits_though_a_host_is_lost_and_comes_back(
         assert summary[name] == alone[name], name
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_host_that_computes_wrongly_is_left_out(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

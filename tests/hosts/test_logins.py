@@ -47,7 +47,7 @@ def command_of(cluster: Cluster, start: str, controller: str, worker: list[str])
     return hvdtrain("launch", *flags, f"--controller={controller}", "--", *worker)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_many_workers_and_any_login_shell(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.parallel.launching import hvdtrain, run
 _why_not = functools.cache(why_not)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_bench_network(tmp_path: Path) -> None:
     """Fails if a contestant does not run over hosts, the links are not as slow as they are to be,
     or anything is left behind.

@@ -15,7 +15,7 @@ from tests.unit.test_interpreter import shadow
 EXPERIMENT = ["--model=mlp", "--data=digits", "--max-steps=2", "--experiment=run"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_does_not_import_the_users_files(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

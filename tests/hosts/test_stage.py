@@ -75,7 +75,7 @@ class Scene:
         return sorted(it.name for it in self.cluster.path(host, self.place).iterdir())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_starts_from_what_was_staged(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

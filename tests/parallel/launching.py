@@ -61,7 +61,7 @@ def environment_of(mark: str) -> dict[str, str]:
 
 def run(
     command: Sequence[str],
-    timeout_s: float = 120,
+    timeout_s: float = 240,  # a busy machine of two cores may be three times as slow as an idle one
     cwd: Path = CHECKOUT,
     variables: Mapping[str, str] | None = None,
 ) -> Finished:

@@ -135,7 +135,7 @@ def train_all(start: Start, root: Path) -> tuple[Path, Finished]:
     (folder / "experiments.json").write_text(json.dumps(flags))
     command = [sys.executable, "-c", SHARED if size > 1 else WITHOUT_HOROVOD + SHARED, str(folder)]
     try:
-        done = run(command) if size == 1 else horovodrun(size, controller, command, timeout_s=280)
+        done = run(command) if size == 1 else horovodrun(size, controller, command, timeout_s=560)
     except AssertionError as error:  # it hung: once is enough for all tests of this start
         done = Finished(-1, str(error), 0)
     return folder, done
