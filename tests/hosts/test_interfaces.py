@@ -45,7 +45,7 @@ def test_gradients_go_over_the_chosen_interface(
                 *(f"--controller={controller}", "--network-interface=eth0", "--"),
                 *("train", *EXPERIMENT, f"--output={folder}"),
             )
-            done = cluster.run(command, timeout_s=100)
+            done = cluster.run(command, timeout_s=240)
             assert done.exit_code == 0, f"{kind}, {controller}: {done.output}"
             chosen, other = (
                 cluster.bytes_of(1, it) - was

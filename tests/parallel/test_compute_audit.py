@@ -45,7 +45,7 @@ def test_the_wrong_rank_is_named(size: int, controller: str, tmp_path: Path) -> 
     (tmp_path / "experiments.json").write_text(json.dumps(flags))
     (tmp_path / "faults.json").write_text(json.dumps(faults))
     command = [sys.executable, "-m", "tests.campaigns.compute_trials", str(tmp_path)]
-    done = horovodrun(size, controller, command, timeout_s=120)
+    done = horovodrun(size, controller, command, timeout_s=240)
     assert done.exit_code == 0, done.output
     for name, fault in faults.items():
         assert fault_problem(tmp_path, name, fault, size) is None
@@ -75,7 +75,7 @@ def test_models_and_batches_of_other_styles(tmp_path: Path) -> None:
     flags = ["--global-batch-size=14", "--max-steps=4", "--audit-compute=1"]
     experiments = {it: [f"--task=tests.parallel.tasks:{it}", *flags] for it in STYLES}
     (tmp_path / "experiments.json").write_text(json.dumps(experiments))
-    done = horovodrun(2, "gloo", [sys.executable, "-c", SHARED, str(tmp_path)], timeout_s=120)
+    done = horovodrun(2, "gloo", [sys.executable, "-c", SHARED, str(tmp_path)], timeout_s=240)
     assert done.exit_code == 0, done.output
     for name, expected in STYLES.items():
         error = (tmp_path / f"{name}.rank-0").read_text()

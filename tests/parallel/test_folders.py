@@ -70,7 +70,7 @@ def test_parts_of_other_classes_are_refused(tmp_path: Path) -> None:
     command = [str(BIN / "horovodrun"), "-np", "2", "--gloo", "-H", "localhost:1,127.0.0.1:1"]
     data = ["--data", f"imagefolder:{tmp_path}/part{{host}}", "--data-placement", "per-host"]
     flags = [*FLAGS, *data, "--global-batch-size", "4", "--output", str(tmp_path / "runs")]
-    finished = run([*command, *hvdtrain("train", *flags)], timeout_s=100)
+    finished = run([*command, *hvdtrain("train", *flags)], timeout_s=240)
     assert finished.exit_code != 0
     assert re.search(r"lacks \['dog'\], and also has \['wolf'\]", finished.output)
     assert not (tmp_path / "runs").exists()

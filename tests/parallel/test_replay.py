@@ -18,7 +18,7 @@ FLAGS += ["--checkpoint-interval=4", "--keep-checkpoints=9", "--clip-grad=0.5"]
 
 
 def replay(folder: Path, *flags: str) -> tuple[int, str]:
-    done = run(hvdtrain("replay", str(folder), "--trust-code", *flags), timeout_s=120)
+    done = run(hvdtrain("replay", str(folder), "--trust-code", *flags), timeout_s=240)
     return done.exit_code, done.output
 
 
@@ -89,7 +89,7 @@ def test_sums_in_an_unknown_order(tmp_path: Path) -> None:
     honest = shutil.copytree(folder, tmp_path / "honest")
     (honest / "trace.jsonl").write_text(trace)
     command = hvdtrain("diff", str(honest), str(folder), "--bisect", "--trust-code")
-    done = run(command, timeout_s=120)
+    done = run(command, timeout_s=240)
     text = "steps 7 to 9 cannot be computed again: the order is not known in which its workers were"
     assert (done.exit_code, text in done.output) == (2, True), done.output
 

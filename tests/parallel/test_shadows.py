@@ -14,6 +14,6 @@ from tests.unit.test_interpreter import shadow
 def test_horovodrun_starts_workers_beside_the_users_files(controller: str, tmp_path: Path) -> None:
     """Fails if a process by which Horovod starts workers imports from the working folder."""
     train = hvdtrain("train", "--model=mlp", "--data=digits", "--max-steps=1")
-    done = horovodrun(2, controller, train, cwd=shadow(tmp_path), timeout_s=100)
+    done = horovodrun(2, controller, train, cwd=shadow(tmp_path), timeout_s=240)
     assert done.exit_code == 0, done.output
     assert "parameters sha256 " in done.output

@@ -17,7 +17,7 @@ LR = "--lr=0.1"
 def verify_n(counts: str, file: Path, *flags: str) -> tuple[Finished, dict]:
     """Run verify-n; return also what it wrote."""
     command = hvdtrain("verify-n", "-np", counts, f"--json={file}", "--", "train", LR, *flags)
-    finished = run(command, timeout_s=100)
+    finished = run(command, timeout_s=240)
     return finished, json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -96,6 +96,6 @@ def test_a_refusal_on_some_n_is_passed_on() -> None:
         "--max-steps=1",
     ]
     command = hvdtrain("verify-n", "-np=1,2", "--", "train", *flags)
-    finished = run(command, timeout_s=60)
+    finished = run(command, timeout_s=240)
     assert finished.exit_code == 2, finished.output
     assert "on 2 workers: --global-batch-size=3: the model normalises" in finished.output
