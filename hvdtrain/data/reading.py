@@ -8,10 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +26,6 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.interpreter import started_elsewhere
 from hvdtrain.pulse import STOP_SIGNALS
 
-READER_GRACE_S = 120.0  # for the trainer to save and end after a SIGTERM to all processes
 Key = tuple[int, int]  # sample, epoch
 BeginReader = Callable[[int], object]  # called with the number of a reader process
 
@@ -198,7 +195,6 @@ class _OneByOne:
 def _begin(begin_reader: BeginReader | None, number: int) -> None:
     """Prepare a reader process."""
     _end_with_parent()
-    _outlive_stops()
     info: Any = torch.utils.data.get_worker_info()
     # The user's own, as code that asks for it expects; the class lets no attribute be set.
     object.__setattr__(info, "dataset", getattr(info.dataset.samples, "dataset", info.dataset))
@@ -218,27 +214,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
-
-
-def _outlive_stops() -> None:
-    """Make a reader outlive a SIGTERM to every process of the run, until the trainer, which still
-    needs batches, has saved and ended. torch lets its readers end at once.
-
-    READER_GRACE_S later it ends by itself: the SIGTERM may be the trainer's own, to a reader that
-    hangs. A thread sees to that, also while the main thread is in native code.
-    """
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-
-    def wait() -> None:
-        while reading.recv(1)[0] != signal.SIGTERM:
-            pass
-        time.sleep(READER_GRACE_S)
-        os._exit(1)
-
-    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    threading.Thread(target=wait, name="end-after-stop", daemon=True).start()
 
 
 def _start_fork_server() -> None:
