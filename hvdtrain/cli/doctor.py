@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
-from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, Stopped, UsageError
+from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, UsageError
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
 from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json
 from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in
 from hvdtrain.launcher.doctor.examination import Examination, Wishes, as_json, examine
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.processes import raise_when_stopped
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
@@ -78,8 +77,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         controller=arguments["controller"],
         ring=not arguments["no_ring"],
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    raise_when_stopped()
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
         found = examine(hosts, ssh, wishes)
@@ -100,11 +98,6 @@ def _burn_in(found: Examination, hosts: Sequence[Host], ssh: SshSetup, minutes: 
     found.findings += findings
     found.burn_in = burn_in_json(burned)
     found.seconds += time.monotonic() - began
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise Stopped, so that started processes are ended."""
-    raise Stopped(number)
 
 
 def _headline(hosts: tuple[Host, ...]) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
-from hvdtrain.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.launcher.doctor import failed, format_findings
+from hvdtrain.launcher.processes import raise_when_stopped
 from hvdtrain.launcher.ssh import SshSetup, is_local
 from hvdtrain.log import counted, say
 from hvdtrain.topology import Topology
@@ -57,8 +56,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     left_out = arguments["leave_out"] or LEFT_OUT
     trees = trees_of(dict.fromkeys(folders, ()) | {Path.cwd(): left_out})
     distant = [host for host in hosts if not is_local(host)]
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    raise_when_stopped()
     began_s = time.monotonic()
     say(f"stage: {', '.join(trees)}; {counted(len(distant), 'other host')}")
     with SshSetup(hosts, options) as ssh:
@@ -68,8 +66,3 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     verdict = "problems found" if failed(findings) else "done"
     say(f"stage: {verdict} ({time.monotonic() - began_s:.1f} s)")
     return EXIT_FAILED if failed(findings) else EXIT_OK
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise Stopped, so that started processes are ended."""
-    raise Stopped(number)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.errors import PreflightError, Stopped
+from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.slurm import in_job
 
 # A batch system may signal every process of a job, and the batch script pass its signal on too:
@@ -156,6 +157,16 @@ def reap(codes: dict[int, int]) -> bool:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
+def raise_when_stopped() -> None:
+    """Raise Stopped on SIGTERM and SIGHUP from now on, so that started processes are ended."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Stopped(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+
+
 class StopRequests:
     """The signals received: recorded while workers run, else raised as Stopped."""
 
@@ -163,7 +174,7 @@ class StopRequests:
         self.numbers: list[int] = []
         self._workers_run = False
         self._first_s = 0.0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, self._handle)
 
