@@ -5,7 +5,7 @@ The processes are forked by a fork server, as forking a process with a running H
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import sys
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -133,10 +133,29 @@ class StreamedSplit:
             num_workers=self._readers,
             generator=self._generator,
             collate_fn=default_convert,  # leaves `Loaded` and text as they are
-            multiprocessing_context="forkserver" if self._readers else None,
+            multiprocessing_context=_ReaderContext() if self._readers else None,
             persistent_workers=self._stay and self._readers > 0,
             worker_init_fn=partial(_begin, self._begin_reader) if self._readers else None,
         )
+
+
+class _ReaderPopen(popen_forkserver.Popen):
+    """A started reader. SIGTERM, by which torch and multiprocessing end processes, does not reach
+    it: see `_begin`.
+    """
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _ReaderProcess(multiprocessing.context.ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> _ReaderPopen:  # noqa: N802  (multiprocessing's name)
+        return _ReaderPopen(process_obj)
+
+
+class _ReaderContext(multiprocessing.context.ForkServerContext):
+    Process = _ReaderProcess
 
 
 class _Batches:
@@ -194,12 +213,30 @@ class _OneByOne:
 
 def _begin(begin_reader: BeginReader | None, number: int) -> None:
     """Prepare a reader process."""
+    _outlive_stops()
     _end_with_parent()
     info: Any = torch.utils.data.get_worker_info()
     # The user's own, as code that asks for it expects; the class lets no attribute be set.
     object.__setattr__(info, "dataset", getattr(info.dataset.samples, "dataset", info.dataset))
     if begin_reader:
         begin_reader(number)
+
+
+def _outlive_stops() -> None:
+    """Let the signals that stop a run have no effect on this reader: they often reach all processes
+    of a job, by timeout(1), systemd or Slurm, and the run still needs samples until it is saved.
+
+    The handler replaces the one that torch gives to SIGTERM. It is a function, since programs that
+    a data set runs would inherit that a signal is ignored or blocked.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _pass)
+        signal.siginterrupt(number, False)  # native code may not expect interrupted system calls
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _pass(*_: object) -> None:
+    """Do nothing about a signal."""
 
 
 def _end_with_parent() -> None:
@@ -217,17 +254,15 @@ def _end_with_parent() -> None:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server, once per process, with the signals that stop a run ignored. These
-    signals are for the worker; its readers inherit that they are ignored.
+    """Start the fork server, once per process, with the signals that stop a run blocked. These
+    signals are for the worker; its readers inherit that they are blocked, until `_begin`.
     """
     forkserver.set_forkserver_preload(["torch", "hvdtrain.data.reading"])
-    try:
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    except ValueError:  # only the main thread may change handlers
-        before = {}
-    try:
-        with started_elsewhere():
+    with started_elsewhere():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            resource_tracker.ensure_running()  # unblocks some of them: start it first
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             forkserver.ensure_running()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
