@@ -18,6 +18,7 @@ import os
 
 import torch
 
+from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, Reduction, join, joined
 from hvdtrain.exchange.buckets import suitable_bucket_bytes
@@ -42,8 +43,10 @@ def init() -> Exchange:
 
 def _connect() -> Exchange:
     workers = connect(Topology.from_environment())
-    if workers.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # otherwise the workers of a host compete for its cores
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Workers of a host would compete for its cores, and threads of one for a container's quota.
+        most = 1 if workers.size > 1 else usable_cores()
+        torch.set_num_threads(min(most, torch.get_num_threads()))
     return workers
 
 

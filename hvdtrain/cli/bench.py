@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
 from hvdtrain.launcher.command import find_controller
@@ -312,7 +312,7 @@ def _read_workers(arguments: dict[str, Any], problems: list[str]) -> tuple[int, 
         most = arguments["np"]
         if most is not None and most < 1:
             problems.append(f"-np={most}: must be at least 1")
-        return tuple(range(1, 1 + (most or len(os.sched_getaffinity(0)))))
+        return tuple(range(1, 1 + (most or usable_cores())))
     found = _numbers(arguments["workers"])
     if not found or len(set(found)) < len(found):
         problems.append(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.cgroups import limits, usable_cores
 from hvdtrain.errors import PreflightError
 from hvdtrain.horovod_build.commands import end
 from hvdtrain.horovod_build.cuda import Cuda, build_variables, complete_toolkit
@@ -141,7 +142,8 @@ def parallel_compilers() -> int:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         memory_bytes = COMPILER_BYTES
-    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // COMPILER_BYTES))
+    memory_bytes = min(memory_bytes, limits()["memory"] or memory_bytes)
+    return max(1, min(usable_cores(), memory_bytes // COMPILER_BYTES))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.processes import is_writable
@@ -235,9 +236,8 @@ def worker_environment(
     }
     if "OMP_NUM_THREADS" not in of_user:
         of_job[CORES_SHARED_OUT] = "1"
-    cores = len(os.sched_getaffinity(0))
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // int(local_size))),
+        "OMP_NUM_THREADS": str(max(1, usable_cores(environment) // int(local_size))),
         # Sets, by which a script may number classes, have the same order on all ranks.
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",  # logs must not lag behind

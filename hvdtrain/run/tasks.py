@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain import plugins
+from hvdtrain.cgroups import usable_cores
 from hvdtrain.config import BatchConfig, TrainConfig
 from hvdtrain.data import (
     GlobalBatchSampler,
@@ -259,7 +259,7 @@ def _of_host(path: str, host: int, config: TrainConfig) -> str:
 def _classification(config: TrainConfig, settings: Settings, workers_here: int) -> Task:
     chosen = config.data
     # Elsewhere only evaluate and predict run, and the process itself reads.
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+    cores = usable_cores() if sys.platform == "linux" else 0
     readers = min(cores // workers_here, MOST_READERS) if chosen.workers is None else chosen.workers
     options = ReadOptions(
         image_size=chosen.image_size or IMAGE_SIZES.get(settings.model),

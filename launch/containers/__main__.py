@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PreflightError, UsageError
 from hvdtrain.launcher.hosts import parse_hostfile
 from hvdtrain.log import complain, counted, say
@@ -96,7 +97,7 @@ def start_beside(engine: Engine, command: Sequence[str], running: bool = True) -
     image = engine.capture("inspect", "--format", "{{.Config.Image}}", worker).strip()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     hostfile = engine.capture("exec", worker, "cat", HOSTFILE) if running else ""
-    threads = compute_threads(hostfile, os.cpu_count() or 1)
+    threads = compute_threads(hostfile, usable_cores())
     argv = launcher_argv(engine.cluster, worker, image, command, terminal, threads)
     sys.stdout.flush()
     os.execvp(argv[0], argv)

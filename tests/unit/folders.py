@@ -1,4 +1,4 @@
-"""Folders of small images, made up."""
+"""Folders of small images, and of text files, made up."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def make_folder(folder: Path, train: int = 6, valid: int = 3) -> Path:
         make_class(folder / part / "cat", count, first)
         make_class(folder / part / "dog", count, first + 50)
     return folder
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """Write each text to its path below `root`."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root

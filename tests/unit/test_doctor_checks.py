@@ -171,8 +171,7 @@ BAD = [
     ("mpi", put("mpi", None), "warn", "no mpirun", "gloo"),
     ("mpi needed", put("mpi", None), "fail", "no mpirun", "gloo"),
     ("gpus", put("gpus", "problem", "NVML: mismatch"), "fail", "NVML: mismatch", "driver"),
-    ("cores", put("cores", "usable", 1), "warn", "2 slots, but 1 usable cores (of 8)", "slots"),
-    ("cores", put("cgroup", "cores", 1.5), "warn", "2 slots, but 1.5 usable cores", "container"),
+    ("cores", put("cores", "usable", 1), "warn", "2 slots, but 1 usable cores (of 8)", "container"),
     ("memory", put("memory", "available", GIB), "warn", "1.0 GiB of memory free for 2", "slots"),
     ("memory", put("memory", "available", GIB // 2), "fail", "512 MiB of memory free", "slots"),
     (

@@ -25,81 +25,8 @@ from hvdtrain.launcher import protocol as tickets
 from hvdtrain.launcher.doctor import facts, probe
 from hvdtrain.launcher.doctor.ring import ring_environment, run_ring
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
+from tests.unit.folders import write
 from tests.unit.programs import put
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": None}
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        pytest.param({"proc/self/cgroup": "0::/\n"}, NO_LIMITS | {"version": 2}, id="none"),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/cgroup.controllers": "",
-                "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
-                "sys/fs/cgroup/job/memory.max": "3000\n",
-                "sys/fs/cgroup/job/memory.current": "1000\n",
-                "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/job/step/memory.max": "5000\n",
-                "sys/fs/cgroup/job/step/pids.max": "77\n",
-            },
-            {
-                "version": 2,
-                "cores": 1.5,
-                "memory": 3000,
-                "memory_used": 1000,
-                "processes": 77,
-            },
-            id="v2, the narrowest on the way up",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/../other\n",
-                "sys/fs/cgroup/cgroup.controllers": "",
-                "sys/fs/cgroup/memory.max": "4096\n",
-                "sys/fs/cgroup/memory.current": "96\n",
-            },
-            NO_LIMITS | {"version": 2, "memory": 4096, "memory_used": 96},
-            id="v2 in a container",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "9:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n8:pids:/\n",
-                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "50000\n",
-                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "2048\n",
-                "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": "48\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                "sys/fs/cgroup/pids/pids.max": "max\n",
-            },
-            {
-                "version": 1,
-                "cores": 0.5,
-                "memory": 2048,
-                "memory_used": 48,
-                "processes": None,
-            },
-            id="v1",
-        ),
-    ],
-)
-def test_limits_of_containers(
-    tmp_path: Path, files: dict[str, str], expected: dict[str, Any]
-) -> None:
-    """Fails when a limit is overlooked, or the number for "none" is taken for one."""
-    assert facts.cgroup_limits(write(tmp_path, files)) == expected
 
 
 def test_memory_and_speeds(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ LAYERS = {
     "hvdtrain.horovod_build": 1,
     "hvdtrain.ring": 1,
     "hvdtrain.config": 1,
+    "hvdtrain.cgroups": 0,
     "hvdtrain.errors": 0,
     "hvdtrain.files": 0,
     "hvdtrain.formats": 0,

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import __version__
+from hvdtrain import __version__, cgroups
 from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.addresses import interfaces
 from hvdtrain.launcher.doctor.gpu_facts import gpus
@@ -32,7 +32,6 @@ Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")
 HVDTRAIN = Path(__file__).resolve().parents[2]
 ROOT = Path("/")
-UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
 CHILD_LIMIT_S = 30.0
 
 
@@ -70,9 +69,9 @@ def quick_sources(folders: Sequence[str]) -> Sources:
         "mpirun": lambda: shutil.which("mpirun"),
         "user": user,
         "working_directory": lambda: {"path": [*found, folders[-1]][0], "usable": bool(found)},
-        "cores": lambda: {"all": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
+        "cores": lambda: {"all": os.cpu_count(), "usable": cgroups.usable_cores()},
         "memory": memory,
-        "cgroup": cgroup_limits,
+        "cgroup": cgroups.limits,
         "interfaces": interfaces,
         "ssh_client": lambda: os.environ.get("SSH_CONNECTION", "").split()[:1],
     }
@@ -229,68 +228,6 @@ def memory(root: Path = ROOT) -> dict[str, int]:
     lines = (root / "proc/meminfo").read_text().splitlines()
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
     return {"total": kilobytes["MemTotal"] * 1024, "available": kilobytes["MemAvailable"] * 1024}
-
-
-def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
-    """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
-
-    Keys: version, cores, memory (bytes), memory_used (of that cgroup), processes. None: no limit.
-    """
-    lines = (root / "proc/self/cgroup").read_text().splitlines()
-    own = dict(line.split(":", 2)[1:] for line in lines)  # controllers ("": version 2) -> group
-    found: dict[str, Any] = {"version": 2 if set(own) == {""} else 1}
-    found |= dict.fromkeys(("cores", "memory", "memory_used", "processes"))
-    for controllers, group in own.items():
-        for folder in _folders(root, controllers, group):
-            for name, limit in (
-                ("cores", _quota(folder)),
-                ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
-                ("processes", _number(folder, "pids.max")),
-            ):
-                if limit is not None and (found[name] is None or limit < found[name]):
-                    found[name] = limit
-                    if name == "memory":
-                        used = _number(folder, "memory.current", "memory.usage_in_bytes")
-                        found["memory_used"] = used
-    return found
-
-
-def _folders(root: Path, controllers: str, group: str) -> list[Path]:
-    """Return the group's folder and its ancestors, as far as they are mounted."""
-    base = root / "sys/fs/cgroup"
-    if controllers:
-        base /= controllers.removeprefix("name=")
-    elif not (base / "cgroup.controllers").exists():
-        base /= "unified"
-    # In a container, the mount may be the group itself, without its path.
-    folder = base / group.strip("/")
-    if not folder.is_dir():
-        folder = base
-    folders = [folder, *folder.parents]
-    return [item for item in folders if item.is_relative_to(base) and item.is_dir()]
-
-
-def _quota(folder: Path) -> float | None:
-    """Return the CPU quota in cores; None if there is none."""
-    try:
-        if (folder / "cpu.max").exists():
-            words = (folder / "cpu.max").read_text().split()
-        else:
-            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-        quota, period = map(int, words)
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-    return quota / period if quota > 0 else None
-
-
-def _number(folder: Path, *names: str) -> int | None:
-    for name in names:
-        try:
-            value = int((folder / name).read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        return value if value < UNLIMITED else None
-    return None
 
 
 def space(folder: Path) -> dict[str, Any]:

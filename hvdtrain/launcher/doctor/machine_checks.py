@@ -32,8 +32,7 @@ def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that there are as many usable cores (affinity, container quota) as slots."""
     findings, shown = [], {}
     for host, cores in known(facts, "cores"):
-        quota = facts[host].get("cgroup", {}).get("cores")
-        usable = min(cores["usable"], quota) if quota else cores["usable"]
+        usable = cores["usable"]
         shown[host] = f"{usable:g}"
         if slots[host] > usable:
             of = f" (of {cores['all']})" if usable < cores["all"] else ""

@@ -1,0 +1,129 @@
+"""What a process may use of its machine: limits of containers and batch systems (cgroups, Slurm).
+
+`root` replaces / for the kernel's files, so that tests can describe other machines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path("/")
+UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
+
+
+def usable_cores(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> int:
+    """Return how many cores this process and those beside it may use, at least 1.
+
+    The least of the cores that the scheduler allows (affinity), the quota of the container, rounded
+    down, since threads beyond a quota wait for one another, and the cores that Slurm has allocated
+    on this host.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if quota := limits(root)["cores"]:
+        cores = min(cores, int(quota))
+    allocated = environment.get("SLURM_CPUS_ON_NODE", "")
+    if allocated.isdigit():
+        cores = min(cores, int(allocated))
+    return max(1, cores)
+
+
+def limits(root: Path = ROOT) -> dict[str, Any]:
+    """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
+
+    Keys: version, cores, memory (bytes), memory_used (of that cgroup), processes. None: no limit.
+    """
+    groups = list(_groups(root))
+    found: dict[str, Any] = {"version": 1 if any(it.controllers for it in groups) else 2}
+    found |= dict.fromkeys(("cores", "memory", "memory_used", "processes"))
+    for group in groups:
+        for folder in group.folders:
+            for name, limit in (
+                ("cores", _quota(folder)),
+                ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
+                ("processes", _number(folder, "pids.max")),
+            ):
+                if limit is not None and (found[name] is None or limit < found[name]):
+                    found[name] = limit
+                    if name == "memory":
+                        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+                        found["memory_used"] = used
+    return found
+
+
+def memory_kills(root: Path = ROOT) -> int:
+    """Return how many processes of this process's container or job the kernel has killed because
+    its memory limit was reached; 0 where there is no such count.
+    """
+    found = 0
+    for group in _groups(root):
+        for folder in group.folders[:1]:
+            for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
+                found = max(found, _counted(folder / name, "oom_kill"))
+    return found
+
+
+class _Group(NamedTuple):
+    """A cgroup of this process, and the folders of it and its ancestors, as far as mounted."""
+
+    controllers: str  # empty: version 2
+    folders: list[Path]
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        yield _Group(controllers, _folders(root, controllers, path))
+
+
+def _folders(root: Path, controllers: str, path: str) -> list[Path]:
+    base = root / "sys/fs/cgroup"
+    if controllers:
+        base /= controllers.removeprefix("name=")
+    elif not (base / "cgroup.controllers").exists():
+        base /= "unified"
+    # In a container, the mount may be the group itself, without its path.
+    folder = base / path.strip("/")
+    if not folder.is_dir():
+        folder = base
+    folders = [folder, *folder.parents]
+    return [item for item in folders if item.is_relative_to(base) and item.is_dir()]
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the CPU quota in cores; None if there is none."""
+    try:
+        if (folder / "cpu.max").exists():
+            words = (folder / "cpu.max").read_text().split()
+        else:
+            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+        quota, period = map(int, words)
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return quota / period if quota > 0 else None
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    for name in names:
+        try:
+            value = int((folder / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return value if value < UNLIMITED else None
+    return None
+
+
+def _counted(path: Path, name: str) -> int:
+    """Return the number beside a name in a file of such lines; 0 if it is not there."""
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] == name), 0)
