@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -294,12 +294,19 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
     note = f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
     note += f"{counted(options.readers, 'reader')} a worker"
     others = train.others + valid.others
+    split = partial(
+        StreamedSplit,
+        readers=options.readers,
+        may_skip=options.skip_bad,
+        advice=SKIPPING,
+        imports=("hvdtrain.data.reader_imports",),
+    )
     return Dataset(
         name,
         (form.channels, size, size),
         len(train.classes),
-        StreamedSplit(training, options.readers, options.skip_bad, stay=True, advice=SKIPPING),
-        StreamedSplit(validation, options.readers, options.skip_bad, stay=False, advice=SKIPPING),
+        split(training, stay=True),
+        split(validation, stay=False),
         note=f"{note}; {left_out(others)}" if others else note,
         names=tuple(train.classes),
         images=form,

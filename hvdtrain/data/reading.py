@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
@@ -73,10 +73,12 @@ class StreamedSplit:
         stay: bool = True,
         advice: str = "",
         begin_reader: BeginReader | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         """`readers`: the number of processes; 0: read in this one. `may_skip`: skip samples that
         cannot be read; `advice`: what the error adds otherwise. `stay`: keep the processes for the
-        next epoch. `begin_reader`: called first in each process.
+        next epoch. `begin_reader`: called first in each process. `imports`: names of modules that
+        reading needs, and that the processes find imported.
         """
         self.may_skip = may_skip
         self._samples = samples
@@ -91,6 +93,8 @@ class StreamedSplit:
         self._generator = torch.Generator()
         self._batches = _Batches()
         self._loader: DataLoader[Loaded] | None = None
+        if readers and multiprocessing.parent_process() is None:  # a reader may import the script
+            _start_fork_server(imports)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -125,8 +129,6 @@ class StreamedSplit:
         self._loader = None
 
     def _make_loader(self) -> DataLoader[Loaded]:
-        if self._readers:
-            _start_fork_server()
         return DataLoader(
             self._reader,
             batch_sampler=self._batches,
@@ -253,11 +255,12 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
-def _start_fork_server() -> None:
-    """Start the fork server, once per process, with the signals that stop a run blocked. These
-    signals are for the worker; its readers inherit that they are blocked, until `_begin`.
+def _start_fork_server(imports: Sequence[str]) -> None:
+    """Start the fork server, once per process, which imports what readers need while the run is
+    prepared. The signals that stop a run are blocked in it: they are for the worker. Its readers
+    inherit that, until `_begin`.
     """
-    forkserver.set_forkserver_preload(["torch", "hvdtrain.data.reading"])
+    forkserver.set_forkserver_preload(["torch", "hvdtrain.data.reading", *imports])
     with started_elsewhere():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
