@@ -15,6 +15,7 @@ Between `backward()` and `optimizer.step()` the gradients are being reduced. Cli
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 
@@ -28,21 +29,23 @@ from hvdtrain.log import report_uncaught
 from hvdtrain.topology import Topology
 
 
-def init() -> Exchange:
+def init(single_worker: bool = False) -> Exchange:
     """Collective: join the other workers of this job; without a launcher, run as a single process.
 
     Returns the exchange: `rank`, `size` and the collectives over all workers. A second call returns
     the same object. With several workers each gets one compute thread, as in `hvdtrain train`,
     unless OMP_NUM_THREADS is set. Raises PreflightError if Horovod does not work, and UsageError
-    under a launcher whose processes Horovod does not connect, such as torchrun. After this call an
+    under a launcher whose processes Horovod does not connect, such as torchrun, or alone in a job
+    of Slurm that has several tasks, unless that is meant (`single_worker`). After this call an
     uncaught hvdtrain error ends the script with one message and the exit code of that error.
     """
     report_uncaught()
-    return join(_connect)
+    return join(partial(_connect, single_worker))
 
 
-def _connect() -> Exchange:
-    workers = connect(Topology.from_environment())
+def _connect(single_worker: bool) -> Exchange:
+    topology = Topology.from_environment()
+    workers = connect(topology.by_itself() if single_worker else topology)
     if "OMP_NUM_THREADS" not in os.environ:
         # Workers of a host would compete for its cores, and threads of one for a container's quota.
         most = 1 if workers.size > 1 else usable_cores()

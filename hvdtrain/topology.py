@@ -13,6 +13,7 @@ from hvdtrain.slurm import is_step
 
 # Set by `hvdtrain launch` where OMP_NUM_THREADS is its own: a host's cores by its workers.
 CORES_SHARED_OUT = "HVDTRAIN_CORES_SHARED_OUT"
+SINGLE_WORKER = "add --single-worker (in a script single_worker=True)"
 
 
 class Start(NamedTuple):
@@ -35,14 +36,17 @@ _JOINED = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
 )
-# Tasks of a step, which hvdtrain.slurm connects. SLURM_NTASKS would be no criterion: it is also set
-# in batch scripts and interactive shells of Slurm, which are not steps of several tasks.
+# Tasks of a step, which hvdtrain.slurm connects.
 _SRUN = Start("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 # Launchers whose processes Horovod does not connect.
 _FOREIGN = (
     Start("torchrun, or the like,", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     Start("another MPI's launcher", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
+# Jobs of several tasks or hosts in which this process was started alone: by a batch script or an
+# interactive shell of Slurm, or in each container of a job that was made for torchrun.
+_ALONE_IN = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "PET_NNODES")
+FIRST_OF_SLURMS_OWN = 0xFFFF_FF00  # steps that Slurm makes itself, such as interactive shells
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Topology:
     local_rank: int = 0
     launched: bool = False  # by horovodrun, mpirun or srun; not by a foreign launcher
     start: Start | None = None  # the launcher, if any
+    alone_in: str = ""  # what says that this process, which has no launcher, has a job of several
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Topology:
@@ -69,24 +74,60 @@ class Topology:
                 rank = _integer(environment, start.rank, default=0)
                 local_rank = _integer(environment, start.local_rank, default=0)
                 return cls(rank, size, local_rank, start=start)
-        return cls()
+        return cls(alone_in=_job_around(environment))
 
     @property
     def place(self) -> str:
         """Return rank and host for messages: 'rank 3 on node1'."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
+    @property
+    def in_job_of_several(self) -> str:
+        """Return the variable and value that show several processes or hosts; empty for one."""
+        if self.start and self.size > 1:
+            return f"{self.start.size}={self.size}"
+        return self.alone_in
+
+    def by_itself(self) -> Topology:
+        """Return the place of a worker that is meant to be the only one. Raises UsageError if
+        Horovod connects it with others.
+        """
+        if self.launched and self.size > 1:
+            raise UsageError(f"--single-worker: this is one of {self.size} workers: leave it out")
+        return Topology(local_rank=self.local_rank)
+
     def check_joined(self, size: int) -> None:
-        """Raise UsageError if several processes were started, but only `size` = 1 is connected."""
-        if self.start is None or not size == 1 < self.size:
+        """Raise UsageError if several processes were started, or have been asked for, but only
+        `size` = 1 is connected.
+        """
+        if size > 1 or not self.in_job_of_several:
             return
-        raise UsageError(
-            f"{self.start.size}={self.size}: {self.start.launcher} has started this process as one "
-            f"of {self.size}, but Horovod does not connect them: each would do all the work by "
-            f"itself. Use `horovodrun -np {self.size} ...` or "
-            f"`hvdtrain launch -np {self.size} -- ...`; for a process by itself, "
-            f"unset {self.start.size}"
+        number = str(self.size) if self.start else "N"
+        problem = (
+            "this process was started by itself in a job of several, and would do all the work"
         )
+        if self.start:
+            problem = (
+                f"{self.start.launcher} has started this process as one of {number}, but Horovod "
+                "does not connect them: each would do all the work by itself"
+            )
+        raise UsageError(
+            f"{self.in_job_of_several}: {problem}. Use `hvdtrain launch -np {number} -- ...`, "
+            f"`horovodrun -np {number} ...` or, in a job of Slurm, `srun -n {number} ...`; for one "
+            f"worker, {SINGLE_WORKER} or unset {self.in_job_of_several.partition('=')[0]}"
+        )
+
+
+def _job_around(environment: Mapping[str, str]) -> str:
+    """Return the variable and value that show a job of several processes; empty without one."""
+    step = environment.get("SLURM_STEP_ID", "")
+    is_task = step.isdigit() and int(step) < FIRST_OF_SLURMS_OWN  # of one, started by srun
+    for name in _ALONE_IN:
+        value = environment.get(name, "")
+        most = value.rpartition(":")[2]  # torchrun: from:to
+        if most.isdigit() and int(most) > 1 and not (is_task and name.startswith("SLURM_")):
+            return f"{name}={value}"
+    return ""
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -137,6 +137,12 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     hosts, note = attempt(problems, lambda: find_hosts(arguments)), ""
     if hosts == () and np is None:
         problems.append("how many workers? Give -np N, or hosts by -H or --hostfile")
+    elif hosts == () and (around := Topology.from_environment().in_job_of_several):
+        problems.append(
+            f"{around}: this is one of several hosts or processes, and launch would start a job of "
+            "its own in each. Start it once, with all hosts by -H or --hostfile; for a job on this "
+            f"machine alone, add -H localhost:{np}"
+        )
     elif hosts == ():
         hosts = (Host("localhost", max(1, np), source="-np"),)
     workers = np or sum(host.slots for host in hosts or ())

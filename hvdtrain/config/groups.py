@@ -346,6 +346,9 @@ class RunConfig(FlagGroup):
     log_to: str | None = free_flag(
         None, "record the run in mlflow, wandb or mlflow,wandb as well", SOME_TRACKERS
     )
+    single_worker: bool = free_flag(
+        False, "train with one worker in a job of Slurm, torchrun or MPI that has several tasks"
+    )
     resume: str | None = free_flag(
         None,
         "auto: continue the run of --output and --experiment from its newest good checkpoint, or "

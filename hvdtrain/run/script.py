@@ -34,7 +34,7 @@ OPTIONS = (
     *("sync_bn", "deterministic"),
     *("audit_every", "audit", "audit_parts", "trace_every", "hash_every"),
     *("output", "experiment", "seed", "log_interval", "eval_interval", "eval_every"),
-    *("checkpoint_interval", "keep_checkpoints", "profile", "log_to", "resume"),
+    *("checkpoint_interval", "keep_checkpoints", "profile", "log_to", "single_worker", "resume"),
 )
 
 

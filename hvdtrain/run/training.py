@@ -82,6 +82,8 @@ def join_session(
     On a failure within the context, a single process raises it. With several workers it is printed,
     and the process ends at once with its exit code.
     """
+    if config.run.single_worker:
+        topology = topology.by_itself()
     pulse = Pulse.from_environment()
     keep_freed_memory()
     if config.run.profile is not None:  # Horovod reads it when it starts

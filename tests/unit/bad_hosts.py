@@ -40,6 +40,10 @@ def slurm(name: str, expected: str, **variables: str) -> Any:
     return case(f"slurm-{name}", "launch -- train", expected, 2, setup)
 
 
+def in_job_of_torchrun(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+
+
 def doctor(name: str, flags: str, expected: str, code: int = 2, setup: Setup | None = None) -> Any:
     return case(f"doctor-{name}", f"doctor --no-ring {flags}", expected, code, setup)
 
@@ -176,6 +180,13 @@ CASES = [
         "-H localhost:1,127.0.0.1:2 -- train",
         "127.0.0.1: machine: is the same machine as localhost|`-H localhost:3`, or",
         3,
+    ),
+    case(
+        "one-host-of-several",
+        "launch -np 4 -- train",
+        "PET_NNODES=2: this is one of several hosts or processes|-H or --hostfile|-H localhost:4",
+        2,
+        in_job_of_torchrun,
     ),
     # hosts that cannot be reached
     launch(

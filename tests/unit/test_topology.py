@@ -11,7 +11,7 @@ from hvdtrain.topology import Topology
 from tests.unit.commands import run, run_code
 from tests.unit.test_cli import TINY
 
-INSTEAD = "`horovodrun -np 3 ...` or `hvdtrain launch -np 3 -- ...`"
+INSTEAD = "`hvdtrain launch -np 3 -- ...`, `horovodrun -np 3 ...` or, in a job of Slurm, `srun -n 3"
 TORCHRUN = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "1"}
 SRUN["SLURM_STEP_ID"] = "0"
@@ -19,7 +19,7 @@ HYDRA = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "1"}
 HOROVODRUN = {"HOROVOD_SIZE": "3", "HOROVOD_RANK": "2", "HOROVOD_LOCAL_RANK": "1"}
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": HOROVODRUN[f"HOROVOD_{name}"] for name in ("SIZE", "RANK")}
 MPIRUN["OMPI_COMM_WORLD_LOCAL_RANK"] = "1"
-# Of a batch script and of an interactive shell, which are no steps, or steps of one task.
+# Of a batch script and of an interactive shell, which are no steps, or steps of Slurm's own.
 SBATCH = {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
 SALLOC = {**SBATCH, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
 
@@ -50,6 +50,39 @@ def test_processes_that_are_not_connected_are_refused(
     found.check_joined(3)
 
 
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        (SBATCH, "SLURM_NTASKS=8"),
+        (SALLOC, "SLURM_NTASKS=8"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "SLURM_JOB_NUM_NODES=2"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=2"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+    ],
+)
+def test_nobody_trains_alone_in_a_job_of_several(variables: dict[str, str], shown: str) -> None:
+    """Fails if each host of a job trains all of it with one worker, or says nothing of the way to
+    mean that.
+    """
+    found = Topology.from_environment(variables)
+    assert found.in_job_of_several == shown
+    with pytest.raises(UsageError) as caught:
+        found.check_joined(1)
+    assert str(caught.value).startswith(f"{shown}: this process was started by itself")
+    for words in ("`hvdtrain launch ", "`horovodrun ", "`srun ", "--single-worker"):
+        assert words in str(caught.value)
+    found.check_joined(8)
+    found.by_itself().check_joined(1)
+
+
+def test_one_worker_is_meant() -> None:
+    """Fails if --single-worker leaves a process with a rank, or hides that it is one of several."""
+    alone = Topology.from_environment(TORCHRUN).by_itself()
+    assert (alone.rank, alone.size, alone.local_rank, alone.launched) == (0, 1, 1, False)
+    with pytest.raises(UsageError, match="one of 3 workers"):
+        Topology.from_environment(HOROVODRUN).by_itself()
+
+
 @pytest.mark.parametrize("foreign", [TORCHRUN, SRUN, HYDRA, {"WORLD_SIZE": "9", "PMI_SIZE": "9"}])
 @pytest.mark.parametrize("own", [HOROVODRUN, MPIRUN])
 def test_horovods_own_launcher_wins(own: dict[str, str], foreign: dict[str, str]) -> None:
@@ -65,15 +98,16 @@ def test_horovods_own_launcher_wins(own: dict[str, str], foreign: dict[str, str]
     "variables",
     [
         {},
-        SBATCH,
-        SALLOC,
+        {**SALLOC, "SLURM_STEP_ID": "3"},
+        {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "PET_NNODES": "1"},
+        {"PET_NNODES": "", "SLURM_NTASKS": "many"},
         {"WORLD_SIZE": "1", "RANK": "0"},
         {"WORLD_SIZE": "", "PMI_SIZE": "many", "SLURM_STEP_NUM_TASKS": "0"},
     ],
 )
 def test_one_process_is_one(variables: dict[str, str]) -> None:
-    """Fails if `hvdtrain train` cannot run by itself within sbatch, within salloc, under torchrun
-    with one process, or where a variable of that name is something else.
+    """Fails if `hvdtrain train` cannot run by itself as a step of one task, under torchrun with one
+    process, or where a variable of that name is something else.
     """
     found = Topology.from_environment(variables)
     assert found == Topology()
