@@ -113,22 +113,6 @@ def meet(
     return _report(step, deadline)
 
 
-def interface_of(address: str, address_of: Callable[[str], str]) -> str:
-    """Return the network interface of this host that has the given address.
-
-    `address_of` returns an interface's address, or raises OSError. Raises PreflightError if no
-    interface has the address.
-    """
-    for _, name in socket.if_nameindex():
-        with suppress(OSError):  # an interface without an address
-            if address_of(name) == address:
-                return name
-    raise PreflightError(
-        f"no network interface of this host has the address {address}; set HOROVOD_GLOO_IFACE to "
-        "the name of the interface that connects the hosts of the job"
-    )
-
-
 def placement(places: list[SlurmTask]) -> list[Variables]:
     """Return Horovod's variables for each rank.
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +11,7 @@ import torch.distributed
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.exchange import Exchange, SingleProcess
+from hvdtrain.interfaces import OF_GLOO, OF_NCCL, OF_OPEN_MPI, address_of, route_to
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.tcp import join_ring
 from hvdtrain.topology import Topology
@@ -57,11 +55,9 @@ def ring_of_torch_distributed() -> Transport:
     return join_ring(group.get_rank(), address, gather)
 
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
-
 # Variables in which a launcher names the interfaces common to all hosts: Gloo's, Open MPI's, and
 # the one that horovodrun sets under any MPI.
-_CHOSEN = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
+_CHOSEN = (OF_GLOO, OF_OPEN_MPI, OF_NCCL)
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"  # 1711276032.0;tcp://10.0.0.1,172.17.0.1:53793;tcp6://...
 
 
@@ -73,10 +69,8 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
     """
     chosen = ",".join(environment.get(name, "") for name in _CHOSEN)
     for interface in filter(None, chosen.split(",")):
-        try:
-            return interface_address(interface)
-        except OSError:  # not on this host, or a network ("10.0.0.0/8") instead of a name
-            continue
+        if address := address_of(interface):  # a name, not a network ("10.0.0.0/8")
+            return address
     _, found, addresses = environment.get(_MPIRUN, "").partition("tcp://")
     if found:
         with contextlib.suppress(OSError):  # no route
@@ -85,18 +79,3 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
         "ring: the network interface at which the other workers reach this host is unknown; "
         f"none of {', '.join(_CHOSEN)} names one: set NCCL_SOCKET_IFNAME to its name, such as eth0"
     )
-
-
-def interface_address(interface: str) -> str:
-    """Return the IPv4 address of an interface. Raises OSError if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-    return socket.inet_ntoa(answer[20:24])
-
-
-def route_to(host: str) -> str:
-    """Return the address from which this host reaches `host`. Raises OSError without a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends no packet, only selects a route
-        return str(probe.getsockname()[0])

@@ -38,7 +38,7 @@ from hvdtrain.exchange import (
     make_gradients_dense,
 )
 from hvdtrain.exchange.buckets import Bucket, messages_of
-from hvdtrain.exchange.connect import interface_address, own_address
+from hvdtrain.exchange.connect import own_address
 from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
     carrier_of,
@@ -56,6 +56,7 @@ from hvdtrain.exchange.waiting import (
     rest_until,
     waits,
 )
+from hvdtrain.interfaces import OF_GLOO, OF_NCCL, interface_of, take_own_interface
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
@@ -92,6 +93,7 @@ class HorovodExchange:
         Raises UsageError if it has not connected any of the processes that the launcher started.
         """
         if not hvd.is_initialized():
+            take_own_interface()
             for name, value in ENVIRONMENT_DEFAULTS.items():
                 os.environ.setdefault(name, value)
         if slurm.is_step(os.environ):
@@ -385,10 +387,14 @@ def ring_of_horovod() -> Transport:
 def _join_step() -> None:
     """Collective: set Horovod's variables, as horovodrun does, in all tasks of a Slurm step."""
     variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
-    chosen = os.environ.get("HOROVOD_GLOO_IFACE")
-    interface = chosen or slurm.interface_of(address, interface_address)
-    os.environ.update(variables | {"HOROVOD_GLOO_IFACE": interface})
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    interface = os.environ.get(OF_GLOO) or interface_of(address)
+    if interface is None:
+        raise PreflightError(
+            f"no network interface of this host has the address {address}; set {OF_GLOO} to the "
+            "name of the interface that connects the hosts of the job"
+        )
+    os.environ.update(variables | {OF_GLOO: interface})
+    os.environ.setdefault(OF_NCCL, interface)
 
 
 def _start_rendezvous(ranks: list[dict[str, str]]) -> int:

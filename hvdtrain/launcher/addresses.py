@@ -1,38 +1,15 @@
-"""Network interfaces of this machine and their IPv4 addresses, from the standard library alone."""
+"""Names and addresses of hosts, as users write them."""
 
 from __future__ import annotations
 
-import array
 import ipaddress
 import re
 import socket
-import struct
+
+from hvdtrain.interfaces import interfaces
 
 ANYWHERE = "0.0.0.0"  # listen on all interfaces
-_SIOCGIFCONF = 0x8912  # Linux: all interfaces that have an IPv4 address
-_RECORD = struct.Struct("16s4x4s16x")  # struct ifreq: the name, then a sockaddr in a union
-_MOST_BYTES = 1024 * _RECORD.size
-
-
-def interfaces() -> list[tuple[str, str]]:
-    """Return (interface, IPv4 address) pairs in the system's order; raise OSError on failure."""
-    import fcntl  # not on Windows, where `--help` imports this module
-
-    buffer = array.array("B", bytes(_MOST_BYTES))
-    request = struct.pack("iL", _MOST_BYTES, buffer.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request)
-    length = struct.unpack("iL", answer)[0]
-    found = []
-    for name, address in _RECORD.iter_unpack(buffer.tobytes()[:length]):
-        label = name.partition(b"\0")[0].decode(errors="replace")
-        found.append((label.partition(":")[0], socket.inet_ntoa(address)))  # "eth0:1": an alias
-    return found
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address; None if there is none."""
-    return next((name for name, own in interfaces() if own == address), None)
+LOOPBACK = "127.0.0.1"
 
 
 def resolves_here(name: str) -> bool:

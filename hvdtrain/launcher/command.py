@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
+from hvdtrain.interfaces import own_interfaces
 from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.processes import is_writable
 from hvdtrain.launcher.protocol import Orders
@@ -203,8 +204,9 @@ def worker_environment(
 
     `environment`: the agent's; raises UsageError unless horovodrun or mpirun has set it. `login`:
     of this host (`login_of`); by default what `environment` has of it. The host's cores are divided
-    among its workers, unless the user sets OMP_NUM_THREADS. The user's selection of GPUs applies to
-    the host where launch was called; other hosts have their own.
+    among its workers, unless the user sets OMP_NUM_THREADS. Network interfaces are this host's own
+    (`own_interfaces`), unless the user has set their variables. The user's selection of GPUs
+    applies to the host where launch was called; other hosts have their own.
     """
     if login is not None:
         own = {name: it for name, it in environment.items() if name not in LOGIN_NAMES}
@@ -243,6 +245,10 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",  # logs must not lag behind
         "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
     }
+    chosen = {
+        name: orders.environment.get(name, interface)
+        for name, interface in own_interfaces(environment).items()
+    }
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
     own = {name: value for name, value in environment.items() if name not in defaults}
-    return own | defaults | of_user | of_host | of_job
+    return own | defaults | of_user | of_host | chosen | of_job

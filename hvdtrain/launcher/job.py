@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import EXIT_OK, PreflightError
-from hvdtrain.launcher.addresses import ANYWHERE, interfaces
+from hvdtrain.interfaces import TOWARDS, interfaces
+from hvdtrain.launcher.addresses import ANYWHERE
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.command import (
     MASTER_ADDR,
@@ -24,7 +25,7 @@ from hvdtrain.launcher.command import (
     search_path,
 )
 from hvdtrain.launcher.doctor import Finding
-from hvdtrain.launcher.doctor.examination import Preflight, preflight
+from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests, working_folders
@@ -159,7 +160,7 @@ class LaunchJob:
             supervisor = Supervisor(
                 command=horovodrun_argv(horovodrun_options(plan, ssh), agent_argv(job)),
                 environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
-                | master_of(plan.hosts, found),
+                | master_of(self._plan.interface, plan.hosts, found),
                 channel=channel,
                 logs=self._logs,
                 limits=plan.limits,
@@ -235,15 +236,14 @@ def explain(finding: Finding) -> str:
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
-def master_of(hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port."""
-    first, address = hosts[0], "127.0.0.1"
-    others = [host for host in hosts if not is_local(host)]
-    if not is_local(first):  # its own address, by which it has reached this machine
-        address = found.facts[first.address].get("channel")["own"]
-    elif others:  # rank 0 is on this machine: the address that the others have connected to
-        address = found.facts[others[0].address].get("channel")["address"]
-    return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS))}
+def master_of(chosen: str | None, hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port.
+
+    Unless the user has `chosen` an interface, workers also use theirs towards this address.
+    """
+    address = first_address(hosts, found.facts)
+    own = {} if chosen or len(hosts) == 1 else {TOWARDS: address}
+    return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS)), **own}
 
 
 def horovodrun_options(plan: JobPlan, ssh: SshSetup) -> HorovodrunOptions:

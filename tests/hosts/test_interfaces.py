@@ -57,3 +57,46 @@ def test_gradients_go_over_the_chosen_interface(
             summary = json.loads((folder / "run" / "summary.json").read_text())
             hashes.add(summary["params_sha256"])
     assert len(hashes) == 1
+
+
+TORCH = """\
+import datetime, os, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+total = torch.ones(1) * (1 + dist.get_rank())
+dist.all_reduce(total)
+print("interface", os.environ["GLOO_SOCKET_IFNAME"], "total", total.item())
+"""
+
+
+@pytest.mark.timeout(600)
+def test_interfaces_of_other_names(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """Fails if hosts need a common name of the interface that joins them, or are joined by the one
+    that has it by chance; if a script with torch.distributed finds its peers only where hosts know
+    their own names; or if the doctor refuses such hosts.
+    """
+    cluster = make_cluster([1, 1])
+    second = cluster.add_network()
+    for old, new in (("eth0", "old"), (second, "eth0"), ("old", second)):  # exchanged on one host
+        cluster.ip(1, "link", "set", old, "down")
+        cluster.ip(1, "link", "set", old, "name", new)
+        cluster.ip(1, "link", "set", new, "up")
+    for host in (0, 1):
+        cluster.set_hostname(host, f"unknown-{host}")
+    hosts = ",".join(f"{host.address}:1" for host in cluster.hosts)
+    (tmp_path / "sums.py").write_text(TORCH)
+    hashes = set()
+    for controller in CONTROLLERS:
+        start = hvdtrain("launch", "-H", hosts, f"--controller={controller}", "--")
+        before = cluster.bytes_of(1, second)
+        done = cluster.run([*start, "train", *EXPERIMENT, f"--output={tmp_path / controller}"], 240)
+        assert done.exit_code == 0, f"{controller}: {done.output}"
+        assert cluster.bytes_of(1, second) - before > 2 * 4 * GRADIENT_BYTES, controller
+        summary = json.loads((tmp_path / controller / "run" / "summary.json").read_text())
+        hashes.add(summary["params_sha256"])
+        done = cluster.run([*start, "python", "sums.py"], 240, cwd=tmp_path)
+        assert done.exit_code == 0, f"{controller}: {done.output}"
+        for interface in ("eth0", second):
+            assert f"interface {interface} total 3.0" in done.output, (controller, done.output)
+    assert len(hashes) == 1
+    done = cluster.run(hvdtrain("doctor", "-H", hosts), 240)
+    assert done.exit_code == 0, done.output

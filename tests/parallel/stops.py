@@ -85,6 +85,7 @@ def stop_job(stop: Stop, folder: Path) -> Stopped:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=_heed_all,
         )
         shown = lambda: (folder / "output").read_text(errors="replace")  # noqa: E731
         try:
@@ -101,6 +102,12 @@ def stop_job(stop: Stop, folder: Path) -> Stopped:
             process.wait()
     checkpoints = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step*"))
     return Stopped(process.returncode, shown(), checkpoints, left)
+
+
+def _heed_all() -> None:
+    """Let a job be stopped by SIGHUP also where the tests are run under nohup."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _command(stop: Stop, pictures: Path, folder: Path) -> list[str]:

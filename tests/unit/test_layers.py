@@ -44,6 +44,7 @@ LAYERS = {
     "hvdtrain.errors": 0,
     "hvdtrain.files": 0,
     "hvdtrain.formats": 0,
+    "hvdtrain.interfaces": 0,
     "hvdtrain.interpreter": 0,
     "hvdtrain.listener": 0,
     "hvdtrain.log": 0,

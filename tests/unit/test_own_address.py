@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.exchange.connect import interface_address, own_address, route_to
-from hvdtrain.launcher.addresses import interfaces
+from hvdtrain.exchange.connect import own_address
+from hvdtrain.interfaces import (
+    OF_GLOO,
+    OF_NCCL,
+    OF_OPEN_MPI,
+    OF_TORCH,
+    TOWARDS,
+    address_of,
+    interface_of,
+    interfaces,
+    own_interfaces,
+    route_to,
+)
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,8 +41,9 @@ def test_every_interface_has_its_own_address() -> None:
     """Fails if the address is another interface's."""
     found = interfaces()
     assert found
+    assert address_of("eth99") is None and interface_of("192.0.2.7") is None
     for name, _ in found:
-        assert (name, interface_address(name)) in found
+        assert (name, address_of(name)) in found
 
 
 def test_the_route_to_this_host_itself() -> None:
@@ -45,3 +57,25 @@ def test_no_interface(environment: dict[str, str]) -> None:
     """Fails if nothing, or an address that nobody can reach, is returned instead of an error."""
     with pytest.raises(PreflightError, match=r"none of HOROVOD_GLOO_IFACE, .* set NCCL_SOCKET"):
         own_address(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {}),
+        ({OF_GLOO: "eth7"}, {OF_GLOO: "eth7", OF_TORCH: "eth7"}),
+        ({OF_OPEN_MPI: "eth7", OF_NCCL: "eth7"}, dict.fromkeys((OF_OPEN_MPI, OF_NCCL), "eth7")),
+        (
+            {OF_GLOO: "eth7", OF_NCCL: "eth7", TOWARDS: LOOPBACK},
+            dict.fromkeys((OF_GLOO, OF_NCCL), "lo"),
+        ),
+        ({OF_OPEN_MPI: "eth7", TOWARDS: LOOPBACK}, {OF_OPEN_MPI: "lo"}),
+        ({OF_GLOO: "eth7", TOWARDS: "no address"}, {OF_GLOO: "eth7"}),
+    ],
+)
+def test_own_interfaces(environment: dict[str, str], expected: dict[str, str]) -> None:
+    """Fails if a worker keeps the name of another host's interface, or is given a variable of
+    another library than those that the launcher has set.
+    """
+    torch = dict.fromkeys((OF_TORCH,) if expected else (), next(iter(expected.values()), ""))
+    assert own_interfaces(environment) == expected | torch

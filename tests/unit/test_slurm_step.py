@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from hvdtrain.slurm import SlurmTask, Step, Variables, first_host, interface_of, meet, placement
+from hvdtrain.slurm import SlurmTask, Step, Variables, first_host, meet, placement
 from hvdtrain.topology import Topology
 
 # What srun gives the third of four tasks, on the second of three hosts (1, 2 and 1 tasks).
@@ -114,19 +114,6 @@ def test_placement() -> None:
     assert {it["HOROVOD_SIZE"] for it in found} == {"4"}
     with pytest.raises(UsageError, match="--distribution=block"):
         placement([SlurmTask(0, "a", 0, 0), SlurmTask(1, "b", 1, 0), SlurmTask(2, "a", 0, 1)])
-
-
-def test_interface() -> None:
-    """Fails if another interface is named than the one with this address, or one without any."""
-
-    def address_of(name: str) -> str:
-        if name != "lo":
-            raise OSError("it has no address")
-        return "127.0.0.1"
-
-    assert interface_of("127.0.0.1", address_of) == "lo"
-    with pytest.raises(PreflightError, match=r"has the address 127\.0\.0\.2; .*HOROVOD_GLOO_IFACE"):
-        interface_of("127.0.0.2", address_of)
 
 
 def steps(places: list[SlurmTask]) -> list[Step]:

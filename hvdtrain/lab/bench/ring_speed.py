@@ -14,8 +14,8 @@ from torch import distributed
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.connect import interface_address
 from hvdtrain.exchange.gpus import CPU
+from hvdtrain.interfaces import address_of
 from hvdtrain.lab.bench.ratios import ratio
 from hvdtrain.lab.bench.rounds import Measured, Options, run_rounds
 from hvdtrain.ring import all_reduce
@@ -79,7 +79,9 @@ def _join_torch_distributed(exchange: Exchange) -> Sum:
     store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
     store: Any = None
     if exchange.rank == 0:
-        store = store_class(interface_address(interface), 0, is_master=True, wait_for_workers=False)
+        address = address_of(interface)
+        assert address is not None  # Horovod has connected over it
+        store = store_class(address, 0, is_master=True, wait_for_workers=False)
     place = store and (store.host, store.port)
     host, port = exchange.broadcast_object(place, "hvdtrain.bench.store")
     distributed.init_process_group(

@@ -183,32 +183,32 @@ def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
 def check_interface(
     facts: ByHost, here: Iterable[tuple[str, str]]
 ) -> tuple[str | None, list[Finding]]:
-    """Check that the network interface has one name on all hosts, as Horovod requires.
+    """Check through which interface hosts reach this machine; workers take it on their own hosts.
 
-    Return the interface through which hosts reach this machine (None: different names), and the
-    findings. `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address).
+    Return this machine's, which horovodrun is given (None: it is unknown), and the findings.
+    `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address).
     """
     own = {address: name for name, address in here}
-    names, listed = set(), []
+    names, listed = [], []
     for host, channel in known(facts, "channel"):
         address = channel["address"]
         if address is not None:
             there = own.get(address)
-            names |= {channel["interface"], there}
+            names.append((channel["interface"], there))
             shown = there or f"{address}, which is none of its addresses"
             listed.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {shown}")
     if not names:
         return None, []
-    if len(names) == 1 and None not in names:
-        (name,) = names
-        return name, [Finding("interface", "ok", ALL_HOSTS, f"Horovod should use {name}")]
     joined = "; ".join(listed)
-    text = f"the network interface has different names ({joined}), but Horovod needs a common one"
-    fix = (
-        "select an interface that all hosts have by --network-interface, if there is one; else "
-        "rename it (`ip link set NAME name net0`)"
-    )
-    return None, [Finding("interface", "warn", ALL_HOSTS, text, fix)]
+    found = [name for _, name in names if name is not None]
+    if len(found) < len(names):
+        text = f"hosts reach this machine at an address of another machine ({joined})"
+        fix = "start launch on a machine that hosts reach without translation of addresses (NAT)"
+        return None, [Finding("interface", "warn", ALL_HOSTS, text, fix)]
+    common = statistics.mode(found)
+    alike = {*found, *(there for there, _ in names)} == {common}
+    text = f"Horovod should use {common}" if alike else f"each host uses its own: {joined}"
+    return common, [Finding("interface", "ok", ALL_HOSTS, text)]
 
 
 def find_usable(facts: ByHost, reached: Reached) -> dict[str, float]:
@@ -253,7 +253,9 @@ def check_pairs(facts: ByHost, reached: Reached, usable: Mapping[str, float]) ->
 
 
 def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> list[Finding]:
-    """Check that one interface, by one name, joins all hosts. `wanted`: the user's choice."""
+    """Check by which interfaces hosts, which all reach one another, are joined. `wanted`: the
+    user's choice, which must be there on all.
+    """
     names = list(usable)
     if wanted is not None and wanted not in names:
         better = f"; over {', '.join(names)} they do" if names else ""
@@ -271,9 +273,7 @@ def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> l
         f"{host}: {', '.join(sorted({name for name, _ in own} - {'lo'})) or 'none'}"
         for host, own in known(facts, "interfaces")
     )
-    text = f"no network interface joins all hosts under one name, as Horovod requires ({listed})"
-    fix = "give it one name on all hosts: `ip link set NAME name net0`"
-    return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
+    return [Finding("interface", "ok", ALL_HOSTS, f"each host uses its own ({listed})")]
 
 
 def check_ports(facts: ByHost) -> list[Finding]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.addresses import ANYWHERE, interfaces
+from hvdtrain.interfaces import interfaces
+from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.doctor import (
     ALL_HOSTS,
     ByHost,
@@ -33,7 +34,7 @@ from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, explain, o
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import working_folders
 from hvdtrain.launcher.protocol import Ticket
-from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.launcher.ssh import SshSetup, is_local
 
 FACTS_S = 45.0
 PINGS = 5
@@ -79,6 +80,16 @@ def preflight(
         used = {host: found for host, found in facts.items() if host in slots}
         more += machine_checks.check_cores(used, slots) + machine_checks.check_memory(used, slots)
     return Preflight((*findings, *more), interface, facts)
+
+
+def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
+    """Return the address of the first host as the others reach it."""
+    first = hosts[0]
+    if not is_local(first):  # its own address, by which it has reached this machine
+        return str(facts[first.address].get("channel")["own"])
+    # On this machine: the address that the others have connected to.
+    others = [host.address for host in hosts if not is_local(host)]
+    return str(facts[others[0]].get("channel")["address"]) if others else LOOPBACK
 
 
 def _begin(
@@ -166,7 +177,8 @@ def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination
                 found.findings.append(Finding("ring", "warn", ALL_HOSTS, text, fix))
             elif wishes.ring:
                 controller = "gloo" if wishes.controller == "auto" else wishes.controller
-                found.ring = try_ring(hosts, ssh, answering, controller, found.interface)
+                towards = None if wishes.interface else first_address(hosts, found.facts)
+                found.ring = try_ring(hosts, ssh, answering, controller, found.interface, towards)
                 found.findings += check_ring(found.ring)
     found.seconds = time.monotonic() - began
     return found
@@ -196,6 +208,8 @@ def _examine_answering(
         found.findings += pairs
         if not failed(pairs):
             found.findings += checks.check_route(facts, usable, wishes.interface)
+            own, _ = checks.check_interface({host: facts[host] for host in distant}, interfaces())
+            found.interface = found.interface or own
         found.shared = _share(facts, sessions, first)
     found.findings += [
         *gpu_checks.check_gpus(facts, slots),

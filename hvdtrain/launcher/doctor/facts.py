@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__, cgroups
+from hvdtrain.interfaces import interfaces
 from hvdtrain.interpreter import WITHOUT_FOLDER
-from hvdtrain.launcher.addresses import interfaces
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.processes import own_passwd_entry, run_child
 

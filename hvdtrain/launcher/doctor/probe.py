@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launcher.addresses import interface_of
+from hvdtrain.interfaces import interface_of
 from hvdtrain.launcher.command import login_of
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
+from hvdtrain.interfaces import TOWARDS
 from hvdtrain.launcher.command import (
     GPU_SELECTION,
     HorovodrunOptions,
@@ -54,8 +55,12 @@ def try_ring(
     sessions: Mapping[str, ProbeSession],
     controller: str,
     interface: str | None,
+    towards: str | None = None,
 ) -> RingTrial:
-    """Run the ring, one worker per host or two on a single host; leave no process behind."""
+    """Run the ring, one worker per host or two on a single host; leave no process behind.
+
+    `towards`: an address; each worker uses its own interface towards it, instead of `interface`.
+    """
     each = 2 if len(hosts) == 1 else 1
     options = HorovodrunOptions(
         workers=each * len(hosts),
@@ -72,6 +77,7 @@ def try_ring(
     try:
         command = horovodrun_argv(options, verify)
         environment = ring_environment(os.environ, ssh, mark)
+        environment |= {TOWARDS: towards} if towards and len(hosts) > 1 else {}
         if all(session.local for session in sessions.values()):
             environment |= {it: os.environ[it] for it in GPU_SELECTION if it in os.environ}
         code, output = run_ring(command, environment, LIMIT_S)
