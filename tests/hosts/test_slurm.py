@@ -168,8 +168,9 @@ def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, o
 def test_srun_needs_no_ssh(
     slurm: Slurm, submit: Submit, peace: dict[str, object], tmp_path: Path
 ) -> None:
-    """Fails if `srun hvdtrain train`, or the recipe's lines for srun, need SSH, or if the latter do
-    not save before the time limit and end with the parameters of an undisturbed run.
+    """Fails if `srun hvdtrain train`, or the recipe's lines for srun, need SSH, or if the latter,
+    whose PATH is not that of the submission, do not save when SIGUSR1 is sent to the tasks, come
+    back, and end with the parameters of an undisturbed run.
     """
     text = RECIPE.read_text()
     recipe = tmp_path / "srun.sbatch"
@@ -179,9 +180,9 @@ def test_srun_needs_no_ssh(
     for host in hosts:
         slurm.cluster.stop_sshd(host)
     try:
-        job = submit("--nodes=3", recipe=recipe)
+        job = submit("--nodes=3", f"--export={GATE},OMP_NUM_THREADS", recipe=recipe)
         job.wait_for_steps()
-        slurm.ask("scancel", "--batch", "--signal=TERM", str(job.number))  # as --signal=B: does
+        slurm.ask("scancel", "--signal=USR1", str(job.number))  # as --signal=USR1 does
         job.wait_for(REQUEUED)
         job.wait_for(RESUMED)
         summary = job.finish()

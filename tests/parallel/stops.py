@@ -58,8 +58,8 @@ class Stopped:
     def problem(self, stop: Stop) -> str:
         """Return what is wrong about the end; empty if it is right."""
         right = {128 + stop.number}
-        if stop.starter == "horovodrun gloo":
-            right = {1, 128 + stop.number}  # horovodrun's own exit code hides that of the workers
+        if stop.starter.startswith("horovodrun"):  # whose own end hides that of the workers
+            right |= {1, -stop.number}
         wrong = []
         if not self.checkpoints:
             wrong.append("no checkpoint")

@@ -60,7 +60,12 @@ def start_job(folder: Path, *arguments: str, **variables: str) -> subprocess.Pop
     )
 
 
-def finish(job: subprocess.Popen[str], folder: Path, signals: int = 0) -> tuple[int, str]:
+def finish(
+    job: subprocess.Popen[str],
+    folder: Path,
+    signals: int = 0,
+    kind: signal.Signals = signal.SIGTERM,
+) -> tuple[int, str]:
     """Signal the script so often, as --signal=B: does, and wait; its exit code and output."""
     try:
         end = time.monotonic() + JOB_S
@@ -68,7 +73,7 @@ def finish(job: subprocess.Popen[str], folder: Path, signals: int = 0) -> tuple[
             time.sleep(0.02)
         for number in range(signals):
             time.sleep(0.1 * bool(number))
-            job.send_signal(signal.SIGTERM)
+            job.send_signal(kind)
         output, _ = job.communicate(timeout=JOB_S)
         return job.returncode, output
     finally:
@@ -103,11 +108,12 @@ def test_sbatch_does_not_requeue_a_failure(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 3])
-def test_sbatch_requeues_when_stopped(tmp_path: Path, signals: int) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+def test_sbatch_requeues_when_stopped(tmp_path: Path, kind: signal.Signals, signals: int) -> None:
     """Fails when the launcher receives no signal, or more than one (it would not save then), or
     when the job does not go back into the queue after it has saved.
     """
-    code, output = finish(start_job(tmp_path), tmp_path, signals)
+    code, output = finish(start_job(tmp_path), tmp_path, signals, kind)
     assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7", "requeue 7"]
     assert "stopped and saved; requeued" in output
@@ -120,6 +126,26 @@ def test_sbatch_requeues_while_slurm_hands_out_the_signal(tmp_path: Path) -> Non
     assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7"] * 2 + ["requeue 7"]
     assert "stopped and saved; requeued" in output
+
+
+def test_sbatch_requeues_when_its_tasks_were_stopped(tmp_path: Path) -> None:
+    """Fails when a job that has saved after SIGUSR1 to all but the script does not come back."""
+    code, output = finish(start_job(tmp_path, TENTHS="1", AT_END="138"), tmp_path)
+    assert (code, "stopped and saved; requeued" in output) == (138, True)
+
+
+def test_sbatch_says_that_there_is_no_hvdtrain(tmp_path: Path) -> None:
+    """Fails when a job whose PATH was emptied ends with a riddle of srun or bash."""
+    done = subprocess.run(
+        ["/bin/bash", str(SBATCH)],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path), "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
+    assert done.returncode == 127
+    assert "no hvdtrain in" in done.stderr and "--export=NONE" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
