@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path("/")
+GIB = 1 << 30
+KEYS = ("cores", "memory", "memory_used", "processes", "processes_used")
+USED = {
+    "memory": ("memory.current", "memory.usage_in_bytes"),
+    "processes": ("pids.current",),
+}
 UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
 
 
@@ -34,11 +40,12 @@ def usable_cores(environment: Mapping[str, str] = os.environ, root: Path = ROOT)
 def limits(root: Path = ROOT) -> dict[str, Any]:
     """Return the limits set by a container or batch system: the tightest of all enclosing cgroups.
 
-    Keys: version, cores, memory (bytes), memory_used (of that cgroup), processes. None: no limit.
+    Keys: version, cores, memory (bytes), processes (and threads), and memory_used, processes_used
+    of these cgroups. None: no limit.
     """
     groups = list(_groups(root))
     found: dict[str, Any] = {"version": 1 if any(it.controllers for it in groups) else 2}
-    found |= dict.fromkeys(("cores", "memory", "memory_used", "processes"))
+    found |= dict.fromkeys(KEYS)
     for group in groups:
         for folder in group.folders:
             for name, limit in (
@@ -48,9 +55,8 @@ def limits(root: Path = ROOT) -> dict[str, Any]:
             ):
                 if limit is not None and (found[name] is None or limit < found[name]):
                     found[name] = limit
-                    if name == "memory":
-                        used = _number(folder, "memory.current", "memory.usage_in_bytes")
-                        found["memory_used"] = used
+                    if name in USED:
+                        found[f"{name}_used"] = _number(folder, *USED[name])
     return found
 
 
@@ -64,6 +70,18 @@ def memory_kills(root: Path = ROOT) -> int:
             for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
                 found = max(found, _counted(folder / name, "oom_kill"))
     return found
+
+
+def explain_kills(killed: int = 0, limit: int | None = None) -> str:
+    """Return in words what `memory_kills` has counted; empty if the kernel has killed none.
+
+    `limit`: of memory, in bytes.
+    """
+    if not killed:
+        return ""
+    these = "a process" if killed == 1 else f"{killed} processes"
+    size = f", {limit / GIB:.2f} GiB," if limit else ""
+    return f"the kernel has killed {these}, as the memory of the container or job{size} was full"
 
 
 class _Group(NamedTuple):

@@ -63,6 +63,25 @@ def obey_umask(path: Path) -> None:
     plain.unlink()
 
 
+def why_not_written(path: Path, error: OSError | ValueError) -> str:
+    """Return why a file or folder could not be made: for a permission, who has it, and how to get
+    it. Users are numbers, as a container's names are not those of the machine.
+    """
+    reason = getattr(error, "strerror", None) or str(error)
+    if getattr(error, "errno", None) not in (errno.EACCES, errno.EPERM):
+        return reason
+    existing = next(it for it in (path, *path.absolute().parents) if os.path.exists(it))  # noqa: PTH110
+    if os.access(existing, os.W_OK | os.X_OK):
+        return reason
+    found, own = existing.stat(), os.getuid()
+    mode = stat.S_IMODE(found.st_mode)
+    return (
+        f"{reason}: {existing} belongs to uid {found.st_uid}, gid {found.st_gid} (mode {mode:o}), "
+        f"and this process has uid {own}. Run it as that user (docker run --user "
+        f"{found.st_uid}:{found.st_gid}), or `chown {own} {existing}`"
+    )
+
+
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
     """Return the reasons, as far as known in advance, why the output file cannot be written."""
     if name is None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, default_convert
 
+from hvdtrain import cgroups
 from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
@@ -93,6 +94,7 @@ class StreamedSplit:
         self._generator = torch.Generator()
         self._batches = _Batches()
         self._loader: DataLoader[Loaded] | None = None
+        self._memory_kills = cgroups.memory_kills()
         if readers and multiprocessing.parent_process() is None:  # a reader may import the script
             _start_fork_server(imports)
 
@@ -122,6 +124,8 @@ class StreamedSplit:
             if "DataLoader worker" not in str(error) and not sending:
                 raise
             reason = str(error) or "the connection broke while it sent a batch"
+            if killed := cgroups.memory_kills() - self._memory_kills:
+                reason += f"; {cgroups.explain_kills(killed, cgroups.limits()['memory'])}"
             raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
 
     def restart(self) -> None:

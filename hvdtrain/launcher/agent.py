@@ -20,6 +20,7 @@ import sys
 import time
 from types import FrameType
 
+from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
 from hvdtrain.launcher.command import worker_environment
 from hvdtrain.launcher.protocol import (
@@ -57,6 +58,7 @@ class Agent:
         self._pending = b""
         self._pending_since_s = 0.0
         self._exit_code: int | None = None
+        self._memory_kills = cgroups.memory_kills()
         self._selector = selectors.DefaultSelector()
         output, writing = os.pipe()
         beats, pulse = os.pipe()
@@ -113,7 +115,9 @@ class Agent:
         self._forward(b"")
         self._pulse.read()
         self._exit_code = code
-        self._send({"ended": code, "pulse": self._pulse.report()})
+        killed = cgroups.memory_kills() - self._memory_kills
+        memory = {"killed": killed, "limit": cgroups.limits()["memory"]}
+        self._send({"ended": code, "pulse": self._pulse.report(), "memory": memory})
         if not self._connected:
             self._left = True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from hvdtrain.errors import UsageError
-from hvdtrain.files import open_kept
+from hvdtrain.files import open_kept, why_not_written
 from hvdtrain.log import counted
 
 NOTE = "--- "  # prefix of the launcher's own lines
@@ -39,8 +39,8 @@ class Logs:
             self.folder, self.horovodrun = _opened(folder, numbered=follows)
         except OSError as error:
             raise UsageError(
-                f"{folder}: logs cannot be written: {error.strerror}. Choose another --log-dir, "
-                "or another --output of `train`"
+                f"{folder}: logs cannot be written: {why_not_written(folder, error)}. Or choose "
+                "another --log-dir, or another --output of `train`"
             ) from error
 
     def follow(self, run: str) -> None:

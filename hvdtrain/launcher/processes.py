@@ -54,15 +54,17 @@ def is_writable(folder: str) -> bool:
     return Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def programs_folder() -> str:
+def programs_folder(executable: bool = True) -> str:
     """Return a folder for short-lived programs: that of temporary files, unless it is mounted
     without permission to execute. Raises PreflightError if no folder allows it.
+
+    `executable`: False: any that can be written serves, as nothing in it will be executed.
     """
     folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm"]
     folders += [os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("HOME", "")]
     tried = list(dict.fromkeys(filter(None, folders)))
     for folder in tried:
-        if is_writable(folder) and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        if is_writable(folder) and not (executable and os.statvfs(folder).f_flag & os.ST_NOEXEC):
             return folder
     raise PreflightError(
         f"no folder for temporary programs: {', '.join(tried)} cannot be written, or are mounted "

@@ -45,6 +45,7 @@ class Rank:
     spoke_s: float = field(default_factory=time.monotonic)  # time of its last output
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     suspended_s: float = 0.0  # time.monotonic() when it was suspended; 0: it is not
+    memory: str = ""  # what the kernel did when its container's memory ran out, in words
     put_down: bool = False  # killed by the launcher, after the job had failed
 
     @property

@@ -7,13 +7,17 @@ unknown host is refused). The generated configuration maps aliases to users and 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.runner.any_shell import for_any_shell
@@ -23,6 +27,8 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import own_passwd_entry, programs_folder, spared_by_slurm
 from hvdtrain.slurm import in_job
 
+PREFIX = "hvdtrain-ssh-"  # of folders that hold the configuration of one launcher
+ABANDONED_AFTER_S = 60.0
 _PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
 # Removes the option by which horovodrun disables the check of host keys.
 _KEEP_CHECKING = """\
@@ -76,9 +82,15 @@ class SshSetup:
             self._names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
 
     def __enter__(self) -> SshSetup:
-        self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-ssh-", dir=programs_folder())
+        runs_programs = in_job() or not all(is_local(host) for host in self._hosts)
+        place = programs_folder(runs_programs)
+        _remove_abandoned(Path(place))
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
         self.path = Path(self._folder.name)
-        (self.path / "config").write_text(self._configuration(), "utf-8")
+        self._lock = (self.path / "config").open("w", encoding="utf-8")
+        _hold(self._lock)
+        self._lock.write(self._configuration())
+        self._lock.flush()
         self._write_program("ssh", self._ssh_command(), _KEEP_CHECKING)
         mpirun = find_mpirun()
         if mpirun and in_job():
@@ -86,6 +98,7 @@ class SshSetup:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lock.close()
         self._folder.cleanup()
 
     def name_of(self, host: Host) -> str:
@@ -130,6 +143,25 @@ class SshSetup:
             elif user:
                 lines += [f"Host {name}", *user]
         return "\n".join([*lines, _CONFIGURATION_END])
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user's launchers that were killed: nobody holds their locks."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = folder.stat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < ABANDONED_AFTER_S:
+                continue
+            with (folder / "config").open("a") as file:
+                _hold(file)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold(file: IO[str]) -> None:
+    """Lock a file until it is closed. Raises BlockingIOError if another process holds it."""
+    import fcntl  # not on Windows, where `--help` imports this module
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_local(host: Host) -> bool:

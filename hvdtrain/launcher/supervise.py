@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain import cgroups
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import spared_by_slurm
@@ -200,6 +201,7 @@ class Supervisor:
         elif "ended" in message:
             if "pulse" in message:
                 self._take(rank, message["pulse"])
+            rank.memory = cgroups.explain_kills(**message.get("memory", {}))
             rank.end(int(message["ended"]))
             rank.keep(self._logs.finish(number))
             if rank.has_failed:

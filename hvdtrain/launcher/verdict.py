@@ -130,6 +130,8 @@ def explain_end(rank: Rank) -> str:
     if code is not None and code < 0:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, f"signal {-code}")
+        if rank.memory and name == "SIGKILL":
+            return f"was killed by {name} ({rank.memory})"
         return f"was killed by {name}{_HINTS.get(name, '')}"
     early = ", in the middle of its training" if rank.left_early else ""
     return f"ended with exit code {code}{early}"
@@ -154,6 +156,8 @@ def _explain_failure(seen: Evidence, first: Rank) -> str:
     where = f", in phase {first.phase} of step {first.step}" if first.step else ""
     how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
     lines = [f"{first.place} {explain_end(first)}{how}"]
+    if first.memory and first.exit_code != -signal.SIGKILL:
+        lines[0] += f"; {first.memory}"
     last = first.last_lines[-1] if first.last_lines else ""
     has_reported = first.reported or (first.speaks and last.startswith("hvdtrain: error"))
     # What rank 0 has reported stands above, and in the summary.

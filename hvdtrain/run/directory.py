@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.files import json_ready, open_kept, open_to_read, write_new
+from hvdtrain.files import json_ready, open_kept, open_to_read, why_not_written, write_new
 from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
 
@@ -59,7 +59,7 @@ class RunDirectory:
                 text = f"--experiment={path.name}: a live job is using {path}"
                 raise RunExists(text) from None
             except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
+                reason = why_not_written(path, error)
                 raise UsageError(
                     f"--output={path.parent}: {path} cannot be written: {reason}"
                 ) from error

@@ -191,7 +191,7 @@ CASES = [
     launch(
         "log-dir-below-file",
         "-np 2 --log-dir taken/x -- train",
-        "taken/x: logs cannot be written: Not a directory. Choose another --log-dir",
+        "taken/x: logs cannot be written: Not a directory. Or choose another --log-dir",
         2,
         write("taken", ""),
     ),

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain import cgroups
 from tests.unit.folders import write
 
-NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": None}
+NO_LIMITS = dict.fromkeys(cgroups.KEYS)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": No
                 "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
                 "sys/fs/cgroup/job/step/memory.max": "5000\n",
                 "sys/fs/cgroup/job/step/pids.max": "77\n",
+                "sys/fs/cgroup/job/step/pids.current": "5\n",
             },
             {
                 "version": 2,
@@ -35,6 +36,7 @@ NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": No
                 "memory": 3000,
                 "memory_used": 1000,
                 "processes": 77,
+                "processes_used": 5,
             },
             id="v2, the narrowest on the way up",
         ),
@@ -65,6 +67,7 @@ NO_LIMITS = {"cores": None, "memory": None, "memory_used": None, "processes": No
                 "memory": 2048,
                 "memory_used": 48,
                 "processes": None,
+                "processes_used": None,
             },
             id="v1",
         ),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.cgroups import KEYS
 from hvdtrain.launcher.doctor import (
     ALL_HOSTS,
     Facts,
@@ -56,7 +57,7 @@ def good(host: str) -> dict[str, Any]:
         "cores": {"all": 8, "usable": 8},
         "memory": {"total": 32 * GIB, "available": 30 * GIB},
         "cgroup": {
-            "version": 2, "cores": None, "memory": None, "memory_used": None, "processes": None,
+            "version": 2, **dict.fromkeys(KEYS),
         },
         "single_copy": True,
         "shm": {"path": "/dev/shm", "total": GIB, "free": GIB, "files_free": None},
@@ -180,9 +181,10 @@ BAD = [
         *("warn", "1.0 GiB of memory free", "container's limit"),
     ),
     ("container", put("cgroup", "processes", 100), "warn", "allows 100 processes", "--pids-limit"),
+    ("container", put("cgroup", "processes", 30), "fail", "allows 30 processes", "--pids-limit"),
     ("container", put("single_copy", False), "warn", "read each other's memory", "SYS_PTRACE"),
     ("shm", put("shm", "free", 64 << 20), "warn", "/dev/shm has 64 MiB free", "--shm-size"),
-    ("shm", lambda beta: beta.pop("shm"), "warn", "no /dev/shm", "--shm-size"),
+    ("shm", lambda beta: beta.pop("shm"), "fail", "no /dev/shm", "--ipc none"),
     ("limits", put("limits", "open_files", 256), "warn", "256 open files", "ulimit -n 1024"),
     ("limits", put("limits", "processes", 200), "warn", "200 processes", "ulimit -u 384"),
     ("limits", put("infiniband", True), "warn", "0 MiB locked memory", "ulimit -l unlimited"),

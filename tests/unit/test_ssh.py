@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launcher.hosts import Host, take_slots
-from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
+from hvdtrain.launcher.ssh import PREFIX, SshOptions, SshSetup, is_local
 from tests.unit.sshd import ADDRESS, Sshd, running_sshd
 
 HOSTS = (Host("alpha", 2), Host("beta", user="carol"), Host("fe80::1%eth0"), Host("::1", user="d"))
@@ -92,6 +93,26 @@ def test_the_folder_is_private_and_goes_away() -> None:
         path = setup.path
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert not path.exists()
+
+
+def test_folders_of_killed_launchers_go_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when the folder of a launcher that was killed stays for ever, or that of a running one,
+    or of one that has only begun, is removed.
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with SshSetup(HOSTS, PLAIN) as running:
+        killed, begun = (tmp_path / f"{PREFIX}{name}" for name in ("killed", "begun"))
+        for folder in (killed, begun):
+            folder.mkdir()
+            (folder / "config").write_text("")
+        for folder in (killed, running.path):
+            os.utime(folder, (0, 0))
+        with SshSetup(HOSTS, PLAIN):
+            assert not killed.exists()
+            assert begun.exists() and running.path.exists()
 
 
 def test_options_reach_ssh(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_temporary_folder_of_no_use(tmp_path: Path, monkeypatch: pytest.Monkey
     plain = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda it: sealed if it == str(tmp_path) else plain(it))
     assert programs_folder() != str(tmp_path)
+    assert programs_folder(executable=False) == str(tmp_path)
     monkeypatch.setattr(processes, "is_writable", lambda folder: False)
     with pytest.raises(PreflightError, match=f"{tmp_path}, .*noexec; set TMPDIR to"):
         programs_folder()

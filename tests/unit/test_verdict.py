@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.cgroups import explain_kills
 from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.verdict import Evidence, explain_end, explain_silence, first_to_fail, judge
 
@@ -42,7 +43,11 @@ def number_of(rank: Rank | None) -> int | None:
     return None if rank is None else rank.number
 
 
+FULL = explain_kills(1, 600 << 20)
 CASES = [
+    # Memory that ran out in a container, of a worker and of a process that it has started.
+    (evidence(rank(0, -9, 1.0, memory=FULL)), 137, True, f"by SIGKILL ({FULL}), the first"),
+    (evidence(rank(0, 1, 1.0, memory=FULL)), 1, True, f"exit code 1, the first to fail; {FULL}"),
     # All well; also where a signal came too late to matter.
     (evidence(rank(0, 0), rank(1, 0)), 0, False, ""),
     (

@@ -79,6 +79,8 @@ def preflight(
     if slots:
         used = {host: found for host, found in facts.items() if host in slots}
         more += machine_checks.check_cores(used, slots) + machine_checks.check_memory(used, slots)
+        limits = machine_checks.check_container(used, slots) + machine_checks.check_shm(used)
+        more += [finding for finding in limits if finding.status == "fail"]
     return Preflight((*findings, *more), interface, facts)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__, cgroups
+from hvdtrain.files import why_not_written
 from hvdtrain.interfaces import interfaces
 from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.doctor.gpu_facts import gpus
@@ -72,6 +73,7 @@ def quick_sources(folders: Sequence[str]) -> Sources:
         "cores": lambda: {"all": os.cpu_count(), "usable": cgroups.usable_cores()},
         "memory": memory,
         "cgroup": cgroups.limits,
+        "shm": lambda: space(Path("/dev/shm")),
         "interfaces": interfaces,
         "ssh_client": lambda: os.environ.get("SSH_CONNECTION", "").split()[:1],
     }
@@ -84,7 +86,6 @@ def slow_sources(output: str) -> Sources:
         "gpus": gpus,
         "horovod_loads": horovod_loads,
         "torchvision_problem": torchvision_problem,
-        "shm": lambda: space(Path("/dev/shm")),
         "limits": limits,
         "output": lambda: output_folder(Path(output)),
         "infiniband": lambda: Path("/sys/class/infiniband").is_dir(),
@@ -259,7 +260,7 @@ def output_folder(output: Path) -> dict[str, Any]:
             file.write(b"hvdtrain doctor")
             file.flush()
     except OSError as error:
-        found["problem"] = error.strerror
+        found["problem"] = why_not_written(existing, error)
     return found
 
 

@@ -17,6 +17,7 @@ FILES_NEEDED = 1000
 OPEN_FILES_WANTED = 1024
 PROCESSES_WANTED = 256  # in addition to the workers' processes and threads
 PROCESSES_PER_WORKER = 64
+PROCESSES_NEEDED, PROCESSES_NEEDED_PER_WORKER = 8, 14  # at least, with threads; measured: 10, 16
 LOCKED_WANTED = 1 * GIB  # InfiniBand registers the memory that it sends from
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
 
@@ -72,9 +73,12 @@ def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
         shown[host] = ", ".join(parts) or "no limits"
         wanted = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         if group["processes"] is not None and group["processes"] < wanted:
-            text = f"the container allows {group['processes']} processes and threads"
-            fix = f"allow {wanted} (docker run --pids-limit)"
-            findings.append(Finding("container", "warn", host, text, fix))
+            left = group["processes"] - (group["processes_used"] or 0)
+            needed = PROCESSES_NEEDED + PROCESSES_NEEDED_PER_WORKER * slots[host]
+            status: Status = "fail" if left < needed else "warn"
+            text = f"the container allows {group['processes']} processes and threads, {left} more"
+            fix = f"allow {wanted} (docker run --pids-limit; Kubernetes: podPidsLimit)"
+            findings.append(Finding("container", status, host, text, fix))
         if facts[host].get("single_copy") is False:
             text = "processes may not read each other's memory, which Open MPI does within a host"
             fix = (
@@ -90,9 +94,16 @@ def check_shm(facts: ByHost) -> list[Finding]:
     findings, shown = [], {}
     for host, found in facts.items():
         shm = found.get("shm")
-        if shm is None or shm["free"] < SHM_WANTED:
-            text = "no /dev/shm" if shm is None else f"/dev/shm has {size(shm['free'])} free"
-            text += ": too little for data-loading workers (-j)"
+        if shm is None:
+            text = "no /dev/shm, which horovodrun, Open MPI and data-loading workers need"
+            fix = (
+                "start the container without --ipc none, or mount a tmpfs: --tmpfs /dev/shm:size=1g"
+            )
+            findings.append(Finding("shm", "fail", host, text, fix))
+        elif shm["free"] < SHM_WANTED:
+            text = (
+                f"/dev/shm has {size(shm['free'])} free: too little for data-loading workers (-j)"
+            )
             fix = "docker run --shm-size=1g (compose: shm_size), or train with -j 0"
             findings.append(Finding("shm", "warn", host, text, fix))
         else:
