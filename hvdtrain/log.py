@@ -25,8 +25,16 @@ _left_out: dict[int, int] = {}  # descriptor -> lines, since its reader stalled
 
 
 def say(text: str) -> None:
-    """Write lines to standard output and flush."""
-    _write(sys.stdout, text)
+    """Write lines to standard output and flush.
+
+    A reader that has gone, such as the `tee` of a pipe or horovodrun, is not what a run is for:
+    it continues without output, after one line on standard error.
+    """
+    try:
+        _write(sys.stdout, text)
+    except BrokenPipeError:
+        discard(sys.stdout)
+        complain("hvdtrain: nothing reads standard output any more: continuing without it")
 
 
 def complain(text: str) -> None:

@@ -104,3 +104,23 @@ def test_an_output_that_does_not_block(function: str, reader: str) -> None:
     assert (whole[-1] == str(COUNT - 1)) is (reader != "gone")
     if (function, reader) != ("complain", "gone"):  # then nothing is left to report it
         assert len(noted) == (reader != "late") and len(whole) + left_out == COUNT
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    """Fails when a run ends because the program that showed its output has ended."""
+    train = ["train", "--model=mlp", "--data=digits", "--max-steps=30", "--log-interval=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", *train, "--experiment=run"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert errors == "hvdtrain: nothing reads standard output any more: continuing without it\n"
+    assert (tmp_path / "runs" / "run" / "summary.json").exists()
