@@ -146,6 +146,13 @@ def find_controller(wanted: str, hosts: int = 1) -> Controller:
             f"--controller=mpi: Open MPI cannot start workers on other hosts from {sys.prefix}, "
             "which has a space in it; use --controller gloo, or another folder"
         )
+    if "_" in socket.gethostname():  # not a name of the Internet (RFC 952): ORTE ends with it
+        if wanted == "auto":
+            return Controller("gloo", "Open MPI cannot start on a machine with _ in its name")
+        raise UsageError(
+            f"--controller=mpi: Open MPI cannot start on {socket.gethostname()}, a name with an "
+            "underscore; use --controller gloo, or rename the machine (docker run --hostname)"
+        )
     if mpirun and is_open_mpi(mpirun):
         return Controller("mpi", "faster on one host than Gloo" if wanted == "auto" else "")
     if wanted == "auto":

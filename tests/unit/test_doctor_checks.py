@@ -428,6 +428,25 @@ class GoodSession:
         return self.ask(request, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("addresses", "text"),
+    [
+        (["10.0.0.2", "10.0.0.3"], "also of 10.0.0.3"),
+        (["10.0.0.2", "127.0.0.1"], ""),  # two of its own
+        (["192.0.2.1", "192.0.2.2"], ""),  # of a machine that others know by translated addresses
+        (["10.0.0.3"], ""),
+    ],
+)
+def test_a_name_of_several_machines(addresses: list[str], text: str) -> None:
+    """Fails when a name passes by which each connection may reach another machine, or one does not
+    that is a single machine's.
+    """
+    facts = facts_of(put("interfaces", [("lo", "127.0.0.1"), ("eth0", "10.0.0.2")]))
+    found = checks.check_names(facts, {"beta": addresses})
+    assert [(it.host, it.status) for it in found] == [("beta", "fail")] * bool(text)
+    assert text in "".join(it.text for it in found)
+
+
 def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when a check of the three modules is never called, or one complains of good hosts."""
 

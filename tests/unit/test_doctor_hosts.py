@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.launcher.doctor import Finding
+from hvdtrain.launcher.doctor import Finding, sessions
 from hvdtrain.launcher.doctor.examination import Preflight, Wishes, examine, preflight
 from hvdtrain.launcher.doctor.sessions import NoAnswer, explain, open_sessions
 from hvdtrain.launcher.hosts import Host
@@ -253,6 +253,14 @@ def test_other_messages_of_ssh(stderr: str, text: str) -> None:
     assert (finding.status, finding.host) == ("fail", "carol@beta")
     assert text in finding.text
     assert finding.fix
+
+
+def test_a_name_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when it is not said that a host which fails has several addresses, and which."""
+    monkeypatch.setattr(sessions, "addresses_of", lambda name: ["10.0.0.2", "10.0.0.3"])
+    finding = explain(Host("worker"), "ssh worker", NoAnswer(255, "Host key verification failed."))
+    assert finding.text.endswith("; worker stands for 2 addresses, 10.0.0.2, 10.0.0.3")
+    assert "a name or address of its own" in finding.fix
 
 
 def test_without_ssh(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,15 @@ def test_a_space_in_the_folder_of_open_mpi(monkeypatch: pytest.MonkeyPatch) -> N
         find_controller("mpi", 2)
 
 
+def test_an_underscore_in_the_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Open MPI, which ends with an internal error there, is started all the same."""
+    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: "/usr/bin/mpirun")
+    monkeypatch.setattr("socket.gethostname", lambda: "my_host")
+    assert find_controller("auto").name == "gloo"
+    with pytest.raises(UsageError, match="my_host, a name with an underscore; use --controller gl"):
+        find_controller("mpi")
+
+
 def dry_run(monkeypatch, capsys, *flags: str) -> tuple[list[str], str]:
     """The words on standard output, and the text on standard error."""
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "launch", "--dry-run", *flags])

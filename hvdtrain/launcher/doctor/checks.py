@@ -117,6 +117,20 @@ def check_machines(facts: ByHost, slots: Mapping[str, int]) -> list[Finding]:
     return [Finding("machine", "ok", ALL_HOSTS, f"{len(names)} different machines")]
 
 
+def check_names(facts: ByHost, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Check that no name stands for several machines, as that of a service of containers does: a
+    connection would reach another one each time. `addresses`: what each name stands for.
+    """
+    findings = []
+    for host, own in known(facts, "interfaces"):
+        others = sorted({*addresses.get(host, ())} - {address for _, address in own})
+        if others and len(others) < len(addresses[host]):
+            text = f"is a name of several machines: also of {', '.join(others)}"
+            fix = "list each of them by a name or address of its own"
+            findings.append(Finding("machine", "fail", host, text, fix))
+    return findings
+
+
 def check_working_directory(facts: ByHost) -> list[Finding]:
     """Check that the folder in which workers start exists."""
     findings, path = [], ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.interfaces import interfaces
-from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
+from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK, addresses_of
 from hvdtrain.launcher.doctor import (
     ALL_HOSTS,
     ByHost,
@@ -117,10 +117,12 @@ def _begin(
     here = Facts(**gather(quick_sources(folders)))  # this machine may be none of the hosts
     noise = {host: sessions[host].noise for host in facts if not sessions[host].local}
     named = {host for host, session in sessions.items() if session.host.user}
+    named_hosts = [(host, sessions[host]) for host in noise]
     return facts, [
         *failures,
         *checks.check_gathered(facts),
         *checks.check_machines(facts, {host: it.host.slots for host, it in sessions.items()}),
+        *checks.check_names(facts, {host: addresses_of(it.host.name) for host, it in named_hosts}),
         *checks.check_ssh(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 from hvdtrain.interpreter import module_argv, python_path
+from hvdtrain.launcher.addresses import addresses_of
 from hvdtrain.launcher.doctor import Facts, Finding
 from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host
@@ -293,6 +294,9 @@ def explain(host: Host, by_hand: str, failure: NoAnswer) -> Finding:
         ended = f"a command on this host ended with exit code {code}"
         text = f"{ended} instead of an answer{last_words}"
         fix = f"see what `{by_hand} {python} --version` prints"
+    if len(several := addresses_of(host.name)) > 1:
+        text += f"; {host.name} stands for {len(several)} addresses, {', '.join(several[:8])}"
+        fix += ". If these are several machines, list each by a name or address of its own"
     return Finding(check, "fail", host.address, text, fix)
 
 
