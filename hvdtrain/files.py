@@ -12,6 +12,8 @@ import json
 import math
 import os
 import stat
+import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +63,18 @@ def obey_umask(path: Path) -> None:
     write_new(plain, "")
     path.chmod(stat.S_IMODE(plain.stat().st_mode))
     plain.unlink()
+
+
+def time_at(folder: Path) -> float:
+    """Return the time, in seconds since 1970, by the clock that dates new files in a folder: a file
+    server's, if there is one. Where nothing can be written, it is this machine's.
+    """
+    existing = next(it for it in (folder, *folder.absolute().parents) if os.path.exists(it))  # noqa: PTH110
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def why_not_written(path: Path, error: OSError | ValueError) -> str:

@@ -23,6 +23,7 @@ from hvdtrain.cli import COMMANDS
 from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, read_train_flags, ssh_options
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError, closest
+from hvdtrain.files import time_at
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.command import (
     SETTING_REASONS,
@@ -318,6 +319,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
             stream.reconfigure(errors="replace")
     started_s = time.time()
+    since_s = started_s if launch.config is None else time_at(launch.config.folder)
     stop = StopRequests()
     view = make_view(launch.plan.workers, sys.stdout, launch.log_dir, arguments["plain"])
     logs = Logs(launch.log_dir, view.line, launch.logs_follow)
@@ -329,7 +331,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         if launch.note:
             view.notice(launch.note)
         outcome = LaunchJob(launch.plan, logs, stop, view.notice, view.update).run()
-        _leave_summary(launch, outcome, started_s, view.notice)
+        _leave_summary(launch, outcome, started_s, since_s, view.notice)
     except Stopped as stopped:  # in the checks, or in a pause before a restart
         view.notice(str(stopped))
         return stopped.exit_code
@@ -360,18 +362,25 @@ def _controller(plan: JobPlan) -> str:
 
 
 def _leave_summary(
-    launch: Launch, outcome: JobOutcome, started_s: float, notify: Callable[[str], None]
+    launch: Launch,
+    outcome: JobOutcome,
+    started_s: float,
+    since_s: float,
+    notify: Callable[[str], None],
 ) -> None:
-    """Write the summary of a run whose rank 0 was killed before, or did not find the cause."""
+    """Write the summary of a run whose rank 0 was killed before, or did not find the cause.
+
+    `since_s`: when the launcher started, by the clock of the file server.
+    """
     if launch.config is None or outcome.exit_code == EXIT_OK:
         return
     folder = launch.config.folder
     path, config = folder / "summary.json", folder / CONFIG
-    if not config.exists() or config.stat().st_mtime < started_s:  # rank 0 did not get so far
+    if not config.exists() or config.stat().st_mtime < since_s:  # rank 0 did not get so far
         return
     try:
         held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        own = path.exists() and path.stat().st_mtime >= started_s
+        own = path.exists() and path.stat().st_mtime >= since_s
         if own and not str(held.get("error")).startswith(PeerFailure.__name__):
             return
         with closing(RunDirectory(folder, reopen=True)) as directory:

@@ -31,6 +31,10 @@ OnMessage = Callable[[int, Message], None]  # receives rank and message
 OnLost = Callable[[int], None]  # receives the rank whose connection is lost
 
 
+def _boot_time_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
+
+
 class Channel:
     """A listening socket for the agents of one job, and their connections."""
 
@@ -46,6 +50,7 @@ class Channel:
         self._strangers: dict[Connection, tuple[str, float]] = {}  # challenge, since when
         self._agents: dict[int, Connection] = {}
         self._polled_s = time.monotonic()
+        self._beat_s, self._longest_pause_s = _boot_time_s(), 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="keep-alive", daemon=True).start()
 
@@ -91,7 +96,14 @@ class Channel:
     def _keep_alive(self) -> None:
         """Send `alive` messages also while the launcher waits for its terminal or its disk."""
         while not self._closed.wait(ALIVE_EVERY_S):
+            self._longest_pause_s = self.longest_pause_s
+            self._beat_s = _boot_time_s()
             self.send({"alive": True})
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Return the longest time in which this process sent nothing: it, or its machine, slept."""
+        return max(self._longest_pause_s, _boot_time_s() - self._beat_s)
 
     def close(self) -> None:
         self._closed.set()

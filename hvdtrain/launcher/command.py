@@ -29,7 +29,20 @@ PASSED_ON = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH")
     + ("SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME")
 )
-SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
+# Of Open MPI, for mpirun itself. Workers get what else the user has set by the agents; those that
+# have none, of `doctor` and `bench`, need these settings of Horovod and NCCL.
+PASSED_ON_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
+SETTINGS = frozenset(
+    ("CACHE_CAPACITY", "CPU_OPERATIONS", "CYCLE_TIME", "FUSION_THRESHOLD")
+    + ("GLOO_HIERARCHICAL_ALLREDUCE", "GLOO_TIMEOUT_SECONDS", "HIERARCHICAL_ALLGATHER")
+    + ("HIERARCHICAL_ALLREDUCE", "LOG_LEVEL", "NUM_NCCL_STREAMS", "THREAD_AFFINITY")
+)
+NCCL_SETTINGS = frozenset(
+    ("ALGO", "BUFFSIZE", "CROSS_NIC", "DEBUG", "DEBUG_SUBSYS", "IB_DISABLE", "IB_GID_INDEX")
+    + ("IB_HCA", "IB_SL", "IB_TC", "IB_TIMEOUT", "MAX_NCHANNELS", "MIN_NCHANNELS", "NET")
+    + ("NET_GDR_LEVEL", "NET_PLUGIN", "NTHREADS", "P2P_DISABLE", "P2P_LEVEL", "PROTO")
+    + ("SHM_DISABLE", "SOCKET_FAMILY", "SOCKET_IFNAME", "SOCKET_NTHREADS", "TOPO_FILE")
+)
 # Variables that horovodrun and mpirun set, and settings of Horovod: taken from the worker's host.
 HOROVODRUN_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "NCCL_")
 # Variables of the login on a host; horovodrun replaces those of other hosts by the launcher's.
@@ -93,11 +106,13 @@ def horovodrun_environment(
     environment: Mapping[str, str], settings: Mapping[str, str], ssh_folder: Path | None
 ) -> dict[str, str]:
     """Return `settings`, what horovodrun needs of `environment`, and `ssh_folder` first on PATH."""
+    needed = (
+        PASSED_ON | {f"HOROVOD_{it}" for it in SETTINGS} | {f"NCCL_{it}" for it in NCCL_SETTINGS}
+    )
     kept = {
         name: value
         for name, value in environment.items()
-        if name in PASSED_ON
-        or (name.startswith(HOROVODRUN_PREFIXES) and not any(word in name for word in SECRET_WORDS))
+        if name in needed or name.startswith(PASSED_ON_PREFIXES)
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
     own = {"PATH": path, "PYTHONUNBUFFERED": "1"}

@@ -23,7 +23,7 @@ from hvdtrain import cgroups
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import spared_by_slurm
-from hvdtrain.launcher.protocol import Message
+from hvdtrain.launcher.protocol import LOST_AFTER_S, Message
 from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
 from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 
@@ -218,5 +218,7 @@ class Supervisor:
         rank = self._ranks[number]
         if rank.state == "running":
             rank.state, rank.ended_s = "lost", time.monotonic()
+            if self._channel.longest_pause_s > LOST_AFTER_S:
+                self._evidence.own_pause_s = self._channel.longest_pause_s
             rank.keep(self._logs.finish(number))
             self._evidence.blame("a rank")

@@ -52,6 +52,7 @@ class Evidence:
     stacks: dict[int, list[str]] | None = None  # lines by rank; None: not requested
     requested: list[int] = field(default_factory=list)  # signals to the launcher
     horovodrun_lines: list[str] = field(default_factory=list)  # output of horovodrun
+    own_pause_s: float = 0.0  # in which the launcher did nothing, so that agents gave it up
 
     def blame(self, cause: str) -> None:
         """Record the cause of the end, unless one is recorded already."""
@@ -83,6 +84,12 @@ def judge(seen: Evidence) -> JobOutcome:
         text = f"{_explain_stop(seen)}. What it last did is not saved"
         failure = "" if at_fault.put_down else f":\n{_explain_failure(seen, at_fault)}"
         return outcome(EXIT_FAILED, f"{text}{failure}")
+    if seen.own_pause_s:
+        text = (
+            f"this launcher was suspended, or its machine asleep, for {seen.own_pause_s:.0f} s: "
+            "the hosts have taken it for dead, and their workers have saved and ended"
+        )
+        return outcome(EXIT_FAILED, text, True)
     if seen.cause == "silence":
         return outcome(EXIT_FAILED, _explain_standstill(seen), True)
     if seen.cause == "start" or all(rank.state == "waiting" for rank in seen.ranks):

@@ -105,6 +105,9 @@ SECRETS = {
     "SSH_AUTH_SOCK": "/tmp/i",
     "KRB5CCNAME": "j",
     "HOROVOD_LOGIN_CREDENTIALS": "k",
+    "HOROVOD_MY_PASSWD": "l",
+    "NCCL_PASSPHRASE": "m",
+    "OMPI_PROXY_AUTH": "n",
 }
 
 

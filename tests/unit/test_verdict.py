@@ -43,8 +43,11 @@ def number_of(rank: Rank | None) -> int | None:
     return None if rank is None else rank.number
 
 
+SLEPT = "this launcher was suspended, or its machine asleep, for 45 s"
 FULL = explain_kills(1, 600 << 20)
 CASES = [
+    # The launcher was suspended, so that the hosts took it for dead.
+    (evidence(rank(0, state="lost"), rank(1, state="lost"), own_pause_s=45.0), 1, True, SLEPT),
     # Memory that ran out in a container, of a worker and of a process that it has started.
     (evidence(rank(0, -9, 1.0, memory=FULL)), 137, True, f"by SIGKILL ({FULL}), the first"),
     (evidence(rank(0, 1, 1.0, memory=FULL)), 1, True, f"exit code 1, the first to fail; {FULL}"),
