@@ -68,6 +68,7 @@ setup(
             "build>=1.2,<2",
             "datasets>=5,<6",
             "hypothesis>=6.100,<7",
+            "kubernetes-validate>=1.31,<2",
             "litdata>=0.2.76,<0.3",
             "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -254,7 +255,9 @@ def test_mpijob_is_closed_to_other_pods(objects: list[dict[str, Any]]) -> None:
     policy, job = objects
     assert policy["apiVersion"] == "networking.k8s.io/v1"
     ours = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
-    dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    dns = [
+        {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
+    ]
     assert policy["spec"] == {
         "podSelector": ours,
         "policyTypes": ["Ingress", "Egress"],
@@ -284,9 +287,30 @@ def test_mpijob_pods(mpijob: dict[str, Any], role: str) -> None:
     assert set(mounts.values()) == set(volumes)
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert volumes[mounts["/runs"]]["persistentVolumeClaim"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {path for path, name in mounts.items() if volumes[name].get("emptyDir") == {}} == {
+        "/home/hvdtrain",
+        "/tmp",
+    }
     assert not any("secret" in volume for volume in pod["volumes"])
     assert "env" not in container
     assert "PRIVATE KEY" not in MPIJOB.read_text("utf-8")
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.37"])
+def test_kubernetes_takes_the_manifest(
+    objects: list[dict[str, Any]], mpijob: dict[str, Any], version: str
+) -> None:
+    """Fails for a field that Kubernetes does not know, or of another type, in the policy or in the
+    pods; or if a mesh puts its proxy into them.
+    """
+    kubernetes_validate.validate(objects[0], version, strict=True)
+    for role in ROLES:
+        template = mpijob["spec"]["mpiReplicaSpecs"][role]["template"]
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        kubernetes_validate.validate(pod, version, strict=True)
+        for kind in ("labels", "annotations"):
+            assert template["metadata"][kind] == {"sidecar.istio.io/inject": "false"}
 
 
 def test_mpijob_launcher_and_worker_fit(mpijob: dict[str, Any], tmp_path: Path) -> None:
