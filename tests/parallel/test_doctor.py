@@ -129,7 +129,7 @@ def test_a_stop_ends_the_burn_in(tmp_path: Path) -> None:
 def test_a_stop_leaves_no_worker(tmp_path: Path) -> None:
     """Fails when SIGTERM while the ring runs leaves horovodrun or a worker behind."""
     mark = uuid.uuid4().hex
-    environment = environment_of(mark) | {"HOROVOD_TEST_MARK": mark}
+    environment = environment_of(mark) | {"OMPI_MCA_hvdtrain_test_mark": mark}
     doctor = subprocess.Popen(
         hvdtrain("doctor"), cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
     )
@@ -163,7 +163,7 @@ def command_of(pid: str) -> str:
 
 def ring_processes(mark: str) -> list[int]:
     """Of the ring: the doctor hands variables of Horovod on, and no others."""
-    wanted, found = f"HOROVOD_TEST_MARK={mark}".encode(), []
+    wanted, found = f"OMPI_MCA_hvdtrain_test_mark={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
