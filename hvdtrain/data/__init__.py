@@ -16,6 +16,7 @@ permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
 feeding         batches of one rank, step by step; a host's own part of the samples
 reading         samples that are read one by one, ahead of their step by processes
+reader_process  these processes
 reader_imports  what processes that read images find imported
 """
 

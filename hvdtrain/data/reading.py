@@ -5,7 +5,7 @@ The processes are forked by a fork server, as forking a process with a running H
 
 from __future__ import annotations
 
-import multiprocessing.context
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import forkserver, popen_forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -139,29 +139,16 @@ class StreamedSplit:
             num_workers=self._readers,
             generator=self._generator,
             collate_fn=default_convert,  # leaves `Loaded` and text as they are
-            multiprocessing_context=_ReaderContext() if self._readers else None,
+            multiprocessing_context=_context() if self._readers else None,
             persistent_workers=self._stay and self._readers > 0,
             worker_init_fn=partial(_begin, self._begin_reader) if self._readers else None,
         )
 
 
-class _ReaderPopen(popen_forkserver.Popen):
-    """A started reader. SIGTERM, by which torch and multiprocessing end processes, does not reach
-    it: see `_begin`.
-    """
+def _context() -> Any:
+    from hvdtrain.data.reader_process import ReaderContext  # not on Windows, without readers
 
-    def terminate(self) -> None:
-        self.kill()
-
-
-class _ReaderProcess(multiprocessing.context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> _ReaderPopen:  # noqa: N802  (multiprocessing's name)
-        return _ReaderPopen(process_obj)
-
-
-class _ReaderContext(multiprocessing.context.ForkServerContext):
-    Process = _ReaderProcess
+    return ReaderContext()
 
 
 class _Batches:

@@ -21,7 +21,7 @@ import multiprocessing, os
 from hvdtrain.data.reading import _start_fork_server
 
 if __name__ == "__main__":
-    _start_fork_server()
+    _start_fork_server([])
     context = multiprocessing.get_context("forkserver")
     child = context.Process(target=os.mkdir, args=("beside",))
     child.start()
