@@ -69,9 +69,8 @@ def time_at(folder: Path) -> float:
     """Return the time, in seconds since 1970, by the clock that dates new files in a folder: a file
     server's, if there is one. Where nothing can be written, it is this machine's.
     """
-    existing = next(it for it in (folder, *folder.absolute().parents) if os.path.exists(it))  # noqa: PTH110
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=_nearest_existing(folder)) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
@@ -84,7 +83,7 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
     reason = getattr(error, "strerror", None) or str(error)
     if getattr(error, "errno", None) not in (errno.EACCES, errno.EPERM):
         return reason
-    existing = next(it for it in (path, *path.absolute().parents) if os.path.exists(it))  # noqa: PTH110
+    existing = _nearest_existing(path)
     if os.access(existing, os.W_OK | os.X_OK):
         return reason
     found, own = existing.stat(), os.getuid()
@@ -94,6 +93,11 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
         f"and this process has uid {own}. Run it as that user (docker run --user "
         f"{found.st_uid}:{found.st_gid}), or `chown {own} {existing}`"
     )
+
+
+def _nearest_existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that is there, also behind a closed one."""
+    return next(it for it in (path, *path.absolute().parents) if os.path.exists(it))  # noqa: PTH110
 
 
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:

@@ -19,10 +19,8 @@ _MOST_BYTES = 1024 * _RECORD.size
 
 # Set by the launcher, unless the user has chosen an interface: an address that all hosts reach.
 TOWARDS = "HVDTRAIN_INTERFACE_TOWARDS"
-OF_GLOO, OF_NCCL, OF_OPEN_MPI = (
-    *("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"),
-    "OMPI_MCA_btl_tcp_if_include",
-)
+OF_GLOO, OF_NCCL = "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"
+OF_OPEN_MPI = "OMPI_MCA_btl_tcp_if_include"
 OF_TORCH = "GLOO_SOCKET_IFNAME"  # of torch.distributed
 
 

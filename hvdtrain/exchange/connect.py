@@ -55,7 +55,7 @@ def ring_of_torch_distributed() -> Transport:
     return join_ring(group.get_rank(), address, gather)
 
 
-# Variables in which a launcher names the interfaces common to all hosts: Gloo's, Open MPI's, and
+# Variables in which a launcher names the interfaces of this host: Gloo's, Open MPI's, and
 # the one that horovodrun sets under any MPI.
 _CHOSEN = (OF_GLOO, OF_OPEN_MPI, OF_NCCL)
 _MPIRUN = "OMPI_MCA_orte_hnp_uri"  # 1711276032.0;tcp://10.0.0.1,172.17.0.1:53793;tcp6://...

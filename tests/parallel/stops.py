@@ -73,7 +73,7 @@ class Stopped:
 
 
 def stop_job(stop: Stop, folder: Path) -> Stopped:
-    """Start a job in an empty folder, stop it after its third step, and return how it ended."""
+    """Start a job in an empty folder, stop it once it has shown a step, and return how it ended."""
     pictures = make_folder(folder / "pictures", train=20)
     mark = uuid.uuid4().hex
     with (folder / "output").open("w+") as output:
