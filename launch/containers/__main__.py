@@ -79,8 +79,9 @@ def up(engine: Engine, root: Path, options: argparse.Namespace) -> None:
     if options.output == "separate":
         variables["HVDTRAIN_RUNS"] = RUNS  # an anonymous volume: one for each container
     started = time.monotonic()
-    scale = f"worker={options.hosts}"
-    engine.compose("up", "--detach", "--remove-orphans", "--scale", scale, variables=variables)
+    # Of a single host it is not known whether its runs are its own.
+    is_single = len(engine.workers(running=False)) == 1
+    engine.up(options.hosts, variables, not is_single and len(_with_own_runs(engine)) < 2)
     workers = [_plain_name(engine, worker) for worker in engine.workers()]
     _wait_until_they_answer(engine, workers)
     lines = "".join(f"{name} slots={options.slots}\n" for name in workers)

@@ -29,6 +29,12 @@ NOT_OURS = (
     "{ours}; nothing was changed. Choose another name (launch/cluster --name NAME ...), or remove "
     "it from there"
 )
+MISSING_FIELD = "ContainerConfig"
+HAVE_OWN_RUNS = (
+    "{error}\nThis docker-compose cannot change running hosts, and these have runs of their own: "
+    "copy them with `./launch/cluster down DIR`, then call up again; or install "
+    "docker-compose-plugin"
+)
 
 
 class EngineError(PreflightError):
@@ -72,6 +78,24 @@ class Engine:
         command += ["--file", os.fspath(self.compose_file), *arguments]
         environment = {**os.environ, **(variables or {})}
         run(command, f"docker compose {arguments[0]}", environment=environment)
+
+    def up(self, hosts: int, variables: Mapping[str, str], may_remove: bool) -> None:
+        """Start the hosts, or change them. Raises EngineError when that fails.
+
+        docker-compose 1 cannot change containers of an engine from version 25 on, which leaves out
+        a field that it reads (docker/compose issue 11742): they are removed first, if that loses
+        nothing (`may_remove`).
+        """
+        start = ("up", "--detach", "--remove-orphans", "--scale", f"worker={hosts}")
+        try:
+            self.compose(*start, variables=variables)
+        except EngineError as error:
+            if MISSING_FIELD not in str(error):
+                raise
+            if not may_remove:
+                raise EngineError(HAVE_OWN_RUNS.format(error=error)) from error
+            self.compose("rm", "--force", "--stop", variables=variables)
+            self.compose(*start, variables=variables)
 
     def workers(self, running: bool = True) -> list[str]:
         """Return the names of the cluster's worker containers in the order of their numbers."""

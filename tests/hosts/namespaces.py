@@ -123,6 +123,11 @@ class Cluster(HostNetwork):
         (numbers,) = (line.split()[1:] for line in lines if line.split()[0] == f"{interface}:")
         return int(numbers[0]) + int(numbers[8])
 
+    def lose_large_packets(self, host: int, most_bytes: int) -> None:
+        """Drop larger packets on the way to and from a host, of which nobody is informed."""
+        port = f"port{host}"
+        self._switch.tool(["net"], "ip", "link", "set", port, "mtu", str(most_bytes))
+
     def cut(self, host: int) -> None:
         """Disconnect a host from the network, in both directions."""
         self._switch.tool(["net"], "ip", "link", "set", f"port{host}", "down")

@@ -72,7 +72,8 @@ print("interface", os.environ["GLOO_SOCKET_IFNAME"], "total", total.item())
 def test_interfaces_of_other_names(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Fails if hosts need a common name of the interface that joins them, or are joined by the one
     that has it by chance; if a script with torch.distributed finds its peers only where hosts know
-    their own names; or if the doctor refuses such hosts.
+    their own names; if the doctor refuses such hosts; or if it is not said that large packets are
+    lost on the way.
     """
     cluster = make_cluster([1, 1])
     second = cluster.add_network()
@@ -100,3 +101,7 @@ def test_interfaces_of_other_names(make_cluster: Callable[..., Cluster], tmp_pat
     assert len(hashes) == 1
     done = cluster.run(hvdtrain("doctor", "-H", hosts), 240)
     assert done.exit_code == 0, done.output
+    cluster.lose_large_packets(1, most_bytes=700)
+    done = cluster.run([*start, "train", *EXPERIMENT, f"--output={tmp_path / 'lost'}"], 240)
+    assert done.exit_code == 3, done.output
+    assert "10.77.0.2: network: small packets arrive and large ones do not" in done.output

@@ -197,6 +197,34 @@ def test_containers_of_another_project_are_left_alone(
     cluster_engine.Engine("c", ROOT / "docker" / "compose.yaml").check_ours()
 
 
+OLD_COMPOSE = """
+words="$*"
+echo "${{words#*compose.yaml }}" >> {asked}
+case "$*" in *" rm "*) : > {asked}.removed;; esac
+[ -e {asked}.removed ] && exit 0
+case "$*" in *" up "*) echo "KeyError: 'ContainerConfig'" >&2; exit 1;; esac
+"""
+
+
+@pytest.mark.parametrize("may_remove", [True, False])
+def test_an_old_compose_with_a_new_engine(path: Path, tmp_path: Path, may_remove: bool) -> None:
+    """Fails when `up` with other options ends with a KeyError of docker-compose 1, or removes
+    containers that have the only copy of their runs.
+    """
+    asked = tmp_path / "asked"
+    put(path, "docker", "exit 1")
+    put(path, "docker-compose", OLD_COMPOSE.format(asked=asked))
+    engine = cluster_engine.Engine("c", Path("compose.yaml"))
+    start = "up --detach --remove-orphans --scale worker=3"
+    if may_remove:
+        engine.up(3, {}, may_remove)
+        assert asked.read_text().splitlines() == [start, "rm --force --stop", start]
+    else:
+        with pytest.raises(PreflightError, match="cluster down DIR"):
+            engine.up(3, {}, may_remove)
+        assert asked.read_text().splitlines() == [start]
+
+
 # Keys
 
 

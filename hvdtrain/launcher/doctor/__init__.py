@@ -4,6 +4,7 @@ probe            runs on each host: gathers facts, listens, connects to the othe
 facts            its facts: software, user, paths, cores, memory, limits, disks
 gpu_facts        its facts: GPUs, as the driver reports them
 sessions         the launcher's end of a probe; the findings for hosts that do not answer
+small_packets    what finds that large packets are lost on the way to a host
 checks           facts -> findings: software, users, paths, the network between hosts
 machine_checks   facts -> findings: cores, memory, disks, libraries, clocks
 gpu_checks       facts -> findings: GPUs, beside torch and Horovod

@@ -30,7 +30,14 @@ from hvdtrain.launcher.doctor import (
 )
 from hvdtrain.launcher.doctor.facts import gather, quick_sources
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, try_ring
-from hvdtrain.launcher.doctor.sessions import NoAnswer, ProbeSession, explain, on_all, open_sessions
+from hvdtrain.launcher.doctor.sessions import (
+    NoAnswer,
+    ProbeSession,
+    explain,
+    on_all,
+    open_sessions,
+    takes_small_packets,
+)
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import working_folders
 from hvdtrain.launcher.protocol import Ticket
@@ -107,7 +114,8 @@ def _begin(
         try:
             return session.ask(request, deadline)
         except NoAnswer as error:
-            return explain(session.host, ssh.by_hand(session.host), error)
+            small_ones_pass = takes_small_packets(session.host, ssh, error)
+            return explain(session.host, ssh.by_hand(session.host), error, small_ones_pass)
 
     answers = on_all(ask, sessions)
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,10 +29,11 @@ from hvdtrain.launcher.addresses import addresses_of
 from hvdtrain.launcher.doctor import Facts, Finding
 from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.processes import has_ended
+from hvdtrain.launcher.processes import has_ended, run_child
 from hvdtrain.launcher.ssh import SshSetup, is_local
 
 PROBE = module_argv("hvdtrain.launcher.doctor.probe")
+SMALL_PACKETS = module_argv("hvdtrain.launcher.doctor.small_packets")
 # Variables that horovodrun passes to the workers.
 HANDED_ON = ("LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 LONGEST_LINE = 4_000_000
@@ -264,11 +266,35 @@ _SSH_FAILURES = (
 )
 
 
-def explain(host: Host, by_hand: str, failure: NoAnswer) -> Finding:
-    """Return the finding for a host that did not answer. `by_hand`: the command to log in to it."""
+def takes_small_packets(host: Host, ssh: SshSetup, failure: NoAnswer) -> bool:
+    """Return whether a host whose answer did not come in time is reached in small packets."""
+    if failure.exit_code is not None and "timed out" not in failure.stderr.lower():
+        return False
+    proxy = f"{shlex.join(SMALL_PACKETS)} %h %p"
+    program, *words = ssh.argv(host, ["true"])
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        command = [program, "-o", f"ProxyCommand={proxy}", *words]
+        return run_child(command, STEP_S).returncode == 0
+    return False
+
+
+def explain(host: Host, by_hand: str, failure: NoAnswer, small_ones_pass: bool = False) -> Finding:
+    """Return the finding for a host that did not answer. `by_hand`: the command to log in to it.
+    `small_ones_pass`: it was reached in small packets.
+    """
     check, python = "ssh", sys.executable
     code, stderr, last_words = failure.exit_code, failure.stderr, failure.last_words
-    if code == SSH_FAILED or "hvdtrain: there is no ssh" in stderr:
+    if small_ones_pass:
+        check = "network"
+        text = (
+            "small packets arrive and large ones do not: a link on the way carries less than the "
+        )
+        text += "interfaces send, and nobody is told (an MTU black hole)"
+        fix = (
+            "set the interfaces of both machines to what the link carries, such as `ip link set "
+            "dev NAME mtu 1400` over a VPN or VXLAN, or let ICMP pass (fragmentation needed)"
+        )
+    elif code == SSH_FAILED or "hvdtrain: there is no ssh" in stderr:
         text, fix = _explain_ssh(host, by_hand, failure)
     elif code is None:
         text = f"no answer in time{last_words}"
