@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -82,6 +83,7 @@ class Channel:
             if away_s > AWAY_S:  # this process did not read: blocked on a full pipe, say
                 agent.heard_s = now
             elif agent.is_silent(now):
+                self._dismiss(agent)
                 self._drop(agent)
                 on_lost(rank)
 
@@ -171,6 +173,13 @@ class Channel:
             return
         for message in messages:
             on_message(rank, message)
+
+    def _dismiss(self, agent: Connection) -> None:
+        """Let an agent that is suspended, or cut off, end its worker at once when it goes on."""
+        if select.select([], [agent], [], 0)[1]:
+            with contextlib.suppress(ConnectionLost):
+                agent.send({"kill": True})
+                agent.send({"leave": True})
 
     def _drop(self, connection: Connection) -> None:
         with contextlib.suppress(KeyError, ValueError):

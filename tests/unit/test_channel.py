@@ -247,8 +247,9 @@ def test_an_agent_is_lost_once(launcher: Launcher, last: bytes) -> None:
 
 
 def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:
-    """Fails when a host whose network is cut (no word, no end of connection) is not noticed, or
-    when one that does speak is lost with it.
+    """Fails when a host whose network is cut (no word, no end of connection) is not noticed, when
+    one that does speak is lost with it, or when an agent that was only suspended would find no
+    order to end its worker: it would stay until the time to save is over.
     """
     silent, speaking = launcher.let_in(0), launcher.let_in(1)
     monkeypatch.setattr(protocol, "LOST_AFTER_S", 2.0)
@@ -260,6 +261,10 @@ def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:
 
     launcher.poll_until(one_is_lost)
     assert launcher.lost == [0] and launcher.channel.connected == [1]
+    kept: list[Message] = []
+    while {"leave": True} not in kept:
+        kept += silent.receive()
+    assert kept[-2:] == [{"kill": True}, {"leave": True}]
     silent.close()
     speaking.close()
 
