@@ -24,7 +24,7 @@ LOCK = ".lock"
 LOCK_RETRY_S = 0.5
 LOGS = "logs"  # the launcher writes there before the run starts
 CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
-JOB_KEY = "job"  # in the configuration of a script: of the launcher's job that began the run
+JOB_FILE = ".job"  # names the launcher's job that began the run
 METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
 # Files of a failed run without checkpoints; a folder with nothing else may be used again.
 LEAVINGS = (
@@ -69,6 +69,11 @@ class RunDirectory:
                 self._clear_leavings()
             undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
+
+    def write_job(self, job: str) -> None:
+        """Record the launcher's job, whose restarts find the run by it."""
+        with self._naming_failures():
+            write_new(self.path / JOB_FILE, f"{job}\n")
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the resolved configuration, as `--config` reads it."""
@@ -215,7 +220,8 @@ def folder_of_job(folder: Path, job: str) -> Path | None:
     """Return the folder, `folder` or a numbered one, of the run that a job has begun; or None."""
     pattern = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
     for path in folder.parent.glob(f"{glob.escape(folder.name)}*"):
-        if pattern.fullmatch(path.name) and f"{JOB_KEY}: {job}" in _lines(path / CONFIG):
+        own = path / JOB_FILE
+        if pattern.fullmatch(path.name) and own.is_file() and _lines(own) == [job]:
             return path
     return None
 

@@ -36,8 +36,6 @@ from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
-from hvdtrain.pulse import JOB, RESTART
-from hvdtrain.run.directory import folder_of_job
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
     OPTIONS,
@@ -51,7 +49,7 @@ from hvdtrain.run.script import (
     next_loop,
     optimizer_problems,
 )
-from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
+from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
 from hvdtrain.run.wording import in_words_of_script
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
@@ -304,11 +302,7 @@ def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> Train
     """
     name, run = config.run.experiment, config.run
     run = replace(run, experiment=f"{name}-loop-{number}") if number > 1 else run
-    folder = replace(config, run=run).folder
-    if exchange.rank == 0 and os.environ.get(RESTART, "0") != "0":
-        own = folder_of_job(folder, os.environ.get(JOB, ""))
-        run = replace(run, experiment=own.name, resume="auto") if own else run
-    return replace(config, run=exchange.broadcast_object(run, "hvdtrain.loop.run"))
+    return of_this_job(replace(config, run=run), exchange)
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:

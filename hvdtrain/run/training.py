@@ -31,7 +31,7 @@ from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.balance import balance
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.devices import check_devices, name_of
-from hvdtrain.run.directory import JOB_KEY, RunDirectory, new_directory
+from hvdtrain.run.directory import RunDirectory, folder_of_job, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
@@ -132,6 +132,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
+    config = of_this_job(config, exchange)
     found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
     try:
         with _run_or_none(config, session, found) as run:
@@ -176,9 +177,7 @@ def _run_or_none(
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     job = job.distributed(exchange)
     state = _restored(saved, job, session)
-    directory = agree(
-        exchange, "output", lambda: _take_directory(config, exchange, found, script is not None)
-    )
+    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
     config = _named(config, exchange, directory)
     with kept():  # trackers may draw random numbers
         ledger = _open_ledger(config, job, session, found, directory)
@@ -248,6 +247,18 @@ def _make_ready(
     return TrainingRun(job, state, hooks, finish, config.folder)
 
 
+def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
+    """Collective: return the configuration under which a restarted job resumes the run that it has
+    begun itself, which may have got another name.
+    """
+    if os.environ.get(RESTART, "0") == "0":
+        return config
+    run = config.run
+    if exchange.rank == 0 and (own := folder_of_job(config.folder, os.environ.get(JOB, ""))):
+        run = replace(run, experiment=own.name, resume="auto")
+    return replace(config, run=exchange.broadcast_object(run, "hvdtrain.own_run"))
+
+
 def _find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     if exchange.rank == 0:
         check_trackers(config.run.log_to)
@@ -274,19 +285,17 @@ def _open_ledger(
 
 
 def _take_directory(
-    config: TrainConfig, exchange: Exchange, found: Resumable | None, is_script: bool
+    config: TrainConfig, exchange: Exchange, found: Resumable | None
 ) -> RunDirectory | None:
     """Return the run directory on rank 0, None elsewhere.
 
-    A new run is numbered where its name is taken, except that of a command under the launcher: it
-    has done so, as it writes logs to the folder, and restarts resume the run by name.
+    A new run is numbered where its name is taken; the launcher may not see this host's folders.
     """
     if exchange.rank != 0:
         return None
     if found:
         return found.directory
-    numbered = config.run.resume is None and (is_script or RESTART not in os.environ)
-    return new_directory(config.folder, numbered)
+    return new_directory(config.folder, numbered=config.run.resume is None)
 
 
 def _named(config: TrainConfig, exchange: Exchange, directory: RunDirectory | None) -> TrainConfig:
@@ -319,8 +328,9 @@ def _open_records(
         resolved = {option: resolved[option] for option in OPTIONS}
         resolved["script"] = [str(script.path), *sys.argv[1:]]
         resolved["loop"] = script.loop
-        resolved |= {JOB_KEY: os.environ[JOB]} if JOB in os.environ else {}
     directory.write_config(resolved)
+    if JOB in os.environ:
+        directory.write_job(os.environ[JOB])
     session.pulse.begin_run(directory.path)
     first_lines = header(job, session.exchange, name)
     say(as_options(first_lines) if session.script else first_lines)

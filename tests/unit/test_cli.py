@@ -288,3 +288,21 @@ def test_a_fault_in_the_users_model_is_shown(tmp_path: Path) -> None:
     assert 'my_net.py", line 12, in forward' in done.stderr
     summary = read_summary(tmp_path / "out" / "my_net_Net-digits")
     assert summary["status"] == "failed" and "LookupError" in summary["error"]
+
+
+def test_a_run_that_the_launcher_does_not_see(tmp_path: Path) -> None:
+    """Fails when a worker of a launcher on another host, where the name is taken, ends instead of
+    taking the next one, or when a restart goes on with the run that was there before.
+    """
+    train = ["train", *TINY, "--output=out", "--experiment=x"]
+    first = {"HVDTRAIN_JOB": "a", "HVDTRAIN_RESTART": "0"}
+    again = {"HVDTRAIN_JOB": "a", "HVDTRAIN_RESTART": "1"}
+    assert run(tmp_path, *train).returncode == 0
+    before = read_tree(tmp_path / "out" / "x")
+    done = run(tmp_path, *train, variables=first)
+    assert done.returncode == 0, done.stderr
+    assert "out/x holds another run: this one is out/x-2" in done.stdout
+    done = run(tmp_path, *train, "--resume=auto", variables=again)
+    assert done.returncode == 0, done.stderr
+    assert "out/x-2" in done.stdout, done.stdout
+    assert read_tree(tmp_path / "out" / "x") == before
