@@ -27,6 +27,8 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.interpreter import started_elsewhere
 from hvdtrain.pulse import STOP_SIGNALS
 
+# Of the tracker, which removes the semaphores of a run that was killed: they are no mistake.
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 Key = tuple[int, int]  # sample, epoch
 BeginReader = Callable[[int], object]  # called with the number of a reader process
 
@@ -246,6 +248,15 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
+def _start_tracker() -> None:
+    """Start the tracker of semaphores, once per process."""
+    sys.warnoptions.append(QUIET)  # these become options of the tracker
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(QUIET)
+
+
 def _start_fork_server(imports: Sequence[str]) -> None:
     """Start the fork server, once per process, which imports what readers need while the run is
     prepared. The signals that stop a run are blocked in it: they are for the worker. Its readers
@@ -255,7 +266,7 @@ def _start_fork_server(imports: Sequence[str]) -> None:
     with started_elsewhere():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            resource_tracker.ensure_running()  # unblocks some of them: start it first
+            _start_tracker()  # unblocks some of them: start it first
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             forkserver.ensure_running()
         finally:

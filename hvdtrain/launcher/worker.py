@@ -18,11 +18,19 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from hvdtrain.errors import EXIT_FAILED
-from hvdtrain.launcher.processes import descendants, id_within, process_state, reap
+from hvdtrain.launcher.processes import (
+    command_of,
+    descendants,
+    id_within,
+    process_state,
+    reap,
+)
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
 NEXT_S = 5.0  # for a shell to end after its last command
+TRACKER = "multiprocessing.resource_tracker"
+HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 REST_GRACE_S = 3.0  # for processes that the command leaves behind
 KILLED_S = 2.0  # longest wait for killed processes, which the kernel may hold
 CANNOT_START = 127  # exit code, as in shells
@@ -93,7 +101,7 @@ class Worker:
 
     def kill(self) -> None:
         self._killed_s = min(self._killed_s, time.monotonic())
-        _send(signal.SIGKILL)
+        _kill_all(since_s=self._killed_s)
 
     def poll(self) -> int | None:
         """Reap, and end leftovers; return the exit code once no process is left, else None.
@@ -116,8 +124,8 @@ class Worker:
 
     def _end_rest(self, ended: bool) -> None:
         """End the processes left after the speaker or the command has ended."""
-        if self._speaker and ended:  # only helpers are left
-            self.kill()
+        if self._speaker and ended:  # helpers, which remove what they share, such as semaphores
+            self.kill_after(HELPERS_GRACE_S)
             return
         if self._speaker:  # after a stop, a shell must not continue with its next command
             due = self._stop != 0 and time.monotonic() - self._silent_s > NEXT_S
@@ -173,10 +181,20 @@ def become_subreaper() -> None:
 
 def kill_descendants() -> None:
     """Kill all descendants of this process, and wait up to KILL_S for their end."""
-    deadline = time.monotonic() + KILL_S
-    while reap({}) and time.monotonic() < deadline:
-        _send(signal.SIGKILL)
+    began_s = time.monotonic()
+    while reap({}) and time.monotonic() < began_s + KILL_S:
+        _kill_all(began_s)
         time.sleep(ROUND_S)
+
+
+def _kill_all(since_s: float) -> None:
+    """Kill all descendants, but for HELPERS_GRACE_S not the trackers of multiprocessing, which then
+    end by themselves: they remove the semaphores and shared memory of those that were killed.
+    """
+    pids = descendants(os.getpid())
+    if time.monotonic() - since_s < HELPERS_GRACE_S:
+        pids = [pid for pid in pids if TRACKER not in command_of(pid)]
+    _send(signal.SIGKILL, pids)
 
 
 def _send(number: int, pids: Iterable[int] | None = None) -> None:
