@@ -104,4 +104,4 @@ def test_interfaces_of_other_names(make_cluster: Callable[..., Cluster], tmp_pat
     cluster.lose_large_packets(1, most_bytes=700)
     done = cluster.run([*start, "train", *EXPERIMENT, f"--output={tmp_path / 'lost'}"], 240)
     assert done.exit_code == 3, done.output
-    assert "10.77.0.2: network: small packets arrive and large ones do not" in done.output
+    assert "10.77.0.2: network: small packets arrive, large ones are lost" in done.output

@@ -287,9 +287,9 @@ def explain(host: Host, by_hand: str, failure: NoAnswer, small_ones_pass: bool =
     if small_ones_pass:
         check = "network"
         text = (
-            "small packets arrive and large ones do not: a link on the way carries less than the "
+            "small packets arrive, large ones are lost without an error: a link on the way carries "
+            "less than the interfaces send (an MTU black hole)"
         )
-        text += "interfaces send, and nobody is told (an MTU black hole)"
         fix = (
             "set the interfaces of both machines to what the link carries, such as `ip link set "
             "dev NAME mtu 1400` over a VPN or VXLAN, or let ICMP pass (fragmentation needed)"
