@@ -43,6 +43,7 @@ class Channel:
         """Listen on `address`; 0.0.0.0 means all addresses of this machine."""
         self._token = token
         self.workers = 0  # how many agents may connect
+        self.admitted: set[int] = set()  # the ranks whose agents have ever connected
         self._listener = socket.create_server((address, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -159,6 +160,7 @@ class Channel:
         del self._strangers[connection]
         self._guard.leave(connection)
         self._agents[rank] = connection
+        self.admitted.add(rank)
         on_message(rank, {"hello": introduction})
 
     def _receive(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> None:

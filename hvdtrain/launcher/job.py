@@ -25,7 +25,7 @@ from hvdtrain.launcher.command import (
     search_path,
 )
 from hvdtrain.launcher.doctor import Finding
-from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight
+from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests, working_folders
@@ -109,18 +109,21 @@ class LaunchJob:
             time.sleep(pause_s)
         raise AssertionError("a range of at least one start")
 
+    def _host_of(self, rank: int) -> str:
+        return [host.address for host in self._placed for _ in range(host.slots)][rank]
+
     def _leave_out(self, rank: int) -> str | None:
         """Leave the host of a rank out of all further starts; return the reason if none is left."""
-        wrong = [host for host in self._placed for _ in range(host.slots)][rank]
-        others = tuple(host for host in self._plan.hosts if host.address != wrong.address)
+        wrong = self._host_of(rank)
+        others = tuple(host for host in self._plan.hosts if host.address != wrong)
         slots = sum(host.slots for host in others)
         if slots < self._plan.min_workers:
             return (
-                f"without {wrong.address}, which computes wrongly, the hosts have "
+                f"without {wrong}, which computes wrongly, the hosts have "
                 f"{counted(slots, 'slot')} (--min-np={self._plan.min_workers})"
             )
         self._plan = replace(self._plan, hosts=others)
-        self._notify(f"left out: {wrong.address} computes wrongly, as rank {rank} has shown")
+        self._notify(f"left out: {wrong} computes wrongly, as rank {rank} has shown")
         return None
 
     def _start_when_fit(self, start: int) -> JobOutcome:
@@ -153,6 +156,8 @@ class LaunchJob:
             stack.callback(remove_ticket, job)
             slots = slots_by_host(hosts, plan.workers)
             found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots)
+            self._placed = ()
+            stack.callback(self._withdraw, job, hosts, found, ssh, channel)
             plan = self._place(hosts, found, start)
             channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
@@ -170,6 +175,14 @@ class LaunchJob:
             )
             with self._stop.noted():
                 return supervisor.run()
+
+    def _withdraw(
+        self, job: str, hosts: Sequence[Host], found: Preflight, ssh: SshSetup, channel: Channel
+    ) -> None:
+        """Remove the ticket from the hosts where no agent has joined, which would have done so."""
+        joined = {self._host_of(rank) for rank in channel.admitted}
+        left = [host for host in hosts if host.address in found.facts.keys() - joined]
+        withdraw([host for host in left if not is_local(host)], ssh, job)
 
     def _orders(self, token: str, start: int) -> Orders:
         path = {"PATH": search_path(os.environ)}  # `python` is the one that runs hvdtrain

@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.lab.hosts.network import HostNetwork
-from hvdtrain.lab.hosts.node import HostsError, kill_all, name_of
+from hvdtrain.lab.hosts.node import HostsError, Node, kill_all, name_of
 from tests.parallel.launching import CHECKOUT, VANISH_S, Finished
 
 FILLER = "filler"
+TICKETS = Path("~/.cache/hvdtrain/launch").expanduser()  # hvdtrain/launcher/protocol.py
 
 
 class Cluster(HostNetwork):
@@ -65,6 +66,25 @@ class Cluster(HostNetwork):
         while (left := self.processes_since(before)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def leftovers(self) -> list[str]:
+        """Return what is left on the hosts that are up: processes, shared memory, temporary files;
+        and the tickets of jobs, in the home that they share.
+        """
+        found = [f"{process}" for process in self.wait_until_gone()]
+        for host, node in enumerate(self._nodes):
+            for folder in ("/dev/shm", "/tmp") if node.is_alive else ():
+                paths = [Path(folder, path.name) for path in self.path(host, folder).iterdir()]
+                shown = [path for visible in self._visible for path in (visible, *visible.parents)]
+                found += [f"{node.name}: {path}" for path in paths if path not in shown]
+        return found + [f"ticket {path.name}" for path in (self.folder / "tickets").iterdir()]
+
+    def _make_node(self, host: int) -> Node:
+        node, own = super()._make_node(host), self.folder / "tickets"
+        for folder in (own, TICKETS):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        node.tool(["mount"], "mount", "--bind", str(own), str(TICKETS))
+        return node
 
     # Faults
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
@@ -23,6 +24,37 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 SBATCH = LAUNCH / "slurm.sbatch"
 MPIJOB = LAUNCH / "mpijob.yaml"
 JOB_S = 30.0  # for a fake job of a moment
+
+INTEGER = {"type": "integer", "minimum": 0}
+
+
+def _record(**fields: object) -> dict[str, object]:
+    return {"type": "object", "additionalProperties": False, "properties": fields}
+
+
+# What the operator takes, but for the pods themselves and rare fields: of manifests/base/
+# kubeflow.org_mpijobs.yaml (v2beta1), and the values of pkg/apis/kubeflow/v2beta1/types.go.
+REPLICAS = _record(
+    replicas=INTEGER, restartPolicy={"enum": ["Never", "OnFailure"]}, template={"type": "object"}
+)
+MPIJOB_SPEC = _record(
+    slotsPerWorker=INTEGER,
+    runLauncherAsWorker={"type": "boolean"},
+    sshAuthMountPath={"type": "string"},
+    launcherCreationPolicy={"enum": ["AtStartup", "WaitForWorkersReady"]},
+    mpiImplementation={"enum": ["OpenMPI", "Intel", "MPICH"]},
+    runPolicy=_record(
+        cleanPodPolicy={"enum": ["None", "Running", "All"]},
+        ttlSecondsAfterFinished=INTEGER,
+        activeDeadlineSeconds=INTEGER,
+        backoffLimit=INTEGER,
+        suspend={"type": "boolean"},
+    ),
+    mpiReplicaSpecs={
+        "required": ["Launcher", "Worker"],
+        **_record(Launcher=REPLICAS, Worker=REPLICAS),
+    },
+) | {"required": ["mpiReplicaSpecs"]}
 
 FAKE_HVDTRAIN = """#!/bin/bash
 echo "$@" >> arguments
@@ -301,10 +333,11 @@ def test_mpijob_pods(mpijob: dict[str, Any], role: str) -> None:
 def test_kubernetes_takes_the_manifest(
     objects: list[dict[str, Any]], mpijob: dict[str, Any], version: str
 ) -> None:
-    """Fails for a field that Kubernetes does not know, or of another type, in the policy or in the
-    pods; or if a mesh puts its proxy into them.
+    """Fails for a field that Kubernetes or the operator does not know, or of another type, in the
+    policy, in the job or in its pods; or if a mesh puts its proxy into them.
     """
     kubernetes_validate.validate(objects[0], version, strict=True)
+    jsonschema.validate(mpijob["spec"], MPIJOB_SPEC)
     for role in ROLES:
         template = mpijob["spec"]["mpiReplicaSpecs"][role]["template"]
         pod = {"apiVersion": "v1", "kind": "Pod", **template}

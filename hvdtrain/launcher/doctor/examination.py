@@ -91,6 +91,12 @@ def preflight(
     return Preflight((*findings, *more), interface, facts)
 
 
+def withdraw(hosts: Sequence[Host], ssh: SshSetup, job: str) -> None:
+    """Remove the ticket of a job from those of the hosts that answer."""
+    with open_sessions(hosts, ssh) as sessions:
+        on_all(lambda session: session.ask_again({"do": "withdraw", "job": job}), sessions)
+
+
 def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
     """Return the address of the first host as the others reach it."""
     first = hosts[0]

@@ -27,7 +27,7 @@ from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
 from hvdtrain.launcher.processes import marked
-from hvdtrain.launcher.protocol import write_ticket
+from hvdtrain.launcher.protocol import remove_ticket, write_ticket
 
 MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its own processes
@@ -205,6 +205,7 @@ HANDLERS: dict[str, Callable[[Request], Any]] = {
     "look": look,
     "make_file": make_file,
     "take_file": take_file,
+    "withdraw": lambda request: remove_ticket(request["job"]),
     "sweep": lambda request: sweep(request["mark"]),
     "burn_in": lambda request: TRAININGS.start(request["seconds"]),
     "burn_in_state": lambda request: TRAININGS.state(),
