@@ -22,13 +22,7 @@ from hvdtrain.errors import UsageError
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
     """Open an existing or new text file to append. Raises OSError unless it is a regular file."""
-    try:
-        descriptor = _open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
-        raise OSError(errno.ELOOP, reason, str(path)) from error
+    descriptor = _open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     return os.fdopen(descriptor, "a", encoding="utf-8", errors=errors, newline=newline)
 
 
@@ -40,7 +34,13 @@ def open_to_read(path: Path) -> IO[str]:
 def _open_plain(path: Path, flags: int) -> int:
     """Return the descriptor of a regular file. Raises OSError for any other, and for a link."""
     kept = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags | kept, 0o666)
+    try:
+        descriptor = os.open(path, flags | kept, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
+        raise OSError(errno.ELOOP, reason, str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} is not a regular file; remove it", str(path))

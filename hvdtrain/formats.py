@@ -1,4 +1,4 @@
-"""Versions of the formats of a run's files: one number for each kind of file.
+"""The formats of a run's files: one version number for each kind, and the types of their fields.
 
 A reader refuses a newer format than its own, by name, and reads all before it. A file without a
 number has format 0, that of hvdtrain 0.1.0. The number grows when an earlier reader would
@@ -21,6 +21,36 @@ FORMATS = {  # what this version writes, by the file's name
     "audit.jsonl": 1,
     "summary.json": 1,
     "evaluation.json": 1,
+}
+
+# Names -> kinds, to be checked by `hvdtrain.documents.check`: a type (float: any number), a tuple
+# of one kind (null as well), a list of one kind, or a mapping of names, in which "*" stands for all
+# others. A field may be missing.
+HEAD = {"step": int, "records": int, "sha256": str}
+FIELDS: dict[str, dict[str, Any]] = {
+    "manifest.json": {
+        "step": int,
+        "params_sha256": str,
+        "takeaway": {"config": {}, "trace": (HEAD,)},
+        "forms": {"*": str},
+        "files": {"*": {"bytes": int, "sha256": str}},
+    },
+    "evaluation.json": {"step": int, "classes": [str]},
+    "summary.json": {
+        **{name: str for name in ("status", "controller", "error")},
+        **{name: int for name in ("world_size", "epochs", "steps", "samples_seen", "bad_samples")},
+        **{name: (int,) for name in ("virtual_workers", "resumed_from", "valid_samples")},
+        **{name: (int,) for name in ("peak_memory_mib", "peak_gpu_mib")},
+        **{name: (float,) for name in ("train_loss", "valid_loss", "valid_accuracy")},
+        **{name: (float,) for name in ("samples_per_s", "wall_s")},
+        "params_sha256": (str,),
+        "best": ({"step": int, "epoch": int, "*": (float,)},),
+        "audit": {"checked": int, "failed": int, "worst_error_over_bound": (float,)},
+        "compute_audit": {"checked": int, "failed": int},
+        "trace": (HEAD,),
+        "machine": {},
+        "versions": {},
+    },
 }
 
 

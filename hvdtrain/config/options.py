@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import Check
+from hvdtrain.documents import DEEPEST, read_text
 from hvdtrain.errors import UsageError, closest
 
 MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
@@ -113,8 +114,8 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
     import yaml
 
     try:
-        root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
+        root = _composed(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise UsageError(f"--config={file}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -134,6 +135,51 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
         except ValueError as error:
             problems.append(f"{file}:{key_node.start_mark.line + 1}: {error}")
     return values, problems
+
+
+def read_recorded(path: Path) -> dict[str, Any]:
+    """Return the configuration that a run has recorded: options of their types, the command of a
+    script and the number of its loop. What this version does not know is left out.
+
+    Raises OSError, and ValueError with the first problem.
+    """
+    import yaml
+
+    try:
+        root = _composed(read_text(path), aliases=False)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("does not hold named values")
+    options, values = train_options(), {}
+    for key, node in root.value:
+        name = str(key.value)
+        if name in options:
+            values[name] = _value(name, node, options, values)
+        elif name == "script":
+            if not isinstance(node, yaml.SequenceNode) or not node.value:
+                raise ValueError("script: expected its path and arguments")
+            values[name] = [str(it.value) for it in node.value]
+        elif name == "loop":
+            values[name] = int(str(node.value))
+    return values
+
+
+def _composed(text: str, aliases: bool = True) -> Any:
+    """Return the nodes of a YAML document. Raises YAMLError, and ValueError for one that is nested
+    too deeply, or has `aliases` that are not allowed: a small text may mean any number of values.
+    """
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"is nested more than {DEEPEST} deep")
+        if isinstance(event, yaml.AliasEvent) and not aliases:
+            raise ValueError("has aliases (*name), which are not read")
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any]) -> Any:

@@ -194,11 +194,8 @@ def _way_to(path: Path) -> str:
 
 def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
     path = directory.path / "config.yaml"
-    try:
-        stored = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--resume: {path} cannot be read: {error}") from error
-    if not isinstance(stored, dict) or not isinstance(stored.get("global_batch_size"), int):
+    stored = recorded_config(directory.path)
+    if not isinstance(stored.get("global_batch_size"), int):
         raise UsageError(f"--resume: {path} is not the configuration of a run")
     directory.refuse_newer()
     _refuse_another_experiment(config, stored, directory.path)
@@ -263,8 +260,7 @@ def _finished_summary(
     config: TrainConfig, stored: dict[str, Any], path: Path
 ) -> dict[str, Any] | None:
     try:
-        summary = json.loads((path / SUMMARY).read_text("utf-8"))
-        refuse_newer(path / SUMMARY, summary)
+        summary = read_json(path / SUMMARY)
     except (OSError, ValueError):
         return None
     wanted = as_flat_dict(config)

@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvdtrain.audit.trace import Setting, TraceRecord
-from hvdtrain.config.options import train_options
+from hvdtrain.config.options import read_recorded, train_options
 from hvdtrain.data.sketch import SKETCH
+from hvdtrain.documents import lines_of, parse_json, read_json
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.formats import FIELD, refuse_newer, stamped
@@ -87,24 +86,31 @@ def digest_of(record: Mapping[str, Any]) -> str:
 
 def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a run's trace; none without one. Raises UsageError, naming the line."""
-    path = folder / TRACE
-    if not path.is_file():
+    path, before = folder / TRACE, 0
+    if not path.exists():
         return
-    before = 0
-    lines = path.read_text("utf-8", "replace").split("\n")
-    if lines.pop():
-        say(f"{path}: its last line is not complete, as a run that is killed leaves it: ignored")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines_of(path), start=1):
+        if not line.endswith("\n"):
+            text = "its last line is not complete, as a run that is killed leaves it: ignored"
+            say(f"{path}: {text}")
+            return
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             refuse_newer(path, record, number)
             before = _as_record(record, before).step
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}:{number}: is not a record of a trace ({error or type(error).__name__}): "
                 "it was damaged, or is of another version of hvdtrain"
             ) from error
         yield record
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    try:
+        yield from lines_of(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class RecordedRun:
@@ -230,6 +236,8 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     own = {name: value for name, value in values.items() if name not in ("previous", FIELD)}
     record = TraceRecord(**own | {"setting": Setting(**own["setting"])})
     setting = record.setting
+    if not isinstance(setting.order, str | None):
+        raise TypeError(f"its order of additions is {setting.order!r}")
     whole = (record.step, setting.total_steps, setting.threads, setting.since, setting.bucket_bytes)
     if not all(type(it) is int and it >= 0 for it in whole) or setting.threads < 1:
         raise ValueError(f"step and setting: {whole}")
@@ -259,17 +267,12 @@ def _is_head(head: Any) -> bool:
 
 
 def _read(path: Path, needed: bool = True) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file. Raises UsageError."""
+    """Return the configuration or the summary of a run. Raises UsageError."""
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-        if path.name == SUMMARY:
-            refuse_newer(path, content)
+        return read_recorded(path) if path.name == CONFIG else read_json(path)
     except FileNotFoundError as error:
         if not needed:
             return {}
         raise UsageError(f"{path}: no such file: is this the folder of a run?") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} cannot be read: it is not what a run writes")
-    return content
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

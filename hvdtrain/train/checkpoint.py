@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from hvdtrain.documents import check, parse_json, read_text
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.files import obey_umask, write_new
-from hvdtrain.formats import refuse_newer, stamped
+from hvdtrain.formats import FIELDS, refuse_newer, stamped
 from hvdtrain.train.portable import native, refuse_unreadable
 
 MODEL_FILE = "model.safetensors"
@@ -203,15 +204,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     place = path / MANIFEST_FILE
     try:
-        manifest: dict[str, Any] = json.loads(place.read_text("utf-8"))
-        is_whole = manifest.pop("manifest_sha256") == _digest_of(manifest)
-        if is_whole:
-            refuse_newer(place, manifest)
+        manifest = parse_json(read_text(place))
+        if manifest.pop("manifest_sha256") != _digest_of(manifest):
+            raise DamagedCheckpoint(f"{place} is not what was written")
+        refuse_newer(place, manifest)
+        check(manifest, FIELDS[MANIFEST_FILE])
         manifest["files"][MODEL_FILE], manifest["files"][STATE_FILE]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{place} cannot be read: {type(error).__name__}") from error
-    if not is_whole:
-        raise DamagedCheckpoint(f"{place} is not what was written")
+    except KeyError as error:
+        raise DamagedCheckpoint(f"{place} lacks {error}") from error
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{place} cannot be read: {error}") from error
     return manifest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hvdtrain.config.options import read_recorded
+from hvdtrain.documents import lines_of, parse_json, read_json
 from hvdtrain.errors import UsageError
 from hvdtrain.formats import refuse_newer
 
@@ -128,32 +127,33 @@ def _read_mapping(path: Path, notes: list[str]) -> Record:
     """Return the mapping in a JSON or YAML file; an empty one, with a note, where it holds none."""
     if not path.exists():
         return {}
-    text = path.read_text("utf-8", errors="replace")
     try:
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        if path.name != CONFIG:
-            refuse_newer(path, value)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        value = None
-    if isinstance(value, dict):
-        return {str(name): item for name, item in value.items()}
-    notes.append(f"{path.name} is damaged or was cut short, and was left out")
-    return {}
+        return read_recorded(path) if path.name == CONFIG else read_json(path)
+    except ValueError as error:
+        notes.append(f"{path.name} is damaged or was cut short, and was left out: it {error}")
+        return {}
 
 
 def _read_records(path: Path, notes: list[str]) -> list[Record]:
     """Return the records of a `.jsonl` file; invalid lines are left out, with a note."""
     if not path.exists():
         return []
-    lines = path.read_text("utf-8", errors="replace").splitlines()
-    records = [_parse_record(path, i, line) for i, line in enumerate(lines, start=1)]
-    bad = [i for i, record in enumerate(records, start=1) if record is None]
-    if bad == [len(lines)]:
-        notes.append(f"{path.name}:{bad[0]}: the last line was cut short, and was left out")
+    records, bad, last = [], [], 0
+    try:
+        for last, line in enumerate(lines_of(path), start=1):
+            record = _parse_record(path, last, line)
+            if record is None:
+                bad.append(last)
+            else:
+                records.append(record)
+    except ValueError as error:
+        notes.append(f"{path.name} was read up to line {last:,} only: {error}")
+    if bad == [last]:
+        notes.append(f"{path.name}:{last}: the last line was cut short, and was left out")
     elif bad:
         places = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
         notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {places}")
-    return [record for record in records if record is not None]
+    return records
 
 
 def _parse_record(path: Path, place: int, line: str) -> Record | None:
@@ -161,9 +161,8 @@ def _parse_record(path: Path, place: int, line: str) -> Record | None:
     a newer format.
     """
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         refuse_newer(path, record, place)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-    has_step = isinstance(record, dict) and not math.isnan(number(record, "step"))
-    return record if has_step else None
+    return None if math.isnan(number(record, "step")) else record
