@@ -26,7 +26,7 @@ LARGEST_BYTES = {
 SMALL_BYTES = MIB  # any other
 # Per line. A trace names a digest for each tensor and share.
 LONGEST_LINE_BYTES = {"trace.jsonl": 256 * MIB}
-LONGEST_OTHER_BYTES = MIB
+LONGEST_OTHER_BYTES = 16 * MIB  # an accuracy for each class
 DEEPEST = 32
 MOST_CONTAINERS = 2_000_000  # mappings and arrays, which take 50 times their text
 # What Python's parsers raise for texts that were made to confuse them.
@@ -114,9 +114,7 @@ def _check_is(value: Any, kind: type, name: str) -> None:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        items = (
-            item for it in level for item in (it.values() if isinstance(it, dict) else it)
-        )
+        items = (item for it in level for item in (it.values() if isinstance(it, dict) else it))
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return False

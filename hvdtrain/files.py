@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ from hvdtrain.errors import UsageError
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
     """Open an existing or new text file to append. Raises OSError unless it is a regular file."""
     descriptor = _open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(descriptor, "a", encoding="utf-8", errors=errors, newline=newline)
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors=errors, newline=newline)
 
 
 def open_to_read(path: Path) -> IO[str]:
@@ -47,11 +48,39 @@ def _open_plain(path: Path, flags: int) -> int:
     return descriptor
 
 
-def write_new(path: Path, content: str | bytes) -> None:
+def write_new(path: Path, content: str | bytes | Iterable[str]) -> None:
     """Write a new file, removing any existing file or link of that name first. Raises OSError."""
     path.unlink(missing_ok=True)
+    parts = [content] if isinstance(content, str | bytes) else content
     with path.open("xb") as stream:  # "x" does not follow links either
-        stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+        for part in parts:
+            stream.write(part.encode("utf-8") if isinstance(part, str) else part)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder unless it exists. Raises OSError, and for a link: it is not followed."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
+        raise OSError(errno.ELOOP, reason, str(path))
+
+
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a text file atomically: beside it, on disk, and then renamed. Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    write_new(partial, parts)
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def obey_umask(path: Path) -> None:

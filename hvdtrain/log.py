@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 import time
@@ -24,8 +25,23 @@ NOTEBOOK = "JPY_PARENT_PID"  # environment variable that Jupyter sets for kernel
 _left_out: dict[int, int] = {}  # descriptor -> lines, since its reader stalled
 
 
+# What steers a terminal, or turns the direction of the text, and what is no text: bytes of names
+# that are not UTF-8.
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def shown(text: str) -> str:
+    r"""Return text as it can be shown anywhere: what is no text, and what steers a terminal, is
+    escaped (\x1b). Names of files, classes and tensors, and values of configurations, may be
+    anyone's.
+    """
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(text: str) -> None:
-    """Write lines to standard output and flush.
+    """Write lines, as `shown`, to standard output and flush.
 
     A reader that has gone, such as the `tee` of a pipe or horovodrun, is not what a run is for:
     it continues without output, after one line on standard error.
@@ -38,7 +54,7 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write lines to standard error and flush; a failed write is ignored."""
+    """Write lines, as `shown`, to standard error and flush; a failed write is ignored."""
     try:
         _write(sys.stderr, text)
     except OSError:
@@ -49,6 +65,7 @@ def _write(stream: TextIO | None, text: str) -> None:
     """Write lines and flush. Nothing is written to a stream that was closed before the start."""
     if stream is None:
         return
+    text = shown(text)
     blocks = _blocks(stream)
     if blocks:
         stream.write(text + "\n")

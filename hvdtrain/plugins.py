@@ -16,7 +16,8 @@ from typing import Any
 
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 
-KINDS = ("imagefolder", "synthetic")  # of built-in data, as in imagefolder:DIR
+PLACES = ("imagefolder",)  # kinds of built-in data that name a folder
+KINDS = (*PLACES, "synthetic")  # of built-in data, as in imagefolder:DIR
 PACKAGE = Path(__file__).parent
 LIBRARIES = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
 
@@ -83,6 +84,18 @@ def refuse_code_of(
             f"{source}: its checkpoint names code to run, {', '.join(code.values())}, found in the "
             "working directory or in what is installed. Nothing was run. If you trust that code, "
             f"give {' '.join(f'{flag} {name}' for flag, name in code.items())}, or --trust-code"
+        )
+
+
+def refuse_data_of(source: Path, data: Any) -> None:
+    """Raise UsageError if the checkpoint of `source`, an untrusted file, names a place to read.
+
+    `data`: its --data; None if it is given. A built-in name is no place.
+    """
+    if data is not None and ":" in str(data) and str(data).partition(":")[0] in PLACES:
+        raise UsageError(
+            f"{source}: its checkpoint names data to read, {data}. Nothing was read. If these are "
+            f"what you mean, give --data {data}, or --trust-code"
         )
 
 

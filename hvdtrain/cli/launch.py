@@ -177,6 +177,10 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir = arguments["log_dir"] or (config.folder / "logs" if config else Path("logs"))
+    if log_dir.is_symlink() and not arguments["log_dir"]:
+        raise UsageError(
+            f"{log_dir}: is a symbolic link, which is not followed; give --log-dir DIR"
+        )
     return Launch(plan, log_dir, config, not config and not arguments["log_dir"], note)
 
 

@@ -37,6 +37,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
     runs = attempt(problems, lambda: read_runs(paths))
+    if not arguments["output"] and folder.is_symlink():
+        problems.append(f"{folder}: is a symbolic link, which is not followed; give --output DIR")
     if folder.exists() and not folder.is_dir():
         problems.append(f"--output={folder}: is not a folder; choose another --output")
     if problems or runs is None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,12 @@ def from_python(name: str, given: Any) -> Any:
     raise ValueError(f"{name}={value!r}: expected {option.type.__name__}, not {kind}")
 
 
+def known_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a checkpoint's options that this version has. Raises ValueError."""
+    options = train_options()
+    return {name: from_python(name, it) for name, it in recorded.items() if name in options}
+
+
 BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
 
@@ -148,10 +154,13 @@ def read_recorded(path: Path) -> dict[str, Any]:
     try:
         root = _composed(read_text(path), aliases=False)
     except yaml.YAMLError as error:
-        raise ValueError(f"is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ValueError(
+            f"is not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("does not hold named values")
-    options, values = train_options(), {}
+    options = train_options()
+    values: dict[str, Any] = {}
     for key, node in root.value:
         name = str(key.value)
         if name in options:

@@ -29,7 +29,7 @@ from hvdtrain.data.image_files import (
     left_out,
 )
 from hvdtrain.data.reading import BadSample, StreamedSplit
-from hvdtrain.data.splits import Batch, Dataset, ImageFormat, ReadOptions
+from hvdtrain.data.splits import MAX_PIXELS, Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.data.transforms import normalised
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted
@@ -41,8 +41,6 @@ HFLIP = 0.5
 CENTRE = 0.875  # of the shorter side, in validation: 224 of 256
 # Of ImageNet's training images, by channel; all weights of torchvision expect them.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Pillow's default. Rotating and converting an image may take 7 bytes per pixel.
-MAX_PIXELS = 89_478_485
 SKIPPING = "Repair or remove it, or give --skip-bad-samples to skip unreadable images"
 
 Labelled = list[tuple[str, int]]  # files with class numbers

@@ -25,6 +25,7 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
 from hvdtrain.errors import TrainingError
 from hvdtrain.interpreter import started_elsewhere
+from hvdtrain.log import complain
 from hvdtrain.pulse import STOP_SIGNALS
 
 # Of the tracker, which removes the semaphores of a run that was killed: they are no mistake.
@@ -199,7 +200,7 @@ class _OneByOne:
                 if not self.may_skip:
                     raise BadSample(f"{error}. {self.advice}" if self.advice else error) from None
                 if epoch == 0:
-                    print(f"skipped: {error}", file=sys.stderr, flush=True)
+                    complain(f"skipped: {error}")
         return Loaded(self.samples.collate(read), len(read), bad=len(keys) - len(read))
 
     def finish(self, batch: Any) -> Any:

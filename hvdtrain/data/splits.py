@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from hvdtrain.log import counted
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int]
+# Pillow's default. Rotating and converting an image may take 7 bytes per pixel.
+MAX_PIXELS = 89_478_485
 
 
 class Split(Protocol):
@@ -102,6 +105,18 @@ class ImageFormat:
     crop: bool = False
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes and statistics that no image can have."""
+        if self.channels not in (1, 3) or min(self.height, self.width) < 1:
+            raise ValueError(f"{self.channels} channels, {self.height} x {self.width} pixels")
+        if self.height * self.width > MAX_PIXELS:
+            raise ValueError(f"{self.height} x {self.width} pixels are more than {MAX_PIXELS:,}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels) or not all(map(math.isfinite, values)):
+                raise ValueError(f"{name}={values}: a number, or one for each channel")
+        if 0 in self.std:
+            raise ValueError(f"std={self.std}: must not be 0")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from hvdtrain import log
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
 from hvdtrain.log import counted, discard, duration, has_screen, rate, write_all
@@ -200,7 +201,7 @@ class SteadyView:
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher; these are never dropped."""
-        self._put(f"hvdtrain launch: {text}")
+        self._put(log.shown(f"hvdtrain launch: {text}"))
 
     def line(self, rank: int, text: str) -> None:
         """Show a worker's line; drop it if too much output is waiting."""

@@ -18,7 +18,9 @@ from tqdm import tqdm
 from hvdtrain import __version__
 from hvdtrain.data import VirtualShares
 from hvdtrain.exchange import Exchange, SingleProcess
+from hvdtrain.formats import HEAD
 from hvdtrain.log import counted, duration, rate, say
+from hvdtrain.plugins import PLACES
 from hvdtrain.run.devices import shown
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.evaluate import Evaluation
@@ -155,11 +157,13 @@ def _notes_on_workers(model: torch.nn.Module, shares: int, kind: str) -> list[st
     return notes
 
 
-def final_lines(summary: dict[str, Any], folder: str) -> str:
-    """Return the last lines of a finished run."""
+def final_lines(summary: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> str:
+    """Return the last lines of a finished run; `config`: its options."""
     speed = summary["samples_per_s"]  # None where no step was made
     figure = "loss" if summary.get("valid_accuracy") is None else "accuracy"
-    valid = summary[f"valid_{figure}"]  # None where nothing is evaluated
+    valid = summary.get(f"valid_{figure}")  # None where nothing is evaluated
+    trained = summary.get("train_loss")  # None where no step was made
+    training = "" if trained is None else f"; training loss {trained:.4f}"
     lines = [
         f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
         f"{counted(summary['samples_seen'], 'sample')}"
@@ -168,40 +172,42 @@ def final_lines(summary: dict[str, Any], folder: str) -> str:
         + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
         + (f", {summary['peak_gpu_mib']:,} MiB of the GPU" if summary.get("peak_gpu_mib") else "")
         + (
-            f"; training loss {summary['train_loss']:.4f}"
+            training
             if valid is None
-            else f"; validation {figure} {valid:.4f} on {summary['valid_samples']:,}"
+            else f"; validation {figure} {valid:.4f} on {summary.get('valid_samples') or 0:,}"
         )
     ]
-    if best := summary.get("best"):
-        (name,) = (key for key in best if key.startswith("valid_"))
+    best = summary.get("best") or {}
+    for name in [name for name in best if name.startswith("valid_") and best[name] is not None]:
+        step, epoch = best.get("step", 0), best.get("epoch")
         lines.append(
             f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
-            f"{best['step']:,}, epoch {best['epoch']}; evaluate, predict and export use its "
-            "checkpoint"
+            f"{step:,}, epoch {epoch}; evaluate, predict and export use its checkpoint"
         )
     if summary.get("bad_samples"):
         times = counted(summary["bad_samples"], "time")
         lines.append(f"samples that could not be read were left out {times}, over all epochs")
-    audit = summary["audit"]
-    if audit["checked"]:
+    audit = summary.get("audit", {})
+    if audit.get("checked"):
         lines.append(
             f"audit: {counted(audit['checked'], 'step')} compared with the ring reference, "
-            f"{audit['failed']} failed; worst error {audit['worst_error_over_bound']:.2f} of the "
-            "rounding bound"
+            f"{audit.get('failed')} failed; worst error "
+            f"{audit.get('worst_error_over_bound') or 0:.2f} of the rounding bound"
         )
-    computed = summary.get("compute_audit", {"checked": 0})
-    if computed["checked"]:
+    computed = summary.get("compute_audit", {})
+    if computed.get("checked"):
         lines.append(
             f"audit of the computation: gradients of {counted(computed['checked'], 'step')} "
-            f"computed by another rank as well, {computed['failed']} failed"
+            f"computed by another rank as well, {computed.get('failed')} failed"
         )
-    if trace := summary.get("trace"):
+    if (trace := summary.get("trace")) and trace.keys() >= HEAD.keys():
         records = counted(trace["records"], "record")
         lines.append(f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}")
     lines.append(f"parameters sha256 {summary['params_sha256']}")
     run = shlex.quote(folder)
-    evaluation = "" if valid is None else f"hvdtrain evaluate {run}, or "
+    data = config.get("data", "")  # a folder is to be confirmed
+    named = f" --data {shlex.quote(data)}" if data.partition(":")[0] in PLACES else ""
+    evaluation = "" if valid is None else f"hvdtrain evaluate {run}{named}, or "
     lines.append(f"written to {folder}; next: {evaluation}hvdtrain report {run}")
     return "\n".join(lines)
 

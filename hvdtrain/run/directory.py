@@ -7,30 +7,47 @@ import json
 import math
 import os
 import re
-import shutil
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.documents import lines_of, parse_json, read_json, read_text
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.files import json_ready, open_kept, open_to_read, why_not_written, write_new
+from hvdtrain.files import (
+    json_ready,
+    open_kept,
+    open_to_read,
+    replace_file,
+    why_not_written,
+    write_new,
+)
 from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
+from hvdtrain.train.checkpoint import Checkpoints
 
 LOCK = ".lock"
 LOCK_RETRY_S = 0.5
 LOGS = "logs"  # the launcher writes there before the run starts
 CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
+CHECKPOINTS, TENSORBOARD, PROFILE = "checkpoints", "tensorboard", "profile"
 JOB_FILE = ".job"  # names the launcher's job that began the run
 METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
-# Files of a failed run without checkpoints; a folder with nothing else may be used again.
+# Folders, and the names of what a run writes there, as long as it has no checkpoint.
+FOLDERS = {
+    TENSORBOARD: re.compile(r"events\.out\.tfevents\..*"),
+    PROFILE: re.compile(r"(rank-\d+|timeline)\.json"),
+    CHECKPOINTS: re.compile(r"\.step-\d+\.partial"),
+}
+# Of a failed run without checkpoints: a folder with nothing else may be used again.
 LEAVINGS = (
-    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE),
-    *("tensorboard", "profile", "checkpoints", "mlflow.json", "wandb.json", "wandb"),
+    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE, *FOLDERS),
+    *("mlflow.json", "wandb.json"),
 )
+KEPT = (LOGS, "wandb")  # may stay in a folder that is used again
 
 
 class RunExists(UsageError):
@@ -69,6 +86,7 @@ class RunDirectory:
                 self._clear_leavings()
             undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
+        self.run_id = self._take_id()
 
     def write_job(self, job: str) -> None:
         """Record the launcher's job, whose restarts find the run by it."""
@@ -79,20 +97,27 @@ class RunDirectory:
         """Write the resolved configuration, as `--config` reads it."""
         import yaml
 
-        self._write(CONFIG, yaml.safe_dump(config, sort_keys=False))
+        self._write(CONFIG, [yaml.safe_dump(config, sort_keys=False)])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the summary of the run."""
-        self._write(SUMMARY, json.dumps(stamped(SUMMARY, json_ready(summary)), indent=2) + "\n")
+        self._write(SUMMARY, [json.dumps(stamped(SUMMARY, json_ready(summary)), indent=2), "\n"])
 
     def write_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Write the newest evaluation in full, replacing the previous one."""
-        self._write(EVALUATION, json.dumps(stamped(EVALUATION, json_ready(evaluation))) + "\n")
+        self._write(EVALUATION, [json.dumps(stamped(EVALUATION, json_ready(evaluation))), "\n"])
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Add one JSON object, on a line of its own, to a `.jsonl` file."""
+        """Add one JSON object, on a line of its own, to a `.jsonl` file.
+
+        A file that was removed or replaced begins again, with a notice.
+        """
         with self._naming_failures():
             stream = self._streams.get(name)
+            if stream is not None and not _is_at(stream, self.path / name):
+                say(f"{self.path / name} was removed or replaced: it begins again with this line")
+                stream.close()
+                stream = None
             if stream is None:
                 stream = self._streams[name] = open_kept(self.path / name)
             stream.write(json.dumps(stamped(name, json_ready(record))) + "\n")
@@ -106,38 +131,36 @@ class RunDirectory:
 
     def refuse_newer(self) -> None:
         """Raise UsageError if a newer version of hvdtrain has written any of the records."""
-        for path in self.path.glob("*.jsonl"):
-            for number, line in enumerate(_lines(path) if path.name in FORMATS else (), start=1):
+        for path in self._records():
+            for number, line in enumerate(_lines(path), start=1):
                 with suppress(ValueError):  # a line that is cut is no record
-                    refuse_newer(path, json.loads(line), number)
+                    refuse_newer(path, parse_json(line), number)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
-        for path in self.path.glob("*.jsonl"):
-            kept = [line for line in _lines(path) if _step_of(line) <= step]
-            self._write(path.name, "".join(line + "\n" for line in kept))
+        for path in self._records():
+            self._write(path.name, (line for line in _lines(path) if _step_of(line) <= step))
 
     def last_step(self) -> int:
         """Return the last step with a complete record, or 0."""
-        lines = (line for path in self.path.glob("*.jsonl") for line in _lines(path))
+        lines = (line for path in self._records() for line in _lines(path))
         steps = (_step_of(line) for line in lines)
         return int(max((step for step in steps if step < math.inf), default=0))
 
     def read_tracker(self, name: str) -> dict[str, Any]:
         """Return what an earlier start of the run has stored for a tracker; empty if nothing."""
-        with suppress(OSError, ValueError), open_to_read(self.path / f"{name}.json") as stream:
-            found = json.load(stream)
-            return found if isinstance(found, dict) else {}
+        with suppress(OSError, ValueError):
+            return parse_json(read_text(self.path / f"{name}.json"))
         return {}
 
     def write_tracker(self, name: str, content: dict[str, Any]) -> None:
         """Store what a later start of the run needs to continue its record in a tracker."""
-        self._write(f"{name}.json", json.dumps(content) + "\n")
+        self._write(f"{name}.json", [json.dumps(content), "\n"])
 
     def restart_trace(self, head: dict[str, Any] | None) -> None:
         """Let the summary of an earlier start name `head`, with which the trace now ends."""
         with suppress(OSError, ValueError):
-            summary = json.loads((self.path / SUMMARY).read_text("utf-8"))
+            summary = read_json(self.path / SUMMARY)
             self.write_summary(summary | {"trace": head})
 
     def close(self) -> None:
@@ -146,6 +169,16 @@ class RunDirectory:
             with suppress(OSError):  # a full disk, which the failed write has already reported
                 stream.close()
         self._lock.close()
+
+    def _take_id(self) -> str:
+        """Return the id of the run, which the lock's file holds from the first start on."""
+        self._lock.seek(0)
+        found = self._lock.read(64).strip()
+        if not found:
+            found = secrets.token_hex(16)
+            self._lock.write(found + "\n")
+            self._lock.flush()
+        return found
 
     def _refuse_occupied(self, own_lock: bool = False) -> None:
         held = occupants(self.path, own_lock)
@@ -158,29 +191,33 @@ class RunDirectory:
             )
 
     def _clear_leavings(self) -> None:
-        held = [self.path / name for name in LEAVINGS if (self.path / name).exists()]
+        held = [it for name in LEAVINGS if os.path.lexists(it := self.path / name)]
         if held:
             say(f"{self.path} holds a run that ended without a checkpoint: starting it again")
         with self._naming_failures():
             for path in held:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
+                if path.is_symlink() or not path.is_dir():
                     path.unlink()
+                    continue
+                if path.name == CHECKPOINTS:
+                    Checkpoints(path, keep=1).remove_leftovers()
+                for inner in path.iterdir():
+                    inner.unlink()
+                path.rmdir()
 
-    def _write(self, name: str, text: str) -> None:
-        """Write a file atomically, under a temporary name that is then renamed."""
+    def _records(self) -> list[Path]:
+        return [self.path / name for name in FORMATS if (self.path / name).suffix == ".jsonl"]
+
+    def _write(self, name: str, parts: Iterable[str]) -> None:
         with self._naming_failures():
-            partial = self.path / f".{name}.partial"
-            write_new(partial, text)
-            partial.replace(self.path / name)
+            replace_file(self.path / name, parts)
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            reason = error.strerror or error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise TrainingError(f"{self.path} cannot be written: {reason}") from error
 
 
@@ -221,8 +258,9 @@ def folder_of_job(folder: Path, job: str) -> Path | None:
     pattern = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
     for path in folder.parent.glob(f"{glob.escape(folder.name)}*"):
         own = path / JOB_FILE
-        if pattern.fullmatch(path.name) and own.is_file() and _lines(own) == [job]:
-            return path
+        with suppress(OSError, ValueError):
+            if pattern.fullmatch(path.name) and read_text(own).split() == [job]:
+                return path
     return None
 
 
@@ -247,7 +285,7 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
         names = {entry.name for entry in folder.iterdir()}
     except (OSError, ValueError):  # missing or unreadable: creating it will report the error
         return []
-    held = {name for name in names if name[0] != "." and name != LOGS}
+    held = {name for name in names if name[0] != "." and name not in KEPT}
     died = {LOCK, CONFIG} <= names and held <= set(LEAVINGS) and not _keeps_anything(folder)
     return [] if died and (own_lock or not _is_live(folder)) else sorted(held)
 
@@ -265,19 +303,32 @@ def _is_live(run: Path) -> bool:
 
 
 def _keeps_anything(run: Path) -> bool:
-    """Return whether there is a checkpoint, even damaged, or a summary of a run that has not died.
-    That is a summary with another status than failed or stopped, or one that cannot be read.
+    """Return whether there is a checkpoint, even damaged, a file that no run writes, or a summary
+    of a run that has not died: with another status than failed or stopped, or not to be read.
     """
-    saved = (run / "checkpoints").glob("*step-*")  # includes those that a killed save set aside
+    saved = (run / CHECKPOINTS).glob("*step-*")  # includes those that a killed save set aside
     if any(not path.name.endswith(".partial") for path in saved):
         return True
+    for name, written in FOLDERS.items():
+        folder = run / name
+        found = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
+        if any(not written.fullmatch(path.name) for path in found):
+            return True
     try:
-        status = json.loads((run / SUMMARY).read_text("utf-8")).get("status")
+        status = read_json(run / SUMMARY).get("status")
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, UsageError):
         return True
     return status not in ("failed", "stopped")
+
+
+def _is_at(stream: IO[str], path: Path) -> bool:
+    """Return whether an open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _take(lock: IO[str], wait_s: float) -> None:
@@ -295,13 +346,15 @@ def _take(lock: IO[str], wait_s: float) -> None:
             time.sleep(LOCK_RETRY_S)
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text("utf-8", errors="replace").splitlines()
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file of records; none if it is missing, or is no regular file."""
+    with suppress(FileNotFoundError):
+        yield from lines_of(path)
 
 
 def _step_of(line: str) -> float:
     """Return the step of a record; infinity for an incomplete line."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +12,9 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from hvdtrain.audit import AuditRecord
-from hvdtrain.files import json_ready
-from hvdtrain.run.directory import AUDITS, METRICS, RunDirectory
+from hvdtrain.files import json_ready, make_folder, why_not_written
+from hvdtrain.log import complain
+from hvdtrain.run.directory import AUDITS, METRICS, TENSORBOARD, RunDirectory
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
 from hvdtrain.train.metering import Totals
 
@@ -29,18 +32,50 @@ class Writer(Protocol):
 
 
 class TensorBoardFiles:
-    """A writer of event files for TensorBoard."""
+    """A writer of event files for TensorBoard; where they cannot be written, training goes on
+    without them.
+    """
 
     def __init__(self, folder: Path, resumed_from: int) -> None:
         """`resumed_from`: the step to resume from; later scalars are dropped."""
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1)
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        with self._tolerating():
+            make_folder(folder)
+            self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        if writer := self._writer:
+            with self._tolerating():
+                self._folder.stat()  # of files that were removed nothing else is noticed
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
-        self._writer.close()
+        if writer := self._writer:
+            with self._tolerating():
+                writer.close()
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            reason = why_not_written(self._folder, error)
+            complain(
+                f"hvdtrain: warning: {self._folder}: cannot be written: {reason}: the training "
+                "goes on without it"
+            )
+
+
+def _report_no_trace(arguments: threading.ExceptHookArgs) -> None:
+    """Leave out the trace of TensorBoard's thread, whose error the next call raises."""
+    if type(arguments.thread).__name__ != "_AsyncWriterThread":
+        _usual_hook(arguments)
+
+
+_usual_hook, threading.excepthook = threading.excepthook, _report_no_trace
 
 
 class EventLog:
@@ -56,7 +91,7 @@ class EventLog:
         """`resumed_from`: a step. `classes`: names. `writers`: of scalars, besides TensorBoard."""
         self._directory = directory
         self._classes = list(classes)
-        files = TensorBoardFiles(directory.path / "tensorboard", resumed_from)
+        files = TensorBoardFiles(directory.path / TENSORBOARD, resumed_from)
         self._writers: list[Writer] = [files, *writers]
 
     def interval_end(

@@ -18,7 +18,7 @@ from hvdtrain.files import open_to_read
 from hvdtrain.log import moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.run.console import Console, final_lines, is_live, way_on
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.run.directory import CHECKPOINTS, RunDirectory
 from hvdtrain.run.event_log import EventLog, Writer
 from hvdtrain.run.machine import GpuMeter, changes, machine, versions
 from hvdtrain.run.trace_file import TraceFile, origin_of
@@ -108,7 +108,8 @@ class RunLedger(Ledger):
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
-        self._checkpoints = Checkpoints(directory.path / "checkpoints", config["keep_checkpoints"])
+        folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
+        self._checkpoints = Checkpoints(folder, keep, directory.run_id)
         self._pulse, self._total_steps = pulse, job.total_steps
         self._gpu = GpuMeter(job.device)
         self._task = job.task
@@ -234,7 +235,7 @@ class RunLedger(Ledger):
         self._directory.write_summary(self._summary)
         self._ended = True
         self._console.close()
-        say(final_lines(self._summary, str(self._directory.path)))
+        say(final_lines(self._summary, self._takeaway["config"], str(self._directory.path)))
 
     def fail(self, error: BaseException) -> None:
         if self._ended:

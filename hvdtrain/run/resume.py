@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import Option, as_flat_dict, train_options
+from hvdtrain.config.options import (
+    Option,
+    as_flat_dict,
+    known_options,
+    read_recorded,
+    train_options,
+)
 from hvdtrain.data.sketch import SKETCH
 from hvdtrain.data.splits import Fingerprint, Split, difference
+from hvdtrain.documents import read_json
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
-from hvdtrain.formats import refuse_newer
 from hvdtrain.log import counted, say
 from hvdtrain.pulse import RESTART
-from hvdtrain.run.directory import SUMMARY, RunDirectory
+from hvdtrain.run.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirectory
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source
@@ -34,6 +39,7 @@ from hvdtrain.train.checkpoint import (
     DamagedCheckpoint,
     load_checkpoint,
     name_of,
+    read_manifest,
 )
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.state import (
@@ -45,6 +51,8 @@ from hvdtrain.train.state import (
 )
 
 LOCK_WAIT_S = 120.0
+# Without which the summary is not that of a finished run.
+FIGURES = {"epochs", "steps", "samples_seen", "samples_per_s", "params_sha256"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Resumable:
 
     def make_ready(self) -> None:
         """Drop records of later steps and correct the pointers to checkpoints."""
-        state, folder = self.resumed.state, self.directory.path / "checkpoints"
+        state, folder = self.resumed.state, self.directory.path / CHECKPOINTS
         self.directory.forget_after(state["step"] if state else 0)
         self.directory.restart_trace(state["progress"].get("trace") if state else None)
         best = state["progress"]["summary"].get("best") if state else None
@@ -86,7 +94,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     folder = config.folder
     if exchange.rank != 0 or config.run.resume is None:
         return None
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).exists() and not Checkpoints(folder / CHECKPOINTS, 1).complete():
         if config.run.resume == "auto":
             return None
         raise UsageError(
@@ -164,7 +172,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
     def read() -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         if exchange.rank != 0:
             return None
-        newest = Checkpoints(folder / "checkpoints", keep=1).complete()
+        newest = Checkpoints(folder / CHECKPOINTS, keep=1).complete()
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
         weights, state = load_checkpoint(newest[0])
@@ -184,6 +192,24 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
     return evaluation_in(state)
 
 
+def recorded_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run, from its newest checkpoint if its own file is damaged.
+
+    Raises UsageError if neither can be read.
+    """
+    path = folder / CONFIG
+    try:
+        return read_recorded(path)
+    except (OSError, ValueError) as error:
+        reason = f"{path}: {getattr(error, 'strerror', None) or error}"
+    for checkpoint in Checkpoints(folder / CHECKPOINTS, keep=1).complete():
+        with suppress(DamagedCheckpoint, LookupError, ValueError):
+            found = known_options(read_manifest(checkpoint)["takeaway"]["config"])
+            say(f"resume: {reason}; taken from {checkpoint.name}, and written again")
+            return found
+    raise UsageError(f"--resume: {reason}, and no checkpoint has the configuration")
+
+
 def _way_to(path: Path) -> str:
     """Return how to resume the run that `path` is, or is a checkpoint of."""
     for run in (path, path.parent, path.parent.parent):
@@ -193,16 +219,15 @@ def _way_to(path: Path) -> str:
 
 
 def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
-    path = directory.path / "config.yaml"
     stored = recorded_config(directory.path)
     if not isinstance(stored.get("global_batch_size"), int):
-        raise UsageError(f"--resume: {path} is not the configuration of a run")
+        raise UsageError(f"--resume: {directory.path / CONFIG} has no global_batch_size")
     directory.refuse_newer()
     _refuse_another_experiment(config, stored, directory.path)
     batch_size: int = stored["global_batch_size"]
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, None, finished))
-    checkpoint, state = _load_state(config, directory.path / "checkpoints")
+    checkpoint, state = _load_state(config, directory.path / CHECKPOINTS)
     if state:
         _tell_of_other_buckets(config, stored, size)
     resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
@@ -265,7 +290,8 @@ def _finished_summary(
         return None
     wanted = as_flat_dict(config)
     longer = any(wanted[name] != stored.get(name) for name in ("epochs", "max_steps"))
-    return summary if summary.get("status") == "finished" and not longer else None
+    whole = summary.keys() >= FIGURES and summary.get("status") == "finished"
+    return summary if whole and not longer else None
 
 
 def _load_state(

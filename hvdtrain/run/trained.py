@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.config import DataConfig
-from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
+from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
-from hvdtrain.data.image_folder import MAX_PIXELS, centred, read_image
+from hvdtrain.data.image_folder import centred, read_image
 from hvdtrain.data.reading import BadSample
-from hvdtrain.data.splits import ImageFormat, Splits
+from hvdtrain.data.splits import MAX_PIXELS, ImageFormat, Splits
 from hvdtrain.data.transforms import normalised, resize
+from hvdtrain.documents import check
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
-from hvdtrain.plugins import is_plugin, refuse_code_of
+from hvdtrain.plugins import is_plugin, refuse_code_of, refuse_data_of
 from hvdtrain.run.devices import choose_device
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
@@ -41,6 +43,20 @@ from hvdtrain.train.step import Step
 from hvdtrain.weights import find_weights
 
 PREDICTED_AT_A_TIME = 64
+MOST_PIXELS_AT_A_TIME = 1 << 26
+# What `predict` needs of a checkpoint; see `hvdtrain.formats.FIELDS`.
+IMAGE_FORMAT = {
+    **dict.fromkeys(("channels", "height", "width"), int),
+    "crop": bool,
+    "mean": [float],
+    "std": [float],
+}
+OF_CLASSIFIERS = {
+    **dict.fromkeys(("task", "model", "data", "dtype"), str),
+    "classes": [str],
+    "shape": [int],
+    "images": (IMAGE_FORMAT,),
+}
 Takeaway = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
@@ -55,6 +71,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     if "config" not in takeaway:
         raise UsageError(f"{source}: its checkpoint does not record how it was trained")
     if command := takeaway["config"].get("script"):
+        _check(source, {"script": command}, {"script": [str]})
         if not arguments["trust_code"]:
             refuse_code_of(source, {}, command)
         replaced = [name for name in overrides if arguments.get(name) is not None]
@@ -65,15 +82,21 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
             )
         loop = takeaway["config"].get("loop", 1)
         return run_script(command, lambda it: _of_script(it, weights, arguments), source, loop)
-    known = train_options()
-    stored = {name: value for name, value in takeaway["config"].items() if name in known}
+    try:
+        stored = known_options(takeaway["config"])
+    except ValueError as error:
+        raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     config = build_config(_chosen(source, stored, overrides, arguments))
+    if (config.model.num_classes or 0) > sum(it.numel() for it in weights.values()):
+        raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
     trained, own = takeaway.get("classes"), task.takeaway().get("classes")
     if trained != own:
         named = f"--data={config.data.data}"
         raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
+    if config.model.task is None:
+        _refuse_other_sizes(source, config.model.model, task.build_model, weights)
     model = _with_weights(build_model(task, config), weights, source)
     found = _evaluate(model, task, build_data(task, config), config.model.device)
     write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
@@ -121,12 +144,16 @@ def predict(arguments: dict[str, Any]) -> int:
     most = DataConfig(max_image_pixels=arguments["max_image_pixels"]).max_image_pixels
     paths = _images(arguments["images"])
     classes, shape = takeaway["classes"], tuple(takeaway["shape"])
-    model = build_network(takeaway["model"], shape, len(classes), dtype)
+    build = partial(build_network, takeaway["model"], shape, len(classes), dtype)
+    _refuse_other_sizes(source, takeaway["model"], build, weights)
+    model = build()
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
     records: list[dict[str, Any]] = []
-    for start in range(0, len(paths), PREDICTED_AT_A_TIME):
-        part = paths[start : start + PREDICTED_AT_A_TIME]
+    pixels_each = max(form.height * form.width, shape[1] * shape[2])
+    at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
+    for start in range(0, len(paths), at_a_time):
+        part = paths[start : start + at_a_time]
         read, pixels = _read(part, form, most or MAX_PIXELS)
         if not read:
             continue
@@ -167,7 +194,33 @@ def _chosen(
     }
     if not arguments["trust_code"]:
         refuse_code_of(source, left)
+        refuse_data_of(source, left.get("--data"))
     return stored | given
+
+
+def _check(source: Path, values: Takeaway, kinds: Mapping[str, Any]) -> None:
+    try:
+        check(values, kinds)
+    except ValueError as error:
+        raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
+
+
+def _refuse_other_sizes(
+    source: Path, name: str, build: Callable[[], torch.nn.Module], weights: Weights
+) -> None:
+    """Raise UsageError if the weights are not those of the network that `build` makes, before it is
+    made: a forged checkpoint may ask for any size. `name`: of the network; user code is trusted.
+    """
+    if is_plugin(name):
+        return
+    try:
+        with torch.device("meta"):
+            shapes = {key: it.shape for key, it in build().state_dict().items()}
+    except NotImplementedError:  # some networks of torchvision compute with their first values
+        return
+    wrong = [key for key, shape in shapes.items() if weights[key].shape != shape]
+    if wrong:
+        raise UsageError(f"{source}: its weights are not those of {name}: {wrong[0]} differs")
 
 
 def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> torch.nn.Module:
@@ -188,7 +241,15 @@ def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> tor
 def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
     """Return how an image file is converted to an input. Raises UsageError if it is unknown."""
     if takeaway.get("images") is not None:
-        return ImageFormat(**takeaway["images"])
+        _check(source, takeaway, OF_CLASSIFIERS)
+        shape = takeaway.get("shape", [])
+        lacking = OF_CLASSIFIERS.keys() - takeaway.keys()
+        if lacking or takeaway["dtype"] not in DTYPES or len(shape) != 3 or min(shape) < 1:
+            raise UsageError(f"{source}: its checkpoint is not what a run writes")
+        try:
+            return ImageFormat(**takeaway["images"])
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{source}: its format of images is wrong: {error}") from error
     way_out = "take its weights into a script of yours: hvdtrain export"
     if takeaway.get("task") != "classification":
         raise UsageError(f"{source}: was trained by a --task, not as a classifier; {way_out}")

@@ -23,6 +23,7 @@ from hvdtrain.exchange import Exchange, agree, join
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
+from hvdtrain.files import make_folder
 from hvdtrain.log import say
 from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import JOB, RESTART, Pulse
@@ -31,7 +32,7 @@ from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.balance import balance
 from hvdtrain.run.console import final_lines, header
 from hvdtrain.run.devices import check_devices, name_of
-from hvdtrain.run.directory import RunDirectory, folder_of_job, new_directory
+from hvdtrain.run.directory import PROFILE, RunDirectory, folder_of_job, new_directory
 from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
@@ -153,7 +154,7 @@ def _run_or_none(
     )
     if resumed and resumed.finished:
         if found:
-            say(final_lines(resumed.finished, str(found.directory.path)))
+            say(final_lines(resumed.finished, as_flat_dict(config), str(found.directory.path)))
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
@@ -235,7 +236,7 @@ def _make_ready(
     signals.training_starts(note=ledger.fail, give_up=give_up)
     keeper = RunKeeper(exchange, ledger, signals, session.pulse)
     steps = profiled_steps(config.run.profile or "")
-    profiler = StepProfiler(steps, config.folder / "profile", exchange)
+    profiler = StepProfiler(steps, config.folder / PROFILE, exchange)
     stack.callback(profiler.close)
 
     def finish(outcome: Outcome) -> None:
@@ -364,7 +365,7 @@ class StepProfiler:
         if not due or self._profile is not None:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
         except OSError as error:
             raise TrainingError(f"--profile: {self.folder}: {error.strerror}") from error
         activities = [ProfilerActivity.CPU]

@@ -9,11 +9,10 @@ fails then, or is killed, `put_back` restores it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,14 +25,15 @@ from safetensors.torch import load_file, save_file
 
 from hvdtrain.documents import check, parse_json, read_text
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.files import obey_umask, write_new
+from hvdtrain.files import obey_umask, replace_file, sync
 from hvdtrain.formats import FIELDS, refuse_newer, stamped
 from hvdtrain.train.portable import native, refuse_unreadable
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "manifest.json"
-NAME = re.compile(r"step-\d{8,}")
+FILES = (MODEL_FILE, STATE_FILE, MANIFEST_FILE)
+NAME = re.compile(r"step-[0-9]{8,}")
 REPLACED = ".replaced"
 
 
@@ -57,12 +57,18 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one run; only rank 0 writes them."""
+    """The checkpoints of one run; only rank 0 writes them.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        """`keep`: number of newest checkpoints to keep; the best one is always kept."""
+    The folder may be a link, to a larger disk, say, where other runs have theirs. So only what this
+    run has written is removed or replaced.
+    """
+
+    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
+        """`keep`: number of newest checkpoints to keep; the best one is always kept. `run`: the id
+        of the run, by which it knows its own.
+        """
         self.folder = folder
-        self._keep = keep
+        self._keep, self._run = keep, run
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -101,7 +107,8 @@ class Checkpoints:
         """Return the folders of the existing checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+        named = (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+        found = [path for path in named if path.is_dir() and not path.is_symlink()]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
     def last_step(self) -> int | None:
@@ -111,10 +118,10 @@ class Checkpoints:
 
     def put_back(self) -> None:
         """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""
-        for aside in sorted(self.folder.glob(f".*{REPLACED}")):
+        for aside in sorted(self.folder.glob(f".step-*{REPLACED}")):
             final = self.folder / aside.name.removeprefix(".").removesuffix(REPLACED)
-            if final.exists():
-                shutil.rmtree(aside)
+            if final.exists() or aside.is_symlink():
+                _remove(aside)
             else:
                 aside.rename(final)
 
@@ -128,37 +135,50 @@ class Checkpoints:
             place = self.folder / pointer
             if name is not None and (self.folder / name).is_dir():
                 if _pointed(place) != name:
-                    _point(place, name)
+                    replace_file(place, [name, "\n"])
             elif not (self.folder / (_pointed(place) or "none")).is_dir():
                 place.unlink(missing_ok=True)
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
-            self._remove_leftovers()  # from a killed save
-            final = _write_checkpoint(self.folder, snapshot, takeaway)
-            _point(self.folder / "last", final.name)
+            self.remove_leftovers()  # from a killed save
+            final = self.folder / name_of(snapshot.step)
+            if final.exists() and not self._is_own(final):
+                raise FileExistsError(errno.EEXIST, f"{final} is not of this run; remove it")
+            _write_checkpoint(final, snapshot, takeaway, self._run)
+            replace_file(self.folder / "last", [final.name, "\n"])
             if is_best:
-                _point(self.folder / "best", final.name)
+                replace_file(self.folder / "best", [final.name, "\n"])
             self._prune()
         except Exception as error:  # any error must reach the training thread
             self._failure = error
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
-                self._remove_leftovers()
+                self.remove_leftovers()
 
-    def _remove_leftovers(self) -> None:
+    def remove_leftovers(self) -> None:
+        """Remove what a save that was killed has left."""
         self.put_back()
         for leftover in self.folder.glob(".step-*"):
-            if leftover.is_symlink():  # never made by a save: its target must not be deleted
-                leftover.unlink()
-            else:
-                shutil.rmtree(leftover)
+            _remove(leftover)
 
     def _prune(self) -> None:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
-        for path in self.complete()[self._keep :]:
+        own = [path for path in self.complete() if self._is_own(path)]
+        for path in own[self._keep :]:
             if path.name not in pointed:
                 # Renamed first, so that a partial removal does not look like a checkpoint.
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
+                _remove(path.rename(path.with_name(f".{path.name}.old")))
+
+    def _is_own(self, path: Path) -> bool:
+        """Return whether a folder is a checkpoint of this run, or what is left of one."""
+        if path.is_symlink() or any(it.name not in FILES for it in path.iterdir()):
+            return False
+        try:
+            run = read_manifest(path).get("run")
+        except (DamagedCheckpoint, UsageError):
+            return True
+        # Earlier versions did not record the run.
+        return bool(run == self._run or (run is None and not self.folder.is_symlink()))
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -217,8 +237,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, Any]) -> Path:
-    final = folder / name_of(snapshot.step)
+def _remove(path: Path) -> None:
+    """Remove a checkpoint's folder, which must hold nothing else, or a link in its place."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    for inner in path.iterdir():
+        if not any(name in inner.name for name in FILES):
+            raise OSError(errno.ENOTEMPTY, f"{inner} is not of a checkpoint; remove it")
+        inner.unlink()
+    path.rmdir()
+
+
+def _write_checkpoint(
+    final: Path, snapshot: Snapshot, takeaway: Mapping[str, Any], run: str
+) -> None:
+    folder = final.parent
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
     weights, forms = _as_stored(snapshot.weights)
@@ -229,6 +263,7 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     _refuse_unreadable(partial / STATE_FILE, snapshot.state)
     content = {
         "step": snapshot.step,
+        "run": run,
         "params_sha256": snapshot.params_sha256,
         "takeaway": dict(takeaway),
         "forms": forms,
@@ -238,15 +273,14 @@ def _write_checkpoint(folder: Path, snapshot: Snapshot, takeaway: Mapping[str, A
     manifest["manifest_sha256"] = _digest_of(manifest)
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
-        _sync(partial / name)
+        sync(partial / name)
     aside = folder / f".{final.name}{REPLACED}"
     if final.exists():  # a step that a resumed run saves again
         final.rename(aside)
     partial.rename(final)
-    _sync(folder)
+    sync(folder)
     if aside.exists():
-        shutil.rmtree(aside)
-    return final
+        _remove(aside)
 
 
 class _Stored(NamedTuple):
@@ -314,22 +348,8 @@ def _describe(path: Path) -> dict[str, int | str]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _point(pointer: Path, name: str) -> None:
-    """Write a checkpoint's name to the file `pointer` (`last` or `best`), atomically."""
-    partial = pointer.with_name(f".{pointer.name}.partial")
-    write_new(partial, name + "\n")
-    _sync(partial)
-    partial.replace(pointer)
-    _sync(pointer.parent)
-
-
 def _pointed(pointer: Path) -> str | None:
-    return pointer.read_text("utf-8").strip() if pointer.is_file() else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Return the name in `last` or `best`; None if the file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        return read_text(pointer).strip()
+    return None

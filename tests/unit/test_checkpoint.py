@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
+from hvdtrain import files
 from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess, params_sha256
@@ -164,7 +165,7 @@ def test_what_a_killed_save_left_does_not_hurt(tmp_path: Path) -> None:
     """Fails when a half-written folder stops the next save, or gets into it."""
     leftover = tmp_path / ".step-00000003.partial"
     leftover.mkdir()
-    (leftover / "junk").write_text("half")
+    (leftover / ".model.safetensors.mode").write_text("")
     (tmp_path / ".last.partial").write_text("half")
     save(tmp_path, small(3))
     assert names(tmp_path / "step-00000003") == FILES
@@ -189,12 +190,13 @@ def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
     assert {"step-00000003", "last"} <= names(tmp_path)
 
 
-def failing_sync(fails_at: str, error: Exception):
+def fail_sync(monkeypatch: pytest.MonkeyPatch, fails_at: str, error: Exception) -> None:
     def sync(path: Path) -> None:
         if path.name == fails_at:
             raise error
 
-    return sync
+    for module in (checkpoint, files):
+        monkeypatch.setattr(module, "sync", sync)
 
 
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "manifest.json", ".last.partial"])
@@ -204,7 +206,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(
     """Fails when a checkpoint stands there unsynced, `last` names none, or no error is raised."""
     save(tmp_path, small(1))
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoint, "_sync", failing_sync(fails_at, full))
+    fail_sync(monkeypatch, fails_at, full)
     checkpoints = Checkpoints(tmp_path, 3)
     checkpoints.save(small(2), is_best=True)
     with pytest.raises(TrainingError, match=r"No space left on device\. The checkpoints before"):
@@ -222,7 +224,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(
 def test_a_failed_save_is_raised_by_the_next(tmp_path: Path, monkeypatch) -> None:
     """Fails when training goes on for hours without a checkpoint."""
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
+    fail_sync(monkeypatch, "model.safetensors", full)
     checkpoints = Checkpoints(tmp_path, 3)
     checkpoints.save(small(1), is_best=False)
     with pytest.raises(TrainingError):
@@ -247,7 +249,7 @@ def test_a_failed_save_is_raised_before_the_next(tmp_path: Path) -> None:
 def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None:
     """Fails when a run goes on to the next save, hours later, though the last one has failed."""
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoint, "_sync", failing_sync("model.safetensors", full))
+    fail_sync(monkeypatch, "model.safetensors", full)
     flags = {"model": "lenet", "data": "synthetic:1x28x28,samples=4096", "global_batch_size": 1}
     flags |= {"max_steps": 600, "checkpoint_interval": 300, "log_interval": 10}
     flags |= {"output": str(tmp_path), "experiment": "x", "print_config": False}
@@ -261,7 +263,7 @@ def test_a_failed_save_ends_the_run_at_once(tmp_path: Path, monkeypatch) -> None
 @pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MemoryError("x")], ids=repr)
 def test_no_failure_of_the_writer_is_lost(tmp_path: Path, monkeypatch, error: Exception) -> None:
     """Fails when the writing thread dies of something unforeseen and wait() raises nothing."""
-    monkeypatch.setattr(checkpoint, "_sync", failing_sync("training_state.pt", error))
+    fail_sync(monkeypatch, "training_state.pt", error)
     with pytest.raises(TrainingError, match="cannot be written"):
         save(tmp_path, small(1))
 
@@ -270,7 +272,7 @@ def test_a_save_that_repeats_a_step_and_fails_leaves_the_first(tmp_path: Path, m
     """Fails when the good checkpoint of a step is gone before the new one is on the disk."""
     save(tmp_path, small(1))
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(checkpoint, "_sync", failing_sync("training_state.pt", full))
+    fail_sync(monkeypatch, "training_state.pt", full)
     with pytest.raises(TrainingError):
         save(tmp_path, small(1, again=True))
     assert load_checkpoint(tmp_path / "step-00000001")[1] == {"step": 1}

@@ -155,7 +155,10 @@ def test_a_new_run_that_must_have_its_name_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-DEAD = ("config.yaml", "metrics.jsonl", "checkpoints/.step-00000003.partial/x", "tensorboard/e")
+DEAD = (
+    *("config.yaml", "metrics.jsonl", "tensorboard/events.out.tfevents.1"),
+    "checkpoints/.step-00000003.partial/model.safetensors",
+)
 KEPT = {  # what is there besides, and why the folder is not to be used again
     "checkpoint": {"checkpoints/step-00000003/manifest.json": "{}"},
     "set aside": {"checkpoints/.step-00000003.replaced/manifest.json": "{}"},
@@ -163,6 +166,7 @@ KEPT = {  # what is there besides, and why the folder is not to be used again
     "audit": {"summary.json": '{"status": "audit_failed"}'},
     "unreadable": {"summary.json": '{"sta'},
     "files": {"notes.txt": "precious"},
+    "files within": {"tensorboard/notes.txt": "precious"},
     "no run of ours": {".lock": None},
 }
 
