@@ -54,7 +54,9 @@ def write_new(path: Path, content: str | bytes | Iterable[str]) -> None:
     parts = [content] if isinstance(content, str | bytes) else content
     with path.open("xb") as stream:  # "x" does not follow links either
         for part in parts:
-            stream.write(part.encode("utf-8") if isinstance(part, str) else part)
+            stream.write(
+                part.encode("utf-8", "backslashreplace") if isinstance(part, str) else part
+            )
 
 
 def make_folder(path: Path) -> None:

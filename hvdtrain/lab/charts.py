@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_new
+from hvdtrain.log import shown
 
 # The palette by Okabe and Ito, for all kinds of colour vision, without yellow (faint on white).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -100,7 +101,7 @@ def set_text(text: Any) -> None:
 
 def shorten(name: str) -> str:
     """Return a label of one line; a long name loses its middle, as runs differ at their ends."""
-    name = " ".join(name.split())
+    name = " ".join(shown(name).split())
     half = (LONGEST_LABEL - 1) // 2
     return name if len(name) <= LONGEST_LABEL else f"{name[:half]}…{name[-half:]}"
 

@@ -347,9 +347,13 @@ def _take(lock: IO[str], wait_s: float) -> None:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file of records; none if it is missing, or is no regular file."""
-    with suppress(FileNotFoundError):
+    """Yield the lines of a file of records; none if it is missing. Raises UsageError."""
+    try:
         yield from lines_of(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _step_of(line: str) -> float:

@@ -308,7 +308,8 @@ def disturb(folder: Path, number: int, action: Callable[[], None]) -> None:
     left = [number]
 
     def hook(event: str, given: tuple) -> None:
-        if event in CHANGES and str(folder) in str(given[0]):
+        reads = event == "open" and not given[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES and str(folder) in str(given[0]) and not reads:
             left[0] -= 1
             if left[0] == 0:
                 action()

@@ -41,7 +41,7 @@ def test_the_last_lines_of_a_run() -> None:
     checkpoint is not distinguished from the last, or what was left out several times is printed as
     so many samples.
     """
-    assert final_lines(SUMMARY, "runs/my one").splitlines() == [
+    assert final_lines(SUMMARY, {"data": "digits"}, "runs/my one").splitlines() == [
         "finished: 1 epoch, 1 step, 2,000 samples, 1,500 samples/s; validation accuracy 0.7500 on "
         "364",
         "best: validation accuracy 0.8750 after step 1,200, epoch 3; evaluate, predict and export "
@@ -55,6 +55,8 @@ def test_the_last_lines_of_a_run() -> None:
         "written to runs/my one; next: hvdtrain evaluate 'runs/my one', or hvdtrain report "
         "'runs/my one'",
     ]
+    named = final_lines(SUMMARY, {"data": "imagefolder:my own"}, "x").splitlines()[-1]
+    assert "next: hvdtrain evaluate x --data 'imagefolder:my own', or hvdtrain report x" in named
 
 
 @pytest.mark.parametrize("speed", [None, float("nan")])
@@ -64,7 +66,7 @@ def test_a_run_without_a_step_of_its_own(speed: float | None) -> None:
     """
     newer = ("best", "bad_samples", "compute_audit", "trace")
     older = {name: value for name, value in SUMMARY.items() if name not in newer}
-    first, second = final_lines(older | {"samples_per_s": speed}, "x").splitlines()[:2]
+    first, second = final_lines(older | {"samples_per_s": speed}, {}, "x").splitlines()[:2]
     assert "2,000 samples; validation" in first and second.startswith("audit: ")
 
 

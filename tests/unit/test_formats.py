@@ -161,7 +161,7 @@ def test_a_damaged_number_is_damage(tmp_path: Path) -> None:
         checkpoint.read_manifest(tmp_path)
     for number in ("1", 1.0, True, None, -1):
         sign(tmp_path, manifest | {"format": number, "manifest_sha256": ""})
-        with pytest.raises(checkpoint.DamagedCheckpoint, match="cannot be read: ValueError"):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match="is not a version"):
             checkpoint.read_manifest(tmp_path)
 
 

@@ -13,6 +13,7 @@ from hvdtrain.config.options import read_recorded
 from hvdtrain.documents import lines_of, parse_json, read_json
 from hvdtrain.errors import UsageError
 from hvdtrain.formats import refuse_newer
+from hvdtrain.log import shown
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -80,7 +81,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if problems:
         raise UsageError(*problems)
     return [
-        replace(run, name=_distinct_name(place, places))
+        replace(run, name=shown(_distinct_name(place, places)))
         for run, place in zip(runs, places, strict=True)
     ]
 
