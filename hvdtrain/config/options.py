@@ -107,6 +107,7 @@ def known_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return {name: from_python(name, it) for name, it in recorded.items() if name in options}
 
 
+MOST_BRACKETS = 1000
 BOOLEANS = {"true": True, "false": False}
 NULL = "tag:yaml.org,2002:null"
 
@@ -180,6 +181,8 @@ def _composed(text: str, aliases: bool = True) -> Any:
     """
     import yaml
 
+    if not aliases and text.count("[") > MOST_BRACKETS:  # which take PyYAML seconds
+        raise ValueError(f"is nested more than {DEEPEST} deep")
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
