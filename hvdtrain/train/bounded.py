@@ -30,6 +30,7 @@ COMMAS_PER_TENSOR = 16  # in such a file's header: three, and one a dimension
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 OBJECT_TIMES = 20  # the objects of a pickle may take so many times its bytes
 OBJECT_BYTES = 256 << 20  # ... and these
+NO_MEMORY = "can't allocate memory"  # torch's words
 ZIP = b"PK\x03\x04"
 
 
@@ -57,7 +58,9 @@ def read_torch(path: Path) -> Any:
         try:
             with _memory(unpacked + OBJECT_BYTES + OBJECT_TIMES * pickled):
                 content = torch.load(stream, map_location=counted, weights_only=True)
-        except MemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
+                raise
             raise Inflated(f"asks for far more memory than its {_bytes(size)}") from error
     items, values = _extent(content, {})
     _compare("tensors", values, size, most=most_bytes(size))
