@@ -186,7 +186,7 @@ def test_a_safetensors_file_of_very_many_tensors(tmp_path: Path) -> None:
 def test_what_legitimate_files_share_is_read(tmp_path: Path) -> None:
     """Fails if tied weights, or small expanded tensors, count as more than the file holds."""
     shared = torch.randn(1 << 23)
-    tied = {name: shared for name in ("shared", "encoder", "decoder", "head")}
+    tied = dict.fromkeys(("shared", "encoder", "decoder", "head"), shared)
     expanded = {"mask": torch.ones(1, 1).expand(1 << 10, 1 << 10), "w": torch.zeros(2)}
     for number, content in enumerate((tied, expanded)):
         for legacy in (False, True):
@@ -287,7 +287,7 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": {"w": name}}))
         assert f"{name} is not a regular file" in refusal(lambda: read_weights(index))
     for number, name in enumerate(("model.safetensors", "training_state.pt", "manifest.json")):
-        for make in (os.mkfifo, lambda it: os.symlink("/dev/zero", it)):
+        for make in (os.mkfifo, lambda it: it.symlink_to("/dev/zero")):
             path = forged(tmp_path / f"{number}{getattr(make, '__name__', '')}")
             (path / name).unlink()
             make(path / name)
