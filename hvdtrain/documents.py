@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.files import open_to_read
+from hvdtrain.files import open_bytes, open_to_read
 from hvdtrain.formats import FIELDS, refuse_newer
 
 MIB = 1 << 20
@@ -33,14 +33,15 @@ MOST_CONTAINERS = 2_000_000  # mappings and arrays, which take 50 times their te
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a small file, with replacements for bytes that are not UTF-8.
+def read_text(path: Path, follow: bool = False) -> str:
+    """Return the text of a small file, with replacements for bytes that are not UTF-8; of one that
+    a link leads to only if it is to `follow`.
 
     Raises OSError unless it is a regular file, and ValueError if it is too large.
     """
     most = LARGEST_BYTES.get(path.name, SMALL_BYTES)
-    with open_to_read(path) as stream:
-        text = stream.read(most + 1)
+    with open_bytes(path, follow) as stream:
+        text = stream.read(most + 1).decode("utf-8", "replace")
     if len(text) > most:
         raise ValueError(f"is larger than the {most:,} bytes that a run writes at most")
     return text

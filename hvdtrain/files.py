@@ -1,8 +1,8 @@
 """Safe file operations in folders that other users can write to, and JSON output.
 
-Symbolic links are not followed: anyone who can write to a folder could place a link under a name
-that is about to be written, and so redirect the write to any file of the user. Pipes are refused,
-because opening one can block forever.
+Symbolic links are not followed, except by `open_bytes`: anyone who can write to a folder could
+place a link under a name that is about to be written, and so redirect the write to any file of the
+user. Pipes are refused, because opening one can block forever.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import IO, Any
 
 from hvdtrain.errors import UsageError
 
+KEPT = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # flags of each open; no system has all of them
+
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
     """Open an existing or new text file to append. Raises OSError unless it is a regular file."""
@@ -32,19 +34,30 @@ def open_to_read(path: Path) -> IO[str]:
     return os.fdopen(_open_plain(path, os.O_RDONLY), encoding="utf-8", errors="replace")
 
 
-def _open_plain(path: Path, flags: int) -> int:
-    """Return the descriptor of a regular file. Raises OSError for any other, and for a link."""
-    kept = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def open_bytes(path: Path, follow: bool = True) -> IO[bytes]:
+    """Open a file for reading. A link is followed, as caches of models consist of them, unless
+    `follow` is false. Raises OSError unless it is a regular file: a pipe may block for ever, and a
+    device has no end.
+    """
+    return os.fdopen(_open_plain(path, os.O_RDONLY, follow), "rb")
+
+
+def _open_plain(path: Path, flags: int, follow: bool = False) -> int:
+    """Return the descriptor of a regular file. Raises OSError for any other, and for a link unless
+    it is to follow it.
+    """
+    kept = sum(getattr(os, name, 0) for name in (KEPT if follow else (*KEPT, "O_NOFOLLOW")))
     try:
         descriptor = os.open(path, flags | kept, 0o666)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if follow or error.errno != errno.ELOOP:
             raise
         reason = f"{path.name} is a symbolic link, which is not followed; remove it"
         raise OSError(errno.ELOOP, reason, str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path.name} is not a regular file; remove it", str(path))
+        advice = "" if follow else "; remove it"
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file{advice}", str(path))
     return descriptor
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 # Under -c the folder is the empty entry; those of PYTHONPATH are absolute by now.
 WITHOUT_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)\n"
@@ -48,3 +49,11 @@ def started_elsewhere() -> Iterator[None]:
     finally:
         os.fchdir(here)
         os.close(here)
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes (VmHWM, which an exec resets)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

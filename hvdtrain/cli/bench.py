@@ -17,7 +17,7 @@ HELP = "measure on this machine: scaling, network, start, classic, step, ring, a
 DESCRIPTION = "Measure on this machine, next to comparable systems, in alternating rounds."
 WITHIN_A_JOB = {  # what is measured, rounds, and steps per round
     "step": ("the training step against hand-written loops", 60, 10),
-    "checkpoint": ("steps with against steps without saving", 9, 50),
+    "checkpoint": ("steps with against steps without saving, and memory against torch.save", 9, 50),
     "ring": (
         "the reference ring against the all-reduces of MPI or torch.distributed, and Horovod",
         15,
@@ -98,7 +98,8 @@ def _add_within_a_job(bench: argparse.ArgumentParser, rounds: int, steps: int) -
     add("--batch-size", type=int, metavar="B", help=f"take B samples per worker ({sizes})")
     what = "compare V virtual workers with as many passes without them, in step"
     add("--virtual-workers", type=int, metavar="V", help=what)
-    add("--megabytes", type=float, default=40, metavar="M", help="reduce M MB, in ring (40)")
+    what = "reduce M MB in ring; in checkpoint, on one worker, save M MB of parameters (40)"
+    add("--megabytes", type=float, default=40, metavar="M", help=what)
     devices = ("cpu", "cuda")
     add("--device", choices=devices, default="cpu", help="compute on the CPU (cpu) or on GPUs")
     add("--rounds", type=int, default=rounds, metavar="R", help=f"run R rounds ({rounds})")

@@ -322,7 +322,7 @@ def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
         values = tensor.detach().cpu()
         values = values.contiguous() if values.layout is torch.strided else values.to_dense()
         digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ Every collective has a name: Horovod numbers unnamed ones per rank, so they can 
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -276,7 +277,8 @@ class HorovodExchange:
         own = _pickled(value if self.rank == 0 else None)
         size = hvd.broadcast(torch.tensor([len(own)]), 0, name=f"{name}.size")
         buffer = own if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        return pickle.loads(hvd.broadcast(buffer, 0, name=name).numpy())
+        hvd.broadcast_(buffer, 0, name=name)  # in place: it may be a whole state
+        return value if self.rank == 0 else pickle.loads(buffer.numpy().data)
 
     @waits
     @coarse_timer()
@@ -346,7 +348,9 @@ def _pickled(value: Any) -> torch.Tensor:
     """Return an object as bytes. hvd.broadcast_object and hvd.allgather_object convert each byte in
     Python (60 ns), and the first holds the number of bytes in 32 bits.
     """
-    return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
+    stream = io.BytesIO()
+    cloudpickle.dump(value, stream)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

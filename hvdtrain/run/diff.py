@@ -20,7 +20,7 @@ from hvdtrain.log import counted, say
 from hvdtrain.run.bisect import bisect
 from hvdtrain.run.replay import config_of
 from hvdtrain.run.trace_file import RecordedRun
-from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
+from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
 
 Pairs = dict[str, tuple[Any, Any]]  # two values by name
 LENGTH = ("epochs", "max_steps")  # by which a schedule decides what is learned
@@ -213,7 +213,7 @@ def _newest_state(run: RecordedRun) -> dict[str, Any]:
     """Return what the newest good checkpoint says of parameters and data; nothing without one."""
     for _, path in sorted(run.checkpoints.items(), reverse=True):
         try:
-            state = load_checkpoint(path)[1]
+            state = load_state(path)
         except DamagedCheckpoint:
             continue
         return {name: state.get(name) or [] for name in ("parameters", "frozen", "data")}

@@ -38,6 +38,7 @@ from hvdtrain.train.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     load_checkpoint,
+    load_state,
     name_of,
     read_manifest,
 )
@@ -335,7 +336,7 @@ def _load_state(
 
 def _load_good(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint. Raises DamagedCheckpoint also if it is not finite."""
-    state = load_checkpoint(path)[1]
+    state = load_state(path)
     problem = find_not_finite(state)
     if problem:
         raise DamagedCheckpoint(f"{path}: {problem}")

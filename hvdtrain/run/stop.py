@@ -144,6 +144,8 @@ class RunKeeper:
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         progress = self.ledger.progress()
+        self.pulse.beat("save")
+        self.ledger.wait_until_saved()  # before the next copy of the state is made
         self.pulse.beat("exchange")
         snapshot = capture(job, state, self.exchange, progress)
         self.pulse.beat("save")

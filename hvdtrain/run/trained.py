@@ -33,7 +33,7 @@ from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import (
     STATE_FILE,
     DamagedCheckpoint,
-    load_checkpoint,
+    load_state,
     load_weights,
 )
 from hvdtrain.train.evaluate import Evaluation, class_accuracy
@@ -227,7 +227,7 @@ def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> tor
     """Return the model with these weights, and with what only the state of the checkpoint has."""
     path = find_weights(source)
     if (path / STATE_FILE).is_file() and model.state_dict().keys() != weights.keys():
-        weights = completed(weights, load_checkpoint(path)[1], model)
+        weights = completed(weights, load_state(path), model)
     try:
         load_model(model, weights)
     except RuntimeError as error:

@@ -56,6 +56,8 @@ from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import restore
 
+NEEDED_LATER = {"step", "progress"}  # of a state that is restored
+
 
 @dataclass(frozen=True)
 class Session:
@@ -151,7 +153,7 @@ def _run_or_none(
     exchange = session.exchange
     resumed: Resumed | None = exchange.broadcast_object(
         found.resumed if found else None, "hvdtrain.resumed"
-    )
+    )  # on rank 0 the same object, so that its state is there once
     if resumed and resumed.finished:
         if found:
             say(final_lines(resumed.finished, as_flat_dict(config), str(found.directory.path)))
@@ -203,7 +205,8 @@ def _place_of_data(config: TrainConfig, script: Script | None) -> str:
 
 
 def _restored(saved: dict[str, Any] | None, job: Job, session: Session) -> State:
-    """Collective: return the state from which to train, restored from a checkpoint's, if any.
+    """Collective: return the state from which to train, restored from a checkpoint's, if any, which
+    is then emptied of what is in the job now.
 
     Nothing of the resumed run is touched yet, so that a failure leaves it as it is.
     """
@@ -213,6 +216,8 @@ def _restored(saved: dict[str, Any] | None, job: Job, session: Session) -> State
         lost = agree(exchange, "restore", lambda: restore(saved, job, state))
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
+        for name in saved.keys() - NEEDED_LATER:  # the rest would stay in memory until the end
+            del saved[name]
     return state
 
 

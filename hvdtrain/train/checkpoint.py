@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hvdtrain.documents import check, parse_json, read_text
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.files import obey_umask, replace_file, sync
+from hvdtrain.files import obey_umask, open_bytes, replace_file, sync
 from hvdtrain.formats import FIELDS, refuse_newer, stamped
+from hvdtrain.train.bounded import Inflated, most_bytes, read_safetensors, read_torch
 from hvdtrain.train.portable import native, refuse_unreadable
 
 MODEL_FILE = "model.safetensors"
@@ -188,11 +189,24 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     a file is ever executed: the state is loaded with `weights_only=True`.
     """
     weights, _ = load_weights(path, verify=(MODEL_FILE, STATE_FILE))
+    return weights, _read_state(path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Return the training state of a checkpoint, of which all files are verified.
+
+    Raises DamagedCheckpoint as `load_checkpoint` does.
+    """
+    _verify(path, (MODEL_FILE, STATE_FILE))
+    return _read_state(path)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = native(torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
+        state: dict[str, Any] = native(read_torch(path / STATE_FILE))
     except Exception as error:  # a forged archive can cause any exception
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
-    return weights, state
+    return state
 
 
 def load_weights(
@@ -202,20 +216,28 @@ def load_weights(
 
     Raises DamagedCheckpoint unless the files to verify match the manifest; others may be missing.
     """
-    manifest = read_manifest(path)
-    expected = {name: manifest["files"][name] for name in verify}
-    for name, described in expected.items():
-        with suppress(OSError):
-            if described == _describe(path / name):
-                continue
-        raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
+    manifest = _verify(path, verify)
     try:
-        weights = load_file(path / MODEL_FILE)
-        for name, form in manifest.get("forms", {}).items():
-            weights[name] = STORED[form].load(weights[name])
+        weights = read_safetensors(path / MODEL_FILE)
+        forms = {name: STORED[it] for name, it in manifest.get("forms", {}).items()}
+        size = manifest["files"][MODEL_FILE]["bytes"]
+        if sum(it.most_bytes(weights[name]) for name, it in forms.items()) > most_bytes(size):
+            raise Inflated("its sparse tensors would take far more memory than the file has")
+        weights |= {name: it.load(weights[name]) for name, it in forms.items()}
         return weights, manifest.get("takeaway", {})
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def _verify(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest. Raises DamagedCheckpoint unless these files match it."""
+    manifest = read_manifest(path)
+    for name in names:
+        with suppress(OSError):
+            if manifest["files"][name] == _describe(path / name):
+                continue
+        raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
+    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -224,7 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     place = path / MANIFEST_FILE
     try:
-        manifest = parse_json(read_text(place))
+        manifest = parse_json(read_text(place, follow=True))
         if manifest.pop("manifest_sha256") != _digest_of(manifest):
             raise DamagedCheckpoint(f"{place} is not what was written")
         refuse_newer(place, manifest)
@@ -289,15 +311,30 @@ class _Stored(NamedTuple):
     applies: Callable[[torch.Tensor], bool]
     save: Callable[[torch.Tensor], torch.Tensor]
     load: Callable[[torch.Tensor], torch.Tensor]
+    most_bytes: Callable[[torch.Tensor], int]  # of what `load` makes
+
+
+def _sparse_bytes(stored: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements other than 0, each with an index a dimension."""
+    rows = 8 * (len(stored) + 1) if stored.dim() else 0
+    return int(stored.count_nonzero()) * (stored.element_size() + 8 * stored.dim()) + rows
 
 
 STORED = {
-    "complex": _Stored(torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex),
+    "complex": _Stored(
+        torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex, lambda it: it.nbytes
+    ),
     "sparse": _Stored(
-        lambda it: it.layout is torch.sparse_coo, torch.Tensor.to_dense, torch.Tensor.to_sparse
+        lambda it: it.layout is torch.sparse_coo,
+        torch.Tensor.to_dense,
+        torch.Tensor.to_sparse,
+        _sparse_bytes,
     ),
     "sparse rows": _Stored(
-        lambda it: it.layout is torch.sparse_csr, torch.Tensor.to_dense, torch.Tensor.to_sparse_csr
+        lambda it: it.layout is torch.sparse_csr,
+        torch.Tensor.to_dense,
+        torch.Tensor.to_sparse_csr,
+        _sparse_bytes,
     ),
 }
 
@@ -341,7 +378,7 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 
 def _describe(path: Path) -> dict[str, int | str]:
     """Return size and SHA-256 of a file. Raises OSError."""
-    with path.open("rb") as stream:
+    with open_bytes(path) as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 20):
             digest.update(block)

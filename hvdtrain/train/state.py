@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,16 +44,9 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     if job.base:
         job.base.check(job.model, at.step)
     gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
-    with job.evaluated_model() as model:
-        weights, digest = copied_to_cpu(_saved(model.state_dict(), job)), params_sha256(model)
-        weights = {name: it for name, it in weights.items() if isinstance(it, torch.Tensor)}
-    with job.workers.statistics(job.model):
-        model_state = _kept(_saved(job.model.state_dict(), job))
-    update = job.update.state_dict()
-    if update["average"] is not None:
-        update["average"] = _saved(update["average"], job, AVERAGED)
+    models = _copied_models(job, exchange.rank == 0)
     snapshot, problem = None, None
-    if exchange.rank == 0:
+    if models:
         state = {
             "step": at.step,
             "samples_seen": at.samples_seen,
@@ -61,7 +54,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "optimizer_order": _names_in_order(job.model, job.optimizers[0]),
             "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
             "base": asdict(job.base) if job.base else None,
-            "model": model_state,
+            "model": models.trained,
             "built": dict(job.built),
             "optimizer": _kept(job.optimizers[0].state_dict()),
             "further_optimizers": [
@@ -69,7 +62,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
                 for it in job.optimizers[1:]
             ],
             "further_state": [_kept(it.state_dict()) for it in job.further_state],
-            "update": _kept(update),
+            "update": models.update,
             "meter": at.meter.state_dict(),
             "evaluation": asdict(at.evaluation) if at.evaluation else None,
             "evaluated_at": at.evaluated_at,
@@ -77,7 +70,8 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "data": list(job.fingerprints),
             "progress": progress,
         }
-        snapshot = Snapshot(at.step, digest, weights, state)
+        weights = {n: it for n, it in models.evaluated.items() if isinstance(it, torch.Tensor)}
+        snapshot = Snapshot(at.step, models.sha256, weights, state)
         problem = find_not_finite(state)
     problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
     if problem:
@@ -86,6 +80,42 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "--warmup-epochs or --clip-grad"
         )
     return snapshot
+
+
+class _Models(NamedTuple):
+    """Copies of what a checkpoint holds of the model, which share memory where values are equal."""
+
+    evaluated: dict[str, Any]
+    sha256: str
+    trained: dict[str, Any]
+    update: dict[str, Any]
+
+
+def _copied_models(job: Job, is_saved_here: bool) -> _Models | None:
+    """Collective: return copies of the model that is evaluated, of the one that is trained, and of
+    the update's state. Their parameters are copied once. None on ranks that do not save.
+    """
+    average = job.update.average
+    evaluated, sha256 = None, ""
+    with job.evaluated_model() as model:
+        if is_saved_here:
+            evaluated, sha256 = _kept(_saved(model.state_dict(), job)), params_sha256(model)
+    trained = evaluated
+    if average is not None:
+        with job.workers.statistics(job.model):
+            trained = _kept(_saved(job.model.state_dict(), job)) if is_saved_here else None
+    if evaluated is None or trained is None:
+        return None
+    update, shared = job.update.state_dict(), {}
+    if average is not None:
+        names = [name for name, _ in average.module.named_parameters(remove_duplicate=False)]
+        shared = {AVERAGED + name: evaluated[name] for name in names if name in evaluated}
+        update["average"] = _saved(update["average"], job, AVERAGED)
+        update["average"].update(dict.fromkeys(shared))
+    update = _kept(update)
+    if shared:
+        update["average"].update(shared)
+    return _Models(evaluated, sha256, trained, update)
 
 
 def _kept(state: Any) -> Any:

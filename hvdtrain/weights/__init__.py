@@ -14,14 +14,14 @@ import re
 import warnings
 from collections import OrderedDict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
 from torch import nn
 
 from hvdtrain.errors import UsageError
+from hvdtrain.train.bounded import Inflated, read_safetensors, read_torch
 from hvdtrain.train.checkpoint import MANIFEST_FILE, MODEL_FILE, DamagedCheckpoint, load_checkpoint
 from hvdtrain.weights.names import (
     Weights,
@@ -91,7 +91,8 @@ def find_weights(path: Path) -> Path:
             f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
         )
     if not path.is_file():
-        raise UsageError(f"{path}: no such file or folder")
+        reason = "is not a regular file" if path.exists() else "no such file or folder"
+        raise UsageError(f"{path}: {reason}")
     return path
 
 
@@ -107,15 +108,10 @@ def _follow(pointer: Path) -> Path:
 
 
 def _read_file(path: Path) -> object:
-    if path.suffix == ".safetensors":
-        return load(path.read_bytes()) if _is_undecodable(path) else load_file(path)
-    with path.open("rb") as stream:
-        return _read_torch(stream, path)
-
-
-def _is_undecodable(path: Path) -> bool:
-    """Return whether a name is in another encoding than this system's: safetensors needs text."""
-    return any("\udc80" <= character <= "\udcff" for character in str(path))
+    try:
+        return read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    except Inflated as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _read_shards(index: Path) -> Weights:
@@ -126,7 +122,7 @@ def _read_shards(index: Path) -> Weights:
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
         shards = sorted({str(name) for name in places.values()})
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{index}: not an index of weights: {error!r}") from error
     if foreign := [name for name in shards if Path(name).name != name]:
         raise UsageError(f"{index}: names a file outside its folder: {foreign[0]}")
@@ -138,7 +134,7 @@ def _read_shards(index: Path) -> Weights:
     return content
 
 
-def _read_torch(stream: IO[bytes], path: Path) -> object:
+def _read_torch(path: Path) -> object:
     """Read a file of torch.save without running code in it."""
     try:
         # Scripts of torchvision and timm save their options as a Namespace of plain attributes.
@@ -146,7 +142,9 @@ def _read_torch(stream: IO[bytes], path: Path) -> object:
         options = torch.serialization.safe_globals([argparse.Namespace])
         with options, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            return read_torch(path)
+    except (Inflated, OSError):
+        raise
     except Exception as error:  # damaged or forged archives raise errors of many types
         code = _refused_code(error)
         if code:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.lab.bench.ratios import Ratio
+from hvdtrain.lab.bench.saving import Used
 from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.train.job import Job
@@ -93,6 +94,7 @@ class Measured:
     seconds_per_step: dict[str, list[float]]  # by contestant and round
     ratios: dict[str, Ratio]
     megabytes: float | None = None  # summed in a step
+    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
 
 
 def run_rounds(

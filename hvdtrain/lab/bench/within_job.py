@@ -30,6 +30,7 @@ from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.gpus import CPU, GpuExchange, OwnGpu, find_devices, find_own_gpu
 from hvdtrain.files import write_json
+from hvdtrain.lab.bench import saving
 from hvdtrain.lab.bench.own_script import bare_loader_step, script_step
 from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
 from hvdtrain.lab.bench.ring_speed import bench_ring
@@ -102,7 +103,11 @@ def table(bench: str, options: Options, measured: Measured, workers: str) -> str
         seconds = statistics.median(times)
         speed = [f"{megabytes / seconds:.0f} MB/s"] if megabytes else []
         rows.append([name, f"{1000 * seconds:.3f} ms a step", *speed])
-    return "\n".join([head, *columns(rows), *ratio_lines(measured.ratios)])
+    lines = [head, *columns(rows), *ratio_lines(measured.ratios)]
+    if measured.used:
+        what = f"{options.megabytes:g} MB of parameters and as many of momentum, by process:"
+        lines += [f"a checkpoint of {what}", *columns(saving.rows(measured.used))]
+    return "\n".join(lines)
 
 
 def make_work(options: Options, workers: int) -> Work:
@@ -115,10 +120,19 @@ def make_work(options: Options, workers: int) -> Work:
 
 
 def make_job(
-    options: Options, exchange: Exchange, micro_batches: int = 1, virtual_workers: int | None = None
+    options: Options,
+    exchange: Exchange,
+    micro_batches: int = 1,
+    virtual_workers: int | None = None,
+    build: Callable[[], torch.nn.Module] | None = None,
 ) -> Job:
-    """Collective: return the work as a job of `train`, with a distributed optimizer."""
+    """Collective: return the work as a job of `train`, with a distributed optimizer.
+
+    `build`: makes another model.
+    """
     work, device = make_work(options, exchange.size), torch.device(options.device)
+    if build is not None:
+        work.model = build()
     shares: SharesLike = Shares(exchange.size)
     if virtual_workers is not None:
         shares = VirtualShares(Shares(virtual_workers), shares.sizes(virtual_workers))
@@ -257,11 +271,13 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
 
 
 def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
-    """Collective: measure the seconds per step without and with a checkpoint in every round."""
+    """Collective: measure the seconds per step without and with a checkpoint in every round; on one
+    worker also the memory of checkpoints of `options.megabytes`.
+    """
     job = make_job(options, exchange)
     step = our_step(job, exchange)
 
-    def saving(checkpoints: Checkpoints, wait: bool) -> Callable[[], None]:
+    def saves(checkpoints: Checkpoints, wait: bool) -> Callable[[], None]:
         numbers, meter = itertools.count(1), Meter(exchange, job.sampler.samples)
 
         def step_and_save() -> None:
@@ -281,13 +297,15 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
         checkpoints = Checkpoints(Path(folder), keep=2)
         contestants = {
             NO_CHECKPOINTS: step,
-            BACKGROUND: saving(checkpoints, wait=False),
-            WAITED: saving(checkpoints, wait=True),
+            BACKGROUND: saves(checkpoints, wait=False),
+            WAITED: saves(checkpoints, wait=True),
         }
         seconds = run_rounds(contestants, options, exchange)
         checkpoints.wait()
+        alone = exchange.size == 1
+        memory = saving.measure(options.megabytes, Path(folder, "memory")) if alone else {}
     ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
-    return Measured(seconds, ratios)
+    return Measured(seconds, ratios, used=memory)
 
 
 BENCHES: dict[str, Callable[[Options, Exchange], Measured]] = {

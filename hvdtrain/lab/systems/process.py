@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
-from hvdtrain.interpreter import module_argv
+from hvdtrain.interpreter import module_argv, peak_memory
 from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, watch
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Place, Spec, Strategy
@@ -152,14 +152,6 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
         "phases_s": {name: seconds / steps for name, seconds in work.clock.read().items()},
         "traffic": traffic,
     }
-
-
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes (VmHWM, which an exec resets)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _write(target: Path, content: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from hvdtrain.ring import split_evenly
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
-from hvdtrain.train.checkpoint import load_checkpoint
+from hvdtrain.train.checkpoint import load_state
 
 NAMES_SHOWN = 6
 SEED, OTHER_SEED = 1, 1001  # of passes; shares have those that follow
@@ -45,7 +45,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     job = prepare(config, batch_size, source, exchange, topology)
     initial = params_sha256(job.model)
     if request["before"]:
-        job.model.load_state_dict(load_checkpoint(Path(request["before"]))[1]["model"])
+        job.model.load_state_dict(load_state(Path(request["before"]))["model"])
     epoch, batch = divmod(request["step"] - 1, job.sampler.steps_per_epoch)
     cursor = epoch * job.sampler.samples + batch * batch_size
     indices = next(job.sampler.global_batches(cursor))

@@ -18,7 +18,7 @@ import torch
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.lab.trials import POLL_S, Training, Trial
-from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_checkpoint, name_of
+from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_state, name_of
 
 # In float64, of the largest magnitude of a tensor. Runs of hundreds of steps stay below it (see
 # docs/guide.md); dropout or batch norm exceed it by many orders of magnitude in the first step.
@@ -123,7 +123,7 @@ def _unequal_bits(one: Tensors, other: Tensors) -> str | None:
 
 def read_saved(checkpoint: Path) -> Saved:
     """Return the tensors of a checkpoint. Raises DamagedCheckpoint."""
-    _, state = load_checkpoint(checkpoint)
+    state = load_state(checkpoint)
     names, model = set(state["parameters"]), state["model"]
     others = {name: values for name, values in model.items() if name not in names}
     for name, values in (state["update"]["average"] or {}).items():
