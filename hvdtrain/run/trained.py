@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from hvdtrain.train.checkpoint import (
     load_checkpoint,
     load_weights,
 )
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.train.state import completed, load_model
 from hvdtrain.train.step import Step
@@ -76,7 +75,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
     model = _with_weights(build_model(task, config), weights, source)
     found = _evaluate(model, task, build_data(task, config), config.model.device)
-    write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
+    write_json(arguments["json"], found.plain() | {"classes": takeaway.get("classes")})
     return EXIT_OK
 
 
@@ -89,7 +88,7 @@ def _of_script(
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
     model = _with_weights(script.model, weights, Path(arguments["source"]))
     found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], asdict(found))
+    write_json(arguments["json"], found.plain())
     return EXIT_OK
 
 
@@ -105,8 +104,8 @@ def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str
     lines = [f"{data.name}, {counted(found.samples, 'sample')}{skipped}"]
     lines.append(f"  loss {found.loss:.6g}")
     lines += [f"  {name} {value:.4f}" for name, value in found.metrics.items()]
-    if "confusion" in found.tables:
-        seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
+    if accuracy := found.class_accuracy():
+        seen = [part for part in accuracy if part is not None]
         lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
     say("\n".join(lines))
     return found
