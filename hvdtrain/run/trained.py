@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,25 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     task = build_task(config)
     trained, own = takeaway.get("classes"), task.takeaway().get("classes")
     if trained != own:
-        named = f"--data={config.data.data}"
-        raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
+        raise UsageError(f"--data={config.data.data}: {_other_classes(own, trained)}")
     model = _with_weights(build_model(task, config), weights, source)
     found = _evaluate(model, task, build_data(task, config), config.model.device)
     write_json(arguments["json"], found.plain() | {"classes": takeaway.get("classes")})
     return EXIT_OK
+
+
+def _other_classes(own: Any, trained: Any) -> str:
+    """Return how the classes of data differ from those that a model was trained on."""
+    ours, theirs = (it if isinstance(it, list) else [it] for it in (own, trained))
+    number, (name, other) = next(
+        (number, pair)
+        for number, pair in enumerate(zip_longest(ours, theirs))
+        if pair[0] != pair[1]
+    )
+    return (
+        f"its {len(ours):,} classes are not the {len(theirs):,} of the model: "
+        f"number {number} is {name!r}, in the model {other!r}"
+    )
 
 
 def _of_script(

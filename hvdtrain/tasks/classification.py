@@ -99,8 +99,8 @@ class Classification(Task):
         """Return the counts of pairs, as a sparse tensor if there are many classes."""
         classes = self.dataset.classes
         if classes > MOST_IN_MATRIX:
-            pairs = torch.stack([labels, predicted])
-            return torch.sparse_coo_tensor(pairs, torch.ones_like(labels), (classes, classes))
+            pairs, ones = torch.stack([labels, predicted]), torch.ones_like(labels)
+            return torch.sparse_coo_tensor(pairs, ones, (classes, classes), check_invariants=True)
         counts = torch.bincount(labels * classes + predicted, minlength=classes * classes)
         return counts.reshape(classes, classes)
 

@@ -57,9 +57,9 @@ class TableSums:
     def add(self, row: int, name: str, table: torch.Tensor) -> None:
         """Add the table of a batch to that of this name."""
         if table.layout is torch.sparse_coo and table.sparse_dim() == table.dim() > 0:
-            table = table.detach().cpu().coalesce()
+            table = table.detach().cpu().double().coalesce()
             places = np.ravel_multi_index(tuple(table.indices().numpy()), self._shapes[name])
-            self._sparse[row, name].add(places, table.values().double().numpy())
+            self._sparse[row, name].add(places, table.values().numpy())
             return
         if name not in self._dense:
             self._dense[name] = self._zeros(name)
@@ -68,17 +68,17 @@ class TableSums:
     def over_ranks(self, exchange: Exchange) -> dict[str, Table]:
         """Collective: return the sums over all ranks.
 
-        A table is dense if it is on any rank: one without samples has seen none. Entries are added
-        by row, then by rank, so that the result is the same for any number of ranks.
+        A table is dense if it is on any rank: one without samples has seen none. The entries of a
+        row are merged before they are added, so that the result does not depend on the ranks.
         """
         if not self._shapes:
             return {}
         own = {place: it.merged() for place, it in self._sparse.items()}
         gathered = exchange.all_gather_object((set(self._dense), own), "hvdtrain.evaluate.entries")
         sparse: defaultdict[str, Entries] = defaultdict(Entries)
-        parts = [item for _, entries in gathered for item in entries.items()]
-        for (_, name), (places, values) in sorted(parts, key=lambda it: it[0]):
-            sparse[name].add(places, values)
+        for _, parts in gathered:  # by rank, and so by row: rows are those of successive ranks
+            for (_, name), (places, values) in parts.items():
+                sparse[name].add(places, values)
         dense = self._dense_over_ranks(exchange, set().union(*(names for names, _ in gathered)))
         return {
             name: _finished(shape, dense.get(name), *sparse[name].merged())
@@ -109,7 +109,7 @@ def _finished(
     places, values = places[values != 0], values[values != 0]
     indices = torch.from_numpy(np.stack(np.unravel_index(places, shape)))
     sums = _whole(torch.from_numpy(values))
-    return torch.sparse_coo_tensor(indices, sums, shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(indices, sums, shape, check_invariants=True, is_coalesced=True)
 
 
 def _whole(values: torch.Tensor) -> torch.Tensor:
@@ -119,10 +119,10 @@ def _whole(values: torch.Tensor) -> torch.Tensor:
 
 
 def plain_table(table: Table) -> Any:
-    """Return a table as JSON holds it: a sparse one as its shape, and its entries: the cell's
-    index in each dimension, and the value, in the order of the cells.
+    """Return a table as JSON holds it: of a sparse one its shape, and of its entries the indices in
+    each dimension and the values, as `torch.sparse_coo_tensor` takes them.
     """
     if not isinstance(table, torch.Tensor):
         return table
-    cells = zip(table.indices().T.tolist(), table.values().tolist(), strict=True)
-    return {"shape": list(table.shape), "entries": [[*index, value] for index, value in cells]}
+    indices, values = table.indices().tolist(), table.values().tolist()
+    return {"shape": list(table.shape), "indices": indices, "values": values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,24 +92,24 @@ def read_confusions(run: Run) -> Confusions | None:
     stored = run.evaluation.get("confusion")
     try:
         if isinstance(stored, dict):
-            shape, entries = tuple(stored["shape"]), np.array(stored["entries"], np.float64)
+            shape, pairs = stored["shape"], np.array(stored["indices"], np.float64)
+            counts = np.array(stored["values"], np.float64)
         else:
             matrix = np.array(stored, np.float64)
-            shape, cells = matrix.shape, np.nonzero(matrix)
-            entries = np.column_stack([*cells, matrix[cells]])
-        _, _, counts = entries.T
-        classes, width = shape
+            shape, pairs = matrix.shape, np.array(np.nonzero(matrix), np.float64)
+            counts = matrix[matrix != 0]
+        classes, width = map(operator.index, shape)
     except (TypeError, ValueError, KeyError, OverflowError):  # other shapes, or text in them
         return None
-    if classes != width or not np.isfinite(entries).all() or not counts.sum() > 0:
+    if classes != width or pairs.shape != (2, *counts.shape) or not np.isfinite(counts).all():
         return None
-    pairs = entries[:, :2]
-    if (pairs != pairs.astype(np.int64)).any() or pairs.min() < 0 or pairs.max() >= classes:
+    is_class = (pairs == np.floor(pairs)) & (pairs >= 0) & (pairs < classes)
+    if not is_class.all() or not counts.sum() > 0:
         return None
-    names = run.evaluation.get("classes")
+    names: Any = run.evaluation.get("classes")
     if not isinstance(names, list) or len(names) != classes:
         names = range(classes)
-    true, predicted = pairs.T.astype(np.int64)
+    true, predicted = pairs.astype(np.int64)
     return Confusions([str(name) for name in names], true, predicted, counts)
 
 
