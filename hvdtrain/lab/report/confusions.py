@@ -26,7 +26,7 @@ from hvdtrain.lab.charts import (
 )
 from hvdtrain.lab.report.runs import Run
 
-MOST_DRAWN = 200  # most classes in a matrix; the dots of more could not be told apart
+MOST_DRAWN = 200  # most classes in a matrix; the dots of more would be too small to see
 MOST_LISTED = 12  # pairs, and classes, of those that have no matrix
 MOST_COUNTED = 20  # most classes for which every count is written
 MOST_NAMED = 40  # most classes for which every class is named
