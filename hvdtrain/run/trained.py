@@ -137,7 +137,8 @@ def predict(arguments: dict[str, Any]) -> int:
     model = build_network(takeaway["model"], shape, len(classes), dtype)
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
-    records: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
+    predicted = 0
     for start in range(0, len(paths), PREDICTED_AT_A_TIME):
         part = paths[start : start + PREDICTED_AT_A_TIME]
         read, pixels = _read(part, form, most or MAX_PIXELS)
@@ -146,11 +147,13 @@ def predict(arguments: dict[str, Any]) -> int:
         inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).tolist()
-        records += _print_best(read, scores, classes, arguments["top"])
+        found = _print_best(read, scores, classes, arguments["top"])
+        predicted += len(found)
+        records += found if arguments["json"] else []
     write_json(arguments["json"], records)
-    bad = len(paths) - len(records)
-    if not records or (bad and not arguments["skip_bad_samples"]):
-        advice = ". With --skip-bad-samples that is no failure" if records else ""
+    bad = len(paths) - predicted
+    if not predicted or (bad and not arguments["skip_bad_samples"]):
+        advice = ". With --skip-bad-samples that is no failure" if predicted else ""
         raise HvdtrainError(f"{bad:,} of {counted(len(paths), 'image')} could not be read{advice}")
     return EXIT_OK
 

@@ -43,10 +43,11 @@ class Evaluation:
         """Return each class's accuracy, None without samples; or None, unless there is a table
         `confusion` that counts pairs [true class][predicted class].
         """
-        held = self.tables.get("confusion")
-        if held is None:
+        table = self.tables.get("confusion")
+        if table is None:
             return None
-        table = held if isinstance(held, torch.Tensor) else torch.tensor(held).to_sparse()
+        if not isinstance(table, torch.Tensor):
+            table = torch.tensor(table, dtype=torch.float64).to_sparse()
         if table.dim() != 2 or table.shape[0] != table.shape[1]:
             return None
         (true, predicted), counts = table.indices(), table.values().double()
