@@ -15,7 +15,7 @@ from hvdtrain.audit import AuditRecord
 from hvdtrain.files import json_ready, make_folder, why_not_written
 from hvdtrain.log import complain
 from hvdtrain.run.directory import AUDITS, METRICS, TENSORBOARD, RunDirectory
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
 
 NO_FIGURES: Mapping[str, float] = {}
@@ -126,13 +126,13 @@ class EventLog:
         """Write an evaluation's file and scalars; return its fields of a line."""
         figures = {"loss": evaluation.loss, **evaluation.metrics}
         of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
-        tables = dict(evaluation.tables)
+        tables = evaluation.plain()["tables"]
         self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
         self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
         record: dict[str, Any] = {f"valid_{name}": value for name, value in figures.items()}
         record["valid_samples"] = evaluation.samples
-        if "confusion" in tables:  # the table itself is too long for a line
-            record["valid_class_accuracy"] = class_accuracy(tables["confusion"])
+        if accuracy := evaluation.class_accuracy():  # the table itself is too long for a line
+            record["valid_class_accuracy"] = accuracy
         return record
 
     def audited(self, record: AuditRecord) -> None:

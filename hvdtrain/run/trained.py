@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from hvdtrain.train.checkpoint import (
     load_state,
     load_weights,
 )
-from hvdtrain.train.evaluate import Evaluation, class_accuracy
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.train.state import completed, load_model
 from hvdtrain.train.step import Step
@@ -93,14 +93,27 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     task = build_task(config)
     trained, own = takeaway.get("classes"), task.takeaway().get("classes")
     if trained != own:
-        named = f"--data={config.data.data}"
-        raise UsageError(f"{named}: its classes are {own}, those of the model {trained}")
+        raise UsageError(f"--data={config.data.data}: {_other_classes(own, trained)}")
     if config.model.task is None:
         _refuse_other_sizes(source, config.model.model, task.build_model, weights)
     model = _with_weights(build_model(task, config), weights, source)
     found = _evaluate(model, task, build_data(task, config), config.model.device)
-    write_json(arguments["json"], asdict(found) | {"classes": takeaway.get("classes")})
+    write_json(arguments["json"], found.plain() | {"classes": takeaway.get("classes")})
     return EXIT_OK
+
+
+def _other_classes(own: Any, trained: Any) -> str:
+    """Return how the classes of data differ from those that a model was trained on."""
+    ours, theirs = (it if isinstance(it, list) else [it] for it in (own, trained))
+    number, (name, other) = next(
+        (number, pair)
+        for number, pair in enumerate(zip_longest(ours, theirs))
+        if pair[0] != pair[1]
+    )
+    return (
+        f"its {len(ours):,} classes are not the {len(theirs):,} of the model: "
+        f"number {number} is {name!r}, in the model {other!r}"
+    )
 
 
 def _of_script(
@@ -112,7 +125,7 @@ def _of_script(
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
     model = _with_weights(script.model, weights, Path(arguments["source"]))
     found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], asdict(found))
+    write_json(arguments["json"], found.plain())
     return EXIT_OK
 
 
@@ -128,8 +141,8 @@ def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str
     lines = [f"{data.name}, {counted(found.samples, 'sample')}{skipped}"]
     lines.append(f"  loss {found.loss:.6g}")
     lines += [f"  {name} {value:.4f}" for name, value in found.metrics.items()]
-    if "confusion" in found.tables:
-        seen = [part for part in class_accuracy(found.tables["confusion"]) if part is not None]
+    if accuracy := found.class_accuracy():
+        seen = [part for part in accuracy if part is not None]
         lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
     say("\n".join(lines))
     return found
@@ -149,7 +162,8 @@ def predict(arguments: dict[str, Any]) -> int:
     model = build()
     device = choose_device(arguments["device"] or "auto", Topology())
     model = _with_weights(model, weights, source).to(device).eval()
-    records: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
+    predicted = 0
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
@@ -160,11 +174,13 @@ def predict(arguments: dict[str, Any]) -> int:
         inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).tolist()
-        records += _print_best(read, scores, classes, arguments["top"])
+        found = _print_best(read, scores, classes, arguments["top"])
+        predicted += len(found)
+        records += found if arguments["json"] else []
     write_json(arguments["json"], records)
-    bad = len(paths) - len(records)
-    if not records or (bad and not arguments["skip_bad_samples"]):
-        advice = ". With --skip-bad-samples that is no failure" if records else ""
+    bad = len(paths) - predicted
+    if not predicted or (bad and not arguments["skip_bad_samples"]):
+        advice = ". With --skip-bad-samples that is no failure" if predicted else ""
         raise HvdtrainError(f"{bad:,} of {counted(len(paths), 'image')} could not be read{advice}")
     return EXIT_OK
 

@@ -62,7 +62,8 @@ class Task:
 
     `metrics`: the names of the scalar sums that `loss` returns in `Sums.metrics`.
     `valid_metrics`: the same for `evaluate`; None: the names in `metrics`.
-    `tables`: further sums that `evaluate` returns in `Sums.metrics`, as {name: shape}.
+    `tables`: further sums that `evaluate` returns in `Sums.metrics`, as {name: shape}. A sparse
+        tensor (`torch.sparse_coo_tensor`) is summed and stored by its entries, whatever its shape.
     `best`: the validation metric, or "loss", by which the best checkpoint is chosen: the one with
         the lowest value or, with `best_is_highest`, the highest.
     `counts_samples`: whether `Sums.samples` is the number of samples in the batch. Set it to False

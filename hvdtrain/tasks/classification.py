@@ -1,4 +1,4 @@
-"""Image classification: cross-entropy, top-1 and top-5 accuracy, and the confusion matrix."""
+"""Image classification: cross-entropy, top-1 and top-5 accuracy, and confusions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.tasks import Settings, Sums, Task
 
 TOP_K = 5
+MOST_IN_MATRIX = 200  # classes; of more, only the pairs that occur are counted
+MOST_SCORES = 1 << 22  # that are evaluated at a time, in float64: limits memory
 
 
 class Classification(Task):
@@ -80,16 +82,27 @@ class Classification(Task):
         count by their own labels.
         """
         inputs, labels = batch[:2]
-        classes = self.dataset.classes
-        scores = self._scores(model, inputs).double()
-        best = scores.topk(min(TOP_K, classes), dim=1).indices
+        scores, classes = self._scores(model, inputs), self.dataset.classes
+        losses, found, samples = [], [], max(1, MOST_SCORES // classes)
+        for part, own in zip(scores.split(samples), labels.split(samples), strict=True):
+            exact = part.double()
+            losses.append(functional.cross_entropy(exact, own, reduction="sum"))
+            found.append(exact.topk(min(TOP_K, classes), dim=1).indices)
+        best = torch.cat(found)
         right = best == labels[:, None]
-        pairs = torch.bincount(labels * classes + best[:, 0], minlength=classes * classes)
-        figures = {"accuracy": right[:, 0].sum(), "confusion": pairs.reshape(classes, classes)}
+        figures = {"accuracy": right[:, 0].sum(), "confusion": self._pairs(labels, best[:, 0])}
         if "accuracy_top5" in self.valid_metrics:
             figures["accuracy_top5"] = right.any(dim=1).sum()
-        loss = functional.cross_entropy(scores, labels, reduction="sum")
-        return Sums(loss, len(labels), figures)
+        return Sums(torch.stack(losses).sum(), len(labels), figures)
+
+    def _pairs(self, labels: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        """Return the counts of pairs, as a sparse tensor if there are many classes."""
+        classes = self.dataset.classes
+        if classes > MOST_IN_MATRIX:
+            pairs, ones = torch.stack([labels, predicted]), torch.ones_like(labels)
+            return torch.sparse_coo_tensor(pairs, ones, (classes, classes), check_invariants=True)
+        counts = torch.bincount(labels * classes + predicted, minlength=classes * classes)
+        return counts.reshape(classes, classes)
 
     def _scores(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         scores = model(inputs)

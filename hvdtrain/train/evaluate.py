@@ -19,6 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Sums, Task, check_sums, valid_metrics_of
 from hvdtrain.tasks.means import Recorder
+from hvdtrain.train.tables import Table, TableSums, plain_table
 
 STOP, SAMPLES, COUNT, LOSS = range(4)
 
@@ -32,16 +33,32 @@ class Evaluation:
     samples: int
     loss: float
     metrics: dict[str, float]  # means
-    tables: dict[str, list[Any]]  # sums, such as the confusion matrix
+    tables: dict[str, Table]  # sums, such as the counts of confusions
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields as JSON holds them."""
+        return {**vars(self), "tables": {n: plain_table(it) for n, it in self.tables.items()}}
+
+    def class_accuracy(self) -> list[float | None] | None:
+        """Return each class's accuracy, None without samples; or None, unless there is a table
+        `confusion` that counts pairs [true class][predicted class].
+        """
+        table = self.tables.get("confusion")
+        if table is None:
+            return None
+        if not isinstance(table, torch.Tensor):
+            table = torch.tensor(table, dtype=torch.float64).to_sparse()
+        if table.dim() != 2 or table.shape[0] != table.shape[1]:
+            return None
+        (true, predicted), counts = table.indices(), table.values().double()
+        is_right = true == predicted
+        right = torch.bincount(true[is_right], counts[is_right], len(table)).tolist()
+        samples = torch.bincount(true, counts, len(table)).tolist()
+        return [part / whole if whole else None for part, whole in zip(right, samples, strict=True)]
 
 
 class Interrupted(Exception):
     """A stop request to a rank during an evaluation."""
-
-
-def class_accuracy(confusion: list[list[float]]) -> list[float | None]:
-    """Return each class's accuracy, None without samples; counts: [true class][predicted class]."""
-    return [row[i] / sum(row) if sum(row) else None for i, row in enumerate(confusion)]
 
 
 def evaluate(
@@ -64,9 +81,9 @@ def evaluate(
     UsageError if it `looks` at how the loss of the first batch is made, and finds a mean, and
     Interrupted on all ranks if `stop_requested()` is true on any.
     """
-    names = (*valid_metrics_of(task), *task.tables)
-    width = 4 + len(valid_metrics_of(task)) + sum(map(math.prod, task.tables.values()))
-    rows = torch.zeros((shares.rows, width), dtype=torch.float64)
+    names = valid_metrics_of(task)
+    rows = torch.zeros((shares.rows, 4 + len(names)), dtype=torch.float64)
+    tables = TableSums(task.tables, shares.rows)
     ahead, now = itertools.tee(_parts(split, shares, exchange.rank))
     with torch.no_grad(), in_evaluation_mode(model):
         batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
@@ -87,16 +104,27 @@ def evaluate(
                 looks = False
                 _refuse_mean(sums, recorder)
             sums = check_sums(sums, task, loaded.samples, training=False)
-            figures = [sums.metrics[name].double().reshape(-1).cpu() for name in names]
             row[SAMPLES] += loaded.samples
             row[COUNT] += sums.samples
             row[LOSS] += sums.loss.double().cpu()
-            row[4:] += torch.cat(figures) if figures else 0
+            for place, name in enumerate(names, start=4):
+                row[place] += sums.metrics[name].double().cpu()
+            for name in task.tables:
+                tables.add(shares.row(share), name, sums.metrics[name])
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    return _as_evaluation(totals, task)
+    samples, count, loss, *metrics = totals[SAMPLES:].tolist()
+    return Evaluation(
+        samples=int(samples),
+        loss=loss / count if count else math.nan,
+        metrics={
+            name: total / count if count else math.nan
+            for name, total in zip(names, metrics, strict=True)
+        },
+        tables=tables.over_ranks(exchange),
+    )
 
 
 def _refuse_mean(sums: Any, recorder: Recorder) -> None:
@@ -133,24 +161,3 @@ def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, i
         own = shares.of_all(len(split), share)
         for number, start in enumerate(range(own.start, own.stop, size)):
             yield share, number, np.arange(start, min(start + size, own.stop))
-
-
-def _as_evaluation(totals: torch.Tensor, task: Task) -> Evaluation:
-    """Convert the sums over all ranks, in the order of `evaluate`, to means and tables."""
-    names = valid_metrics_of(task)
-    heads, means, rest = totals.split([4, len(names), len(totals) - 4 - len(names)])
-    count = float(heads[COUNT])
-    tables = {}
-    for name, shape in task.tables.items():
-        table, rest = rest.split([math.prod(shape), len(rest) - math.prod(shape)])
-        whole = table.to(torch.int64)
-        tables[name] = (whole if bool((whole == table).all()) else table).reshape(shape).tolist()
-    return Evaluation(
-        samples=int(heads[SAMPLES]),
-        loss=float(heads[LOSS]) / count if count else math.nan,
-        metrics={
-            name: total / count if count else math.nan
-            for name, total in zip(names, means.tolist(), strict=True)
-        },
-        tables=tables,
-    )

@@ -49,6 +49,7 @@ from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
+from hvdtrain.tasks import classification as classifier
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.train.evaluate import Interrupted
 from hvdtrain.train.job import Intervals, Job
@@ -530,14 +531,16 @@ def failures_are_agreed_on(exchange: Exchange) -> None:
 
 
 def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
-    """For data sets of any size, also smaller than the number of ranks."""
-    for samples in sorted({1, exchange.size - 1, exchange.size, exchange.size + 1, 101}):
+    """For data sets of any size, also smaller than the number of ranks, and for many classes."""
+    few = classifier.MOST_IN_MATRIX
+    sizes = sorted({1, exchange.size - 1, exchange.size, exchange.size + 1, 101})
+    for samples, classifier.MOST_IN_MATRIX in product(sizes, (0, few)):
         dataset = made_up_images(samples)
         model = make_job(dataset).model
         expected = evaluate_on(model, dataset, SingleProcess())
         actual = evaluate_on(model, dataset, exchange)
         assert actual.samples == expected.samples == samples
-        assert actual.tables == expected.tables
+        assert actual.plain()["tables"] == expected.plain()["tables"]
         assert actual.metrics == expected.metrics
         assert abs(actual.loss - expected.loss) <= 1e-12 * expected.loss
     try:  # one rank was asked to stop, and all receive it

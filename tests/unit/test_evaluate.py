@@ -14,7 +14,6 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.evaluate import (
     Evaluation,
     Interrupted,
-    class_accuracy,
     in_evaluation_mode,
 )
 from tests.unit.jobs import evaluate_on, made_up_data, plain, with_batch_norm
@@ -58,7 +57,7 @@ def test_a_hand_count() -> None:
     for true, taken in ((0, 0), (4, 0), (5, 0), (1, 1), (1, 5), (0, 5), (5, 5)):
         expected[true][taken] += 1
     assert found.tables == {"confusion": expected}
-    assert class_accuracy(expected) == [1 / 2, 1 / 2, None, None, 0, 1 / 2]
+    assert found.class_accuracy() == [1 / 2, 1 / 2, None, None, 0, 1 / 2]
     inputs, labels = SIX.valid.batch(torch.arange(7).numpy())
     losses = [
         math.log(sum(math.exp(s) for s in row)) - row[label]

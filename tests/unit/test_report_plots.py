@@ -130,12 +130,118 @@ def test_large_confusion_matrices_are_not_written_full(tmp_path: Path, classes: 
     assert list(axes.texts) == [] and len(axes.get_xticks()) <= 25
 
 
-@pytest.mark.parametrize("confusion", [None, [], [[1, 2]], [[1], [2, 3]], "x", [[0, 0], [0, 0]]])
-def test_a_confusion_matrix_that_is_none_is_left_out(tmp_path: Path, confusion: Any) -> None:
+ENTRIES = {"shape": [3, 3], "indices": [[0, 0, 1], [0, 1, 1]], "values": [5, 1, 7]}
+NO_CONFUSIONS: list[Any] = [
+    *(None, [], [[1, 2]], [[1], [2, 3]], "x", [[0, 0], [0, 0]], {}, [1, 2]),
+    ENTRIES | {"shape": [3, 4]},
+    ENTRIES | {"shape": [3]},
+    ENTRIES | {"shape": ["3", "3"]},
+    ENTRIES | {"indices": [[0, 0, 1], [0, 1, 3]]},
+    ENTRIES | {"indices": [[0, 0, 1], [0, -1, 1]]},
+    ENTRIES | {"indices": [[0, 0, 1], [0, 0.5, 1]]},
+    ENTRIES | {"indices": [[0, 0], [0, 1]]},
+    ENTRIES | {"values": [5, None, 7]},
+    ENTRIES | {"values": [[5, 1, 7]]},
+    ENTRIES | {"indices": [[], []], "values": []},
+]
+
+
+@pytest.mark.parametrize("confusion", NO_CONFUSIONS)
+def test_confusions_that_are_none_are_left_out(tmp_path: Path, confusion: Any) -> None:
     """Fails when something else under that name is drawn, or is an error."""
     run = make_run(tmp_path / "one")
-    (run / "evaluation.json").write_text(json.dumps({"step": 1, "confusion": confusion}))
+    write_confusion(run, confusion)
     assert "confusion" not in plots_of(run)
+
+
+def write_confusion(run: Path, confusion: Any, **others: Any) -> None:
+    content = {"step": 1, "confusion": confusion} | others
+    (run / "evaluation.json").write_text(json.dumps(content))
+
+
+def in_entries(matrix: np.ndarray) -> dict[str, Any]:
+    """A matrix as evaluation.json holds that of many classes."""
+    pairs = np.nonzero(matrix)
+    indices, values = [it.tolist() for it in pairs], matrix[pairs].tolist()
+    return {"shape": list(matrix.shape), "indices": indices, "values": values}
+
+
+def test_entries_of_few_classes_are_drawn_as_their_matrix(tmp_path: Path) -> None:
+    """Fails when the same counts look otherwise in another form."""
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    write_confusion(runs[0], CONFUSION, classes=["a", "b", "$c"])
+    write_confusion(runs[1], in_entries(np.array(CONFUSION)), classes=["a", "b", "$c"])
+    first, second = (plots_of(run)["confusion"] for run in runs)
+    assert first.caption == second.caption
+    assert to_png(first.figure) == to_png(second.figure)
+
+
+def confused(classes: int) -> np.ndarray:
+    """Class i has i % 3 samples right; some of the last classes are taken for others."""
+    matrix = np.diag(np.arange(classes) % 3)
+    for number, (true, predicted, count) in enumerate(((-1, 2, 9), (-2, 0, 4), (-3, 1, 9))):
+        matrix[true, predicted] = count
+        matrix[true, true] = 10 * number + 1
+    return matrix
+
+
+@pytest.mark.parametrize("form", [np.ndarray.tolist, in_entries])
+def test_of_many_classes_the_worst_pairs_and_classes_are_shown(tmp_path: Path, form: Any) -> None:
+    """Fails when a matrix of which nobody can read a class is drawn, a pair, class or count is not
+    that of the file, a class without samples is listed, or earlier files' matrices are refused.
+    """
+    run = make_run(tmp_path / "one")
+    write_confusion(run, form(confused(300)), classes=[f"${number}" for number in range(300)])
+    plot = plots_of(run)["confusion"]
+    errors, classes = plot.figure.axes
+    assert not errors.images and not classes.images
+    assert labels_of(errors) == [
+        "$299\ntaken for $2",  # as many as the next, but of fewer samples
+        "$297\ntaken for $1",
+        "$298\ntaken for $0",
+    ]
+    assert [bar.get_width() for bar in errors.patches] == [9, 9, 4]
+    assert [text.get_text() for text in errors.texts] == ["9 of 10", "9 of 30", "4 of 15"]
+    assert labels_of(classes)[:5] == ["$299", "$297", "$298", "$2", "$5"]
+    accuracy = [bar.get_width() for bar in classes.patches]
+    assert accuracy[:4] == pytest.approx([1 / 10, 21 / 30, 11 / 15, 1]) and len(accuracy) == 12
+    assert [text.get_text() for text in classes.texts][:2] == ["1 of 10", "21 of 30"]
+    assert plot.title == "Worst confusions" and plot.caption == (
+        "At step 1: 330 of 352 classified correctly; "
+        "the most frequent error (9): $299 was taken for $2."
+    )
+    assert to_png(plot.figure).startswith(b"\x89PNG")
+
+
+def labels_of(axes: Any) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_many_classes_all_right_or_all_wrong(tmp_path: Path, right: int) -> None:
+    """Fails when an axis has no length, as without errors or with an accuracy of 0."""
+    run = make_run(tmp_path / "one")
+    classes = 22_000
+    numbers = np.arange(classes)
+    pairs = [numbers.tolist(), ((numbers + 1 - right) % classes).tolist()]
+    confusion = {"shape": [classes, classes], "indices": pairs, "values": [1] * classes}
+    write_confusion(run, confusion)
+    plot = plots_of(run)["confusion"]
+    assert len(plot.figure.axes) == 2 - right
+    assert labels_of(plot.figure.axes[-1]) == [str(number) for number in range(12)]
+    assert to_png(plot.figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("classes", "kind"), [(200, "Confusion matrix"), (201, "Worst confusions")]
+)
+def test_a_matrix_is_drawn_as_far_as_it_can_be_read(
+    tmp_path: Path, classes: int, kind: str
+) -> None:
+    """Fails when the limit is another than the documented one."""
+    run = make_run(tmp_path / "one")
+    write_confusion(run, in_entries(confused(classes)))
+    assert plots_of(run)["confusion"].title == kind
 
 
 def test_names_that_matplotlib_would_leave_out_or_set_as_formulas(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_unusable_sources_are_reported(folder: Path) -> None:
         ("predict", model, folder / "bad0.png"): ["not weights alone"],
         ("evaluate", folder / "nowhere"): ["nowhere: no such file or folder"],
         ("evaluate", run, "--data", f"imagefolder:{folder}/others", "--trust-code"): [
-            *("cat', 'wolf", "cat', 'dog"),
+            "its 2 classes are not the 2 of the model: number 1 is 'wolf', in the model 'dog'",
         ],
         ("evaluate", run, "--bogus"): ["--bogus"],
         ("predict", run, folder / "bad0.png", "--top", 0): ["--top=0"],

@@ -1,8 +1,9 @@
 """`hvdtrain report`: plots of runs, and one page that compares them.
 
-runs    reading of run directories: finished, killed and still running
-plots   curves over steps, time per phase, and confusion matrices
-page    PNG files, and one self-contained HTML file with tables of results and of options
+runs         reading of run directories: finished, killed and still running
+plots        curves over steps, and time per phase
+confusions   a confusion matrix; of many classes, the worst pairs and the worst classes
+page         PNG files, and one self-contained HTML file with tables of results and of options
 
 Nothing here imports torch, so that reports can also be made on machines that cannot train.
 """

@@ -1,4 +1,4 @@
-"""Plots of runs: curves over steps, time per phase, and confusion matrices."""
+"""Plots of runs: curves over steps, time per phase, and confusions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from hvdtrain.lab.charts import (
     GREY,
@@ -28,10 +26,9 @@ from hvdtrain.lab.charts import (
     name_kinds,
     name_runs,
     new_figure,
-    set_text,
-    set_title,
     shorten,
 )
+from hvdtrain.lab.report.confusions import draw_confusions
 from hvdtrain.lab.report.runs import Run, number
 
 UNITS = {  # what the caption and the axis call a metric
@@ -52,9 +49,6 @@ PHASE_COLOURS = {  # bottom to top
 }
 ROW_HEIGHT, LOW_ROW_HEIGHT = 2.0, 1.5  # inches per run, for up to MANY runs, and for more
 MANY = 4
-MOST_COUNTED = 20  # most classes for which every count is written
-MOST_NAMED = 40  # most classes for which every class is named
-DARK = 0.55  # share from which the count is white
 
 
 Style = dict[str, Any]  # of a line of matplotlib
@@ -269,82 +263,3 @@ def _stack(axes: Axes, times: Times, factor: float) -> None:
         top = base + seconds * factor
         axes.stairs(top, times.edges, baseline=base, fill=True, color=colour, label=phase)
         base = top
-
-
-def draw_confusions(runs: Sequence[Run]) -> list[Plot]:
-    """Return a plot for each run with a confusion matrix."""
-    plots = []
-    for i, run in enumerate(runs, start=1):
-        counts = _read_counts(run)
-        if counts is not None:
-            alone = len(runs) == 1
-            name = "confusion" if alone else f"confusion-{i}"
-            title = "Confusion matrix" if alone else f"Confusion matrix: {run.name}"
-            names = run.evaluation.get("classes")
-            if not isinstance(names, list) or len(names) != len(counts):
-                names = range(len(counts))
-            classes = [str(one) for one in names]
-            figure = _draw_matrix(counts, classes, shorten(title))
-            plots.append(Plot(name, title, _describe_matrix(run, counts, classes), figure))
-    return plots
-
-
-def _read_counts(run: Run) -> np.ndarray | None:
-    """Return the square matrix (true, predicted class); None if absent, empty or invalid."""
-    try:
-        counts = np.array(run.evaluation.get("confusion"), dtype=np.float64)
-    except (TypeError, ValueError):  # rows of different lengths, or text in them
-        return None
-    if counts.ndim != 2 or counts.shape[0] != counts.shape[1]:
-        return None
-    return counts if np.isfinite(counts).all() and counts.sum() > 0 else None
-
-
-def _draw_matrix(counts: np.ndarray, classes: list[str], title: str) -> Figure:
-    size = 5.6 if len(classes) <= MOST_COUNTED else 6.8
-    figure = new_figure(size + 0.4, size)
-    axes = figure.add_subplot()
-    of_true_class = counts.sum(axis=1, keepdims=True)
-    shares = np.divide(counts, of_true_class, out=np.zeros_like(counts), where=of_true_class > 0)
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    bar = figure.colorbar(image, ax=axes, shrink=0.75, label="share of the true class")
-    bar.outline.set_visible(False)
-    set_title(axes, title)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    _name_classes(axes, classes)
-    if len(classes) <= MOST_COUNTED:
-        font = 9 if len(counts) <= 12 else 6.5
-        for row, column in np.argwhere(counts > 0):  # without zeros, errors stand out
-            colour = "white" if shares[row, column] > DARK else "black"
-            text = f"{counts[row, column]:.0f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=font, color=colour)
-    return figure
-
-
-def _name_classes(axes: Axes, classes: list[str]) -> None:
-    """Label every class by name; where they exceed MOST_NAMED, some by number."""
-    if len(classes) > MOST_NAMED:
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True))
-        return
-    labels = [shorten(name) for name in classes]
-    places, size = range(len(classes)), 9 if len(classes) <= MOST_COUNTED else 7
-    slanted = max(map(len, labels)) > 2
-    axes.set_xticks(places, labels, fontsize=size, rotation=90 if slanted else 0)
-    axes.set_yticks(places, labels, fontsize=size)
-    for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        set_text(text)
-
-
-def _describe_matrix(run: Run, counts: np.ndarray, classes: list[str]) -> str:
-    right, total = np.trace(counts), counts.sum()
-    step = run.evaluation.get("step")
-    when = f"At step {step:,}: " if isinstance(step, int) else ""
-    text = f"{when}{right:,.0f} of {total:,.0f} classified correctly"
-    wrong = counts - np.diag(np.diag(counts))
-    if wrong.any():
-        true, predicted = divmod(int(wrong.argmax()), len(counts))
-        text += f"; the most frequent error ({wrong.max():,.0f}): "
-        text += f"{classes[true]} was taken for {classes[predicted]}"
-    return text + "."
