@@ -60,7 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(text: str) -> dict[str, Any]:
     """Return the mapping in a text of JSON. Raises ValueError."""
-    if text.count("[") + text.count("{") > MOST_CONTAINERS:
+    opened = text.count("[") + text.count("{")
+    if opened > MOST_CONTAINERS:
         raise ValueError(f"has more than {MOST_CONTAINERS:,} values that hold others")
     try:
         found = json.loads(text)
@@ -68,7 +69,7 @@ def parse_json(text: str) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error or type(error).__name__}") from error
     if not isinstance(found, dict):
         raise ValueError(f"holds a {type(found).__name__}, not named values")
-    if _is_deep(found):
+    if opened > DEEPEST and _is_deep(found):
         raise ValueError(f"is nested more than {DEEPEST} deep")
     return found
 

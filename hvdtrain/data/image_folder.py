@@ -32,6 +32,7 @@ from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import MAX_PIXELS, Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.data.transforms import normalised
 from hvdtrain.errors import UsageError
+from hvdtrain.files import open_bytes
 from hvdtrain.log import counted
 
 IMAGE_FOLDER = "imagefolder:"
@@ -169,7 +170,7 @@ def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) ->
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about oddities of the file; errors raise
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
+            with open_bytes(Path(path)) as stream, Image.open(stream) as file:
                 picture = _with_8_bits(ImageOps.exif_transpose(file))
                 if "transparency" in picture.info:
                     picture = picture.convert("RGBA")

@@ -269,3 +269,26 @@ def test_problems_are_held_apart(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_runs([tmp_path / "none", tmp_path])
     assert len(caught.value.problems) == 2
+
+
+def test_long_records_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
+    """Fails when a peak of the loss or a failed audit of a long run is left out, the counts are
+    those of what is left, or the last step is missing.
+    """
+    steps = 30_007
+    with (
+        (tmp_path / "metrics.jsonl").open("w") as metrics,
+        (tmp_path / "audit.jsonl").open("w") as audits,
+    ):
+        for step in range(1, steps + 1):
+            loss = 99.0 if step == 12_345 else -1.0 if step == 23_456 else 1 + step % 7
+            metrics.write(json.dumps({"kind": "step", "step": step, "train_loss": loss}) + "\n")
+            record = {"step": step, "ok": step != 17_171, "worst_error_over_bound": step % 5 / 10}
+            audits.write(json.dumps(record) + "\n")
+    (run,) = read_runs([tmp_path])
+    found = [record["step"] for record in run.steps]
+    assert len(found) < 12_000 and found == sorted(set(found))
+    assert {12_345, 23_456, steps} <= set(found)
+    assert [it["step"] for it in run.audits if not it["ok"]] == [17_171]
+    assert run.audited == {"checked": steps, "failed": 1, "worst_error_over_bound": 0.4}
+    assert any(note.startswith("metrics.jsonl: of 30,007 records") for note in run.notes)

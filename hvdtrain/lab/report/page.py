@@ -201,10 +201,7 @@ def _audit(run: Run) -> Record:
     """Return the totals of audits, of the summary or else of the records; empty without audits."""
     audit = _final(run).get("audit")
     if not isinstance(audit, dict):
-        ratios = [number(record, "worst_error_over_bound") for record in run.audits]
-        failed = sum(record.get("ok") is False for record in run.audits)
-        worst = max((ratio for ratio in ratios if math.isfinite(ratio)), default=None)
-        audit = {"checked": len(run.audits), "failed": failed, "worst_error_over_bound": worst}
+        audit = run.audited
     return audit if audit.get("checked") else {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ METRICS = "metrics.jsonl"
 AUDITS = "audit.jsonl"
 EVALUATION = "evaluation.json"
 FILES = (CONFIG, SUMMARY, METRICS, AUDITS, EVALUATION)
+
+MOST_RECORDS = 5000  # more than a plot has pixels
 
 # A run is complete without audits and evaluation; each of these files is expected.
 _MISSED = {
@@ -39,10 +41,11 @@ class Run:
     name: str  # unique within a report
     config: Record
     summary: Record
-    steps: list[Record]  # a record per logged step
+    steps: list[Record]  # of logged steps, thinned where there are very many
     epochs: list[Record]
     evaluations: list[Record]  # records with valid_*, of epochs and within them
-    audits: list[Record]
+    audits: list[Record]  # thinned alike
+    audited: Record  # how many there were and failed, and the worst
     evaluation: Record
     notes: list[str]  # files that were missing, damaged or truncated
 
@@ -106,19 +109,38 @@ def _read_run(path: Path) -> Run:
             "give the folder of one run, runs/EXPERIMENT"
         )
     notes = [f"{name} is missing: {why}" for name, why in _MISSED.items() if name not in present]
-    metrics = _read_records(path / METRICS, notes)
+    steps, audits = Thinned("train_loss"), Thinned("worst_error_over_bound")
+    epochs: list[Record] = []
+    evaluations: list[Record] = []
+    for record in _records(path / METRICS, notes):
+        kind = record.get("kind")
+        if kind == "step":
+            steps.add(record)
+        if kind == "epoch":
+            epochs.append(record)
+        if kind in ("epoch", "evaluation") and "valid_loss" in record:
+            evaluations.append(record)
+    for record in _records(path / AUDITS, notes):
+        audits.add(record, always=record.get("ok") is False)
+    for name, found in ((METRICS, steps), (AUDITS, audits)):
+        if len(found.records) < found.count:
+            notes.append(
+                f"{name}: of {found.count:,} records those with the highest and the lowest "
+                f"{found.figure} of each {found.stride:,} are shown"
+            )
     return Run(
         name=path.name,
         config=_read_mapping(path / CONFIG, notes),
         summary=_read_mapping(path / SUMMARY, notes),
-        steps=[record for record in metrics if record.get("kind") == "step"],
-        epochs=[record for record in metrics if record.get("kind") == "epoch"],
-        evaluations=[
-            record
-            for record in metrics
-            if record.get("kind") in ("epoch", "evaluation") and "valid_loss" in record
-        ],
-        audits=_read_records(path / AUDITS, notes),
+        steps=steps.records,
+        epochs=epochs,
+        evaluations=evaluations,
+        audits=audits.records,
+        audited={
+            "checked": audits.count,
+            "failed": audits.marked,
+            "worst_error_over_bound": audits.highest,
+        },
         evaluation=_read_mapping(path / EVALUATION, notes),
         notes=notes,
     )
@@ -135,18 +157,66 @@ def _read_mapping(path: Path, notes: list[str]) -> Record:
         return {}
 
 
-def _read_records(path: Path, notes: list[str]) -> list[Record]:
-    """Return the records of a `.jsonl` file; invalid lines are left out, with a note."""
+class Thinned:
+    """Records in order, of which the highest and the lowest of each stretch are kept once there are
+    more than MOST_RECORDS: a curve of them has the same extremes.
+    """
+
+    def __init__(self, figure: str) -> None:
+        """`figure`: the name of the value by which records are chosen."""
+        self.figure, self.stride = figure, 1
+        self.count, self.marked, self.highest = 0, 0, -math.inf
+        self._kept: list[Record] = []
+        self._stretch: list[Record] = []
+        self._last: Record = {}
+
+    def add(self, record: Record, always: bool = False) -> None:
+        """Add a record; one to keep `always` is also counted as marked."""
+        self.count += 1
+        self.marked += always
+        self._last = record
+        value = number(record, self.figure)
+        self.highest = max(self.highest, value) if math.isfinite(value) else self.highest
+        if always and self.marked <= MOST_RECORDS:
+            self._kept.append(record)
+            return
+        self._stretch.append(record)
+        if len(self._stretch) >= self.stride:
+            self._kept += self._ends(self._stretch)
+            self._stretch = []
+        if len(self._kept) > 2 * MOST_RECORDS:
+            parts = (self._kept[at : at + 4] for at in range(0, len(self._kept), 4))
+            self._kept = [record for part in parts for record in self._ends(part)]
+            self.stride *= 2 if self.stride > 1 else 4
+
+    @property
+    def records(self) -> list[Record]:
+        """Return the records that were kept, with the last ones, in the order of their steps."""
+        found = [*self._kept, *self._stretch]
+        found += [self._last] if found and self._last not in found[-2:] else []
+        return sorted(found, key=lambda record: number(record, "step"))
+
+    def _ends(self, records: list[Record]) -> list[Record]:
+        if len(records) <= 2:
+            return list(records)
+        values = [number(record, self.figure) for record in records]
+        ranks = [math.inf if math.isnan(value) else value for value in values]
+        places = {ranks.index(min(ranks)), ranks.index(max(ranks))}
+        return [records[place] for place in sorted(places)]
+
+
+def _records(path: Path, notes: list[str]) -> Iterator[Record]:
+    """Yield the records of a `.jsonl` file; invalid lines are left out, with a note."""
     if not path.exists():
-        return []
-    records, bad, last = [], [], 0
+        return
+    bad, last = [], 0
     try:
         for last, line in enumerate(lines_of(path), start=1):
             record = _parse_record(path, last, line)
             if record is None:
                 bad.append(last)
             else:
-                records.append(record)
+                yield record
     except ValueError as error:
         notes.append(f"{path.name} was read up to line {last:,} only: {error}")
     if bad == [last]:
@@ -154,7 +224,6 @@ def _read_records(path: Path, notes: list[str]) -> list[Record]:
     elif bad:
         places = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
         notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {places}")
-    return records
 
 
 def _parse_record(path: Path, place: int, line: str) -> Record | None:
