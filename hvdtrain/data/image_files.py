@@ -81,7 +81,7 @@ def _files_under(folder: Path, around: Around) -> Iterator[tuple[str, bool]]:
 
     Links to folders are followed, except to enclosing ones. A folder that cannot be read is empty.
     """
-    waiting = [(str(folder), around, False)]
+    waiting: list[tuple[Path | os.DirEntry[str], Around, bool]] = [(folder, around, False)]
     while waiting:
         place, outer, in_hidden = waiting.pop()
         own = _identity(place)
@@ -94,14 +94,14 @@ def _files_under(folder: Path, around: Around) -> Iterator[tuple[str, bool]]:
         for entry in entries:
             hidden = in_hidden or is_hidden(entry.name)
             if is_folder(entry):
-                waiting.append((entry.path, outer | {own}, hidden))
+                waiting.append((entry, outer | {own}, hidden))
             else:
                 yield entry.path.removeprefix("./"), hidden  # below the folder "."
 
 
-def _identity(folder: str | Path) -> Identity:
+def _identity(folder: Path | os.DirEntry[str]) -> Identity:
     try:
-        status = os.stat(folder)
+        status = folder.stat()
     except OSError:
         return None
     return status.st_dev, status.st_ino

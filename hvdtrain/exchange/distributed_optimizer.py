@@ -325,9 +325,10 @@ class Flight:
     def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket, place: int) -> Any:
         """Submit the bucket once the last of its gradients is made; return the node of the hook.
 
-        `place`: of the parameter in the bucket. Each gradient is noted when its own last pass has made it: until the bucket is submitted,
-        perhaps only by `synchronize`, a change would be reduced, too.
-        Horovod's hooks are on the same kind of nodes, so that all other hooks run before them.
+        `place`: of the parameter in the bucket. Each gradient is noted when its own last pass has
+        made it: until the bucket is submitted, perhaps only by `synchronize`, a change would be
+        reduced, too. Horovod's hooks are on the same kind of nodes, so that all other hooks run
+        before them.
         """
 
         def gradient_is_made(*_: Any) -> None:
