@@ -19,13 +19,29 @@ SYSTEM_FOLDERS = (
 )
 
 
-def images_under(folder: Path) -> tuple[list[str], list[str]]:
+Images = tuple[list[str], list[str]]  # files that are images, and what is left out
+Identity = tuple[int, int] | None  # device and inode of a folder; None if it cannot be accessed
+Around = frozenset[Identity]  # the folders that enclose one
+
+
+def images_under(folder: Path) -> Images:
     """Return the images below a folder, and what is left out, both sorted: files of other types,
     and images that are hidden or in folders of a system. Other hidden files are ignored.
     """
+    return _images_of(folder, _around(folder))
+
+
+def images_under_each(folder: Path, names: Sequence[str]) -> Iterator[Images]:
+    """Yield the images below each of these folders in `folder`, and what is left out."""
+    around = _around(folder) | {_identity(folder)}
+    for path in (folder / name for name in names):
+        yield _images_of(path, _around(path) if path.is_symlink() else around)
+
+
+def _images_of(folder: Path, around: Around) -> Images:
     images: list[str] = []
     others: list[str] = []
-    for file, is_hidden in sorted(_files_under(folder)):
+    for file, is_hidden in sorted(_files_under(folder, around)):
         if file.lower().endswith(EXTENSIONS):
             (others if is_hidden else images).append(file)
         elif not is_hidden:
@@ -35,7 +51,9 @@ def images_under(folder: Path) -> tuple[list[str], list[str]]:
 
 def hidden_images(folder: Path) -> list[str]:
     """Return the images below a hidden folder."""
-    return sorted(it for it, _ in _files_under(folder) if it.lower().endswith(EXTENSIONS))
+    return sorted(
+        it for it, _ in _files_under(folder, _around(folder)) if it.lower().endswith(EXTENSIONS)
+    )
 
 
 def is_hidden(name: str) -> bool:
@@ -43,28 +61,45 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
-def _files_under(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the files below `folder`, and whether they or a folder in between are hidden.
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link to itself
+        return False
 
-    Links to folders are followed, except to enclosing ones.
-    """
+
+def _around(folder: Path) -> Around:
+    """Return the folders that enclose one, by its real path and by the one that is named."""
     real = folder.resolve()
     named = real if ".." in folder.parts else folder.absolute()
-    around = frozenset(map(_identity, [*real.parents, *named.parents]))
-    if _identity(folder) in around:
-        return
-    within = {folder: around}
-    for root, folders, names in os.walk(folder, followlinks=True):
-        place = Path(root)
-        own = within.pop(place) | {_identity(place)}
-        folders[:] = [name for name in folders if _identity(place / name) not in own]
-        within |= {place / name: own for name in folders}
-        all_hidden = any(map(is_hidden, place.relative_to(folder).parts))
-        yield from ((str(place / name), all_hidden or is_hidden(name)) for name in names)
+    return frozenset(map(_identity, [*real.parents, *named.parents]))
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return device and inode of a folder, or None if it cannot be accessed."""
+def _files_under(folder: Path, around: Around) -> Iterator[tuple[str, bool]]:
+    """Yield the files below `folder`, and whether they or a folder in between are hidden.
+
+    Links to folders are followed, except to enclosing ones. A folder that cannot be read is empty.
+    """
+    waiting: list[tuple[Path | os.DirEntry[str], Around, bool]] = [(folder, around, False)]
+    while waiting:
+        place, outer, in_hidden = waiting.pop()
+        own = _identity(place)
+        if own in outer:
+            continue
+        try:
+            entries = list(os.scandir(place))
+        except OSError:
+            continue
+        for entry in entries:
+            hidden = in_hidden or is_hidden(entry.name)
+            if is_folder(entry):
+                waiting.append((entry, outer | {own}, hidden))
+            else:
+                yield entry.path.removeprefix("./"), hidden  # below the folder "."
+
+
+def _identity(folder: Path | os.DirEntry[str]) -> Identity:
     try:
         status = folder.stat()
     except OSError:

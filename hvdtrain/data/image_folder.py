@@ -24,7 +24,8 @@ from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.image_files import (
     EXTENSIONS,
     hidden_images,
-    images_under,
+    images_under_each,
+    is_folder,
     is_hidden,
     left_out,
 )
@@ -63,7 +64,7 @@ def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Fo
     """
     if not folder.is_dir():
         raise UsageError(f"--data={name}: {folder} is not a folder")
-    inside = {path.name for path in _entries(name, folder)}
+    inside = {entry.name for entry in _entries(name, folder)}
     valid = next((part for part in ("valid", "val", "validation") if part in inside), None)
     if "train" in inside and valid:
         if valid_split is not None:
@@ -114,23 +115,21 @@ def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
 
 def _classes_in(name: str, folder: Path) -> Found:
     """Return the images in a folder of classes. Raises UsageError with all classes without any."""
-    folders = [path for path in _entries(name, folder) if path.is_dir()]
-    classes = sorted(path.name for path in folders if not is_hidden(path.name))
+    folders = sorted(entry.name for entry in _entries(name, folder) if is_folder(entry))
+    classes = [it for it in folders if not is_hidden(it)]
     if len(classes) < 2:
         raise UsageError(
             f"--data={name}: {folder} has {counted(len(classes), 'folder')} of classes "
             f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
         )
     found = Found([], classes, [])
-    for path in folders:
-        if is_hidden(path.name):
-            found.others.extend(hidden_images(path))
+    for path in (folder / it for it in folders if is_hidden(it)):
+        found.others.extend(hidden_images(path))
     problems = []
-    for label, class_name in enumerate(classes):
-        images, others = images_under(folder / class_name)
+    for label, (images, others) in enumerate(images_under_each(folder, classes)):
         if not images:
             problems.append(
-                f"--data={name}: {folder / class_name} has no images ({', '.join(EXTENSIONS)})"
+                f"--data={name}: {folder / classes[label]} has no images ({', '.join(EXTENSIONS)})"
                 + (f"; {left_out(others)}" if others else "")
             )
         found.files.extend((file, label) for file in images)
@@ -140,9 +139,9 @@ def _classes_in(name: str, folder: Path) -> Found:
     return found
 
 
-def _entries(name: str, folder: Path) -> list[Path]:
+def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
     try:
-        return sorted(folder.iterdir())
+        return list(os.scandir(folder))
     except OSError as error:
         raise UsageError(f"--data={name}: {folder} cannot be read: {error.strerror}") from error
 

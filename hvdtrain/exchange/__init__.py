@@ -227,8 +227,9 @@ def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _make_dense(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and (parameter.grad.is_sparse or parameter.grad.is_conj()):
-        parameter.grad = parameter.grad.to_dense().resolve_conj()
+    gradient = parameter.grad
+    if gradient is not None and (gradient.is_sparse or gradient.is_conj()):
+        parameter.grad = gradient.to_dense().resolve_conj()
 
 
 def join(connect: Callable[[], Exchange]) -> Exchange:

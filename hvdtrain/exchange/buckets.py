@@ -83,39 +83,42 @@ class Bucket:
         """Keep the message; `passes`: backward passes of a step, accumulated first."""
         self.message = message
         self._parameters = list(message.values())
-        self._places: dict[torch.Tensor, int] = {
-            it: place for place, it in enumerate(self._parameters)
-        }
-        first = self._parameters[0]
-        length, dtype = sum(map(real_length, self._parameters)), added_dtype(first.dtype)
+        first, self._lengths = self._parameters[0], list(map(real_length, self._parameters))
+        length, dtype = sum(self._lengths), added_dtype(first.dtype)
         self.flat = torch.nn.Parameter(torch.zeros(length, dtype=dtype, device=first.device))
         self.flat.grad = torch.zeros_like(self.flat)
+        self._views: list[torch.Tensor] = []
         self._passes = passes
         self._missing: list[int] = []  # passes of each parameter
+        self._missing_in_all = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin a step, without any gradient."""
         self._missing = [self._passes] * len(self._parameters)
+        self._missing_in_all = sum(self._missing)
 
-    def made(self, parameter: torch.Tensor) -> bool:
-        """Note that a pass has made the gradient of a parameter; return whether it is the last one.
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all gradients of the step are made."""
+        return self._missing_in_all == 0
+
+    def made(self, place: int) -> bool:
+        """Note that a pass has made the gradient of the parameter at a place of the message; return
+        whether it was the last pass of the step for this parameter.
 
         Raises TrainingError after more passes than the bucket was made for.
         """
-        place = self._places[parameter]
         if self._missing[place] == 0:
             raise TrainingError(
-                f"{self._passes + 1} gradients of a parameter of shape {list(parameter.shape)} "
+                f"{self._passes + 1} gradients of a parameter of shape "
+                f"{list(self._parameters[place].shape)} "
                 f"were made before optimizer.step(), with grad_accum_steps={self._passes}: give "
                 "hvdtrain.distribute() the number of backward passes of a step as grad_accum_steps"
             )
         self._missing[place] -= 1
-        return not any(self._missing)
-
-    def misses(self, parameter: torch.Tensor) -> bool:
-        """Return whether passes of this step have yet to make the gradient of a parameter."""
-        return self._missing[self._places[parameter]] > 0
+        self._missing_in_all -= 1
+        return self._missing[place] == 0
 
     def fill(self) -> None:
         """Copy the gradients into the message; missing ones become zeros."""
@@ -130,9 +133,19 @@ class Bucket:
         self.begin()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [as_real(it.grad) for it in self._parameters if it.grad is not None]
+        gradients = [it.grad for it in self._parameters if it.grad is not None]
+        return [*map(as_real, gradients)] if self._parameters[0].is_complex() else gradients
 
     def _parts(self) -> list[torch.Tensor]:
-        """Return views of the message in the shapes of its parameters."""
-        shapes = [as_real(it.detach()) for it in self._parameters]
-        return list(torch._utils._unflatten_dense_tensors(self.flat.grad, shapes))
+        """Return views of the message in the shapes of its parameters.
+
+        They are kept as long as it is in the same memory: views of many small parameters take
+        longer to make than to copy.
+        """
+        message = self.flat.grad
+        assert message is not None
+        if not self._views or self._views[0].data_ptr() != message.data_ptr():
+            shapes = [as_real(it.detach()).shape for it in self._parameters]
+            parts = zip(message.split(self._lengths), shapes, strict=True)
+            self._views = [part.view(shape) for part, shape in parts]
+        return self._views

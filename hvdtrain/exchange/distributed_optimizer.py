@@ -9,7 +9,7 @@ with its state, hooks and schedulers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -227,8 +227,11 @@ class Flight:
         self._begun: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._submit = carrier._allreduce_grad_async
         carrier._allreduce_grad_async = self._submit_and_note
-        followed = [(it, bucket) for bucket in buckets for it in bucket.message.values()]
-        self._nodes = [self._follow(*each) for each in followed]
+        self._nodes = [
+            self._follow(parameter, bucket, place)
+            for bucket in buckets
+            for place, parameter in enumerate(bucket.message.values())
+        ]
         self.is_announced = self._waits = self._in_parts = False
         self._made: set[torch.Tensor] = set()  # by this pass
         self._probes: list[Any] = []  # hooks of the first step
@@ -282,8 +285,9 @@ class Flight:
         for bucket in self._buckets.values():
             bucket.empty()
         for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.data = laid_out_as(parameter.grad.data, parameter)
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                gradient.data = laid_out_as(gradient.data, parameter)
         self._end_step()
 
     def close(self) -> None:
@@ -309,29 +313,30 @@ class Flight:
 
     def _note(self, parameter: torch.Tensor) -> None:
         """Note the gradient of a parameter, which no other code may change from now on."""
-        if parameter.grad is not None:  # a hook may have dropped it
-            self._begun[parameter] = parameter.grad, parameter.grad._version
+        gradient = parameter.grad
+        if gradient is not None:  # a hook may have dropped it
+            self._begun[parameter] = gradient, gradient._version
 
     def _members(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters whose gradients a tensor of the carrier is reduced for."""
         bucket = self._buckets.get(message)
         return list(bucket.message.values()) if bucket else [message]
 
-    def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket) -> Any:
+    def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket, place: int) -> Any:
         """Submit the bucket once the last of its gradients is made; return the node of the hook.
 
-        Each gradient is noted when its own last pass has made it: until the bucket is submitted,
-        perhaps only by `synchronize`, a change would be reduced, too.
-        Horovod's hooks are on the same kind of nodes, so that all other hooks run before them.
+        `place`: of the parameter in the bucket. Each gradient is noted when its own last pass has
+        made it: until the bucket is submitted, perhaps only by `synchronize`, a change would be
+        reduced, too. Horovod's hooks are on the same kind of nodes, so that all other hooks run
+        before them.
         """
 
         def gradient_is_made(*_: Any) -> None:
             if self._waits:
                 return
-            is_last = bucket.made(parameter)
-            if not bucket.misses(parameter):
+            if bucket.made(place):
                 self._note(parameter)
-            handle = self._submit_and_note(bucket.flat) if is_last else (None, None)
+            handle = self._submit_and_note(bucket.flat) if bucket.is_complete else (None, None)
             self._carrier._handles[bucket.flat] = handle
 
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -346,10 +351,10 @@ class Trainable:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._before = self._now(optimizer)
-        reduced = self._before[0] & self._before[1]
+        reduced = set(self._before[0]).intersection(self._before[1])
         # Where they are: a conversion can put new parameters there (such as one to "meta").
         self._places = {
-            id(it): (module._parameters, key, _kind(it))
+            id(it): (module._parameters, key, it.dtype, it.device)
             for module in model.modules()
             for key, it in module._parameters.items()
             if it is not None and id(it) in reduced
@@ -357,7 +362,8 @@ class Trainable:
 
     def has_changed(self, optimizer: Optimizer) -> bool:
         """Return whether other parameters of the optimizer are trainable now."""
-        return self._now(optimizer)[1] != self._before[1]
+        now, before = _trainable(parameters_of(optimizer)), self._before[1]
+        return now != before and set(now) != set(before)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise TrainingError if others are trainable now: Horovod would silently omit new ones.
@@ -366,16 +372,19 @@ class Trainable:
         of other optimizers may be frozen, as those of a discriminator are in a generator's passes.
         """
         now = self._now(optimizer)
-        if now[1] != self._before[1] or now[0] - self._before[0]:
-            raise TrainingError(
-                "the trainable parameters have changed since the optimizer was distributed: "
-                f"{self._changes(now)}. Only the gradients of that time are reduced: freeze and "
-                "unfreeze before distribute(), or in a loop before step.batches()"
-            )
+        if now != self._before:  # lists, as sets take longer to make
+            model, own = map(set, now)
+            if own != set(self._before[1]) or model.difference(self._before[0]):
+                raise TrainingError(
+                    "the trainable parameters have changed since the optimizer was distributed: "
+                    f"{self._changes(model, own)}. Only the gradients of that time are reduced: "
+                    "freeze and unfreeze before distribute(), or in a loop before step.batches()"
+                )
         converted = [
-            f"{self._names[own]} from {' on '.join(map(str, kind))} to {it.dtype} on {it.device}"
-            for own, (parameters, key, kind) in self._places.items()
-            if (it := parameters.get(key)) is not None and _kind(it) != kind
+            f"{self._names[own]} from {dtype} on {device} to {it.dtype} on {it.device}"
+            for own, (parameters, key, dtype, device) in self._places.items()
+            if (it := parameters.get(key)) is not None
+            and (it.dtype != dtype or it.device != device)
         ]
         if converted:
             raise TrainingError(
@@ -385,9 +394,9 @@ class Trainable:
                 "the like before distribute()"
             )
 
-    def _changes(self, now: tuple[set[int], set[int]]) -> str:
+    def _changes(self, model: set[int], own: set[int]) -> str:
         """Return a description of what is added to, or removed from, the trainable parameters."""
-        before, names = self._before, self._names
+        now, before, names = (model, own), tuple(map(set, self._before)), self._names
         changes = [
             f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
             for group, verb in (
@@ -398,13 +407,10 @@ class Trainable:
         ]
         return " and ".join(changes)
 
-    def _now(self, optimizer: Optimizer) -> tuple[set[int], set[int]]:
+    def _now(self, optimizer: Optimizer) -> tuple[list[int], list[int]]:
         """Return the ids of the trainable parameters of the model and of the optimizer."""
-        return (
-            {id(p) for p in self._named.values() if p.requires_grad},
-            {id(p) for p in parameters_of(optimizer) if p.requires_grad},
-        )
+        return _trainable(self._named.values()), _trainable(parameters_of(optimizer))
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
+def _trainable(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+    return [id(it) for it in parameters if it.requires_grad]

@@ -28,24 +28,25 @@ class GradientGuard:
         # Without NCCL, Horovod copies each sum to the GPU by an operation of torch.
         staged = exchange.size > 1 and job.device.type != "cpu"
         self._copies = int(staged and not getattr(exchange, "has_nccl", True))
-        self._noted: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._parameters: list[torch.nn.Parameter] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
 
     def note(self, optimizers: Optimizers) -> None:
         """Note the gradients that a backward pass has made."""
         if self._job.task.computes_loss:  # no code of a script runs between the passes
             return
-        self._noted = [
-            (it, it.grad, 0 if it.grad is None else it.grad._version)
-            for it in parameters_of(*optimizers)
-        ]
-
-    def forget(self) -> None:
-        """Forget the gradients: those of virtual workers are kept elsewhere between passes."""
-        self._noted = []
+        self._parameters = parameters_of(*optimizers)
+        self._gradients = [it.grad for it in self._parameters]
+        self._versions = [0 if it is None else it._version for it in self._gradients]
 
     def check(self) -> None:
-        """Raise UsageError if code has changed a gradient since it was noted, or dropped it."""
-        for parameter, gradient, version in self._noted:
+        """Raise UsageError if code has changed a gradient since it was noted, or dropped it. The
+        gradients are forgotten: those of virtual workers are kept elsewhere between passes.
+        """
+        noted = zip(self._parameters, self._gradients, self._versions, strict=True)
+        self._parameters, self._gradients, self._versions = [], [], []
+        for parameter, gradient, version in noted:
             last = 0 if gradient is None else gradient._version
             if parameter.grad is not gradient or last > version + self._copies:
                 names = {id(it): name for name, it in self._job.model.named_parameters()}

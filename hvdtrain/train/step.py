@@ -169,11 +169,10 @@ class Step:
                 batch = it.loaded.on(job.device)
                 clock.enter("compute")
                 if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
-                    self._guard.forget()
+                    self._guard.check()
                     job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
                     self._audit.begin_pass(it.share, batch)
                     yield from self._body(it, batch)
-                    self._guard.check()
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
                         self._own.append(it._replace(number=it.number + drawn))
                 clock.enter("data")
@@ -319,7 +318,6 @@ class Step:
             )
         self._refuse_missing_backward()
         self._guard.check()
-        self._guard.forget()
         job, sums, clock, number = self.job, self._sums, self._clock, self.number
         optimizers, self._active = self._trained(self._active), None
         clock.enter("exchange")

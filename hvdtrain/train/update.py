@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,8 @@ from hvdtrain.exchange.distributed_optimizer import parameters_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL_ELEMENTS = 1 << 12  # of a tensor for which an operation costs its call, not its elements
+JOINED_ELEMENTS = 1 << 16  # of small tensors that one operation takes together
 
 
 class Update:
@@ -75,10 +78,11 @@ class Update:
         for optimizer in optimizers:
             self._scaler.unscale_(optimizer)
         norm = None
-        if self._clip_grad is not None or measure:
+        if self._clip_grad is not None:  # in torch's order of addition, as the norm is learned from
             norm = torch.nn.utils.get_total_norm(_gradients(optimizers))
-        if self._clip_grad is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters_of(*optimizers), self._clip_grad, norm)
+        elif measure:
+            norm = torch.nn.utils.get_total_norm(list(_joined(_gradients(optimizers))))
         self.is_applied = True
         for optimizer in optimizers:
             self._scaler.step(optimizer)
@@ -115,19 +119,33 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
 
 
+@torch.no_grad()
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether each sum of all elements is finite; with an infinite one or NaN none is.
+    """Return whether sums over all elements are finite; with an infinite one or NaN one is not.
 
-    Memory is read once, without a temporary copy. On a device, where a sum for each tensor is a
-    kernel to start, it is the norm of all elements, and the host waits once.
+    Memory is read once, and only small tensors are copied. On a device, where a sum for each tensor
+    is a kernel to start, it is the norm of all elements, and the host waits once.
     """
     values = [_values(tensor) for tensor in tensors]
     if values and values[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(values).isfinite())
-    sums = [it.sum() for it in values]
+    sums = [it.sum() for it in _joined(values)]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
+def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield all elements in fewer tensors: copies of small ones of one shape, and the others."""
+    alike = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.shape, tensor.dtype, tensor.device].append(tensor)
+    for (shape, *_), group in alike.items():
+        elements = max(shape.numel(), 1)
+        together = JOINED_ELEMENTS // elements if elements <= SMALL_ELEMENTS else 1
+        for first in range(0, len(group), together):
+            part = group[first : first + together]
+            yield torch.stack(part) if part[1:] else part[0]
+
+
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor._values() if tensor.is_sparse else tensor.detach()
+    values = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(values) if values.is_complex() else values

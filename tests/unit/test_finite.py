@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.audit import Audits
 from hvdtrain.errors import TrainingError, UsageError
@@ -18,7 +20,7 @@ from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture, find_not_finite, load_optimizers
-from hvdtrain.train.update import not_finite
+from hvdtrain.train.update import Update, not_finite
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
@@ -136,6 +138,51 @@ def test_finite_values_whose_sum_overflows_are_finite() -> None:
     spoiled = {"inf": -torch.inf * torch.ones(1), "both": torch.tensor([torch.inf, -torch.inf])}
     spoiled |= {"sparse": sparse, "imaginary": torch.tensor([complex(1, torch.nan), 2j])}
     assert not_finite(tensors | spoiled) == list(spoiled)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", [0, 1234, 2999, 3000, 3001, 3002])
+def test_a_bad_value_among_many_small_tensors_is_named(place: int) -> None:
+    """Fails if a tensor that is checked together with others of its shape hides a bad value, or
+    takes operations of its own; or if scalars, large and empty tensors are left out.
+    """
+    shapes = [(3,) if number % 2 else (2, 2) for number in range(3000)]
+    tensors = {str(n): torch.ones(it) for n, it in enumerate([*shapes, (), (1 << 13,), (1,), (0,)])}
+    with Counting() as counting:
+        assert not_finite(tensors) == []
+    assert counting.count < 40
+    tensors[str(place)].view(-1)[-1] = math.nan
+    assert not_finite(tensors) == [str(place)]
+
+
+def test_the_norm_to_clip_by_keeps_its_bits() -> None:
+    """Fails if the norm that updates depend on is added in another order than torch's, or the one
+    that is only recorded differs by more than rounding.
+    """
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(n % 7 + 1) for n in range(500)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    for limit in (1e-3, None):
+        for number, parameter in enumerate(model):
+            parameter.grad = parameter.detach() * (number + 1)
+        expected = torch.nn.utils.get_total_norm([it.grad for it in model])
+        update = Update(model, torch.device("cpu"), clip_grad=limit)
+        norms.append((update.apply([optimizer], measure=True), expected))
+    (clipped, exactly), (measured, nearly) = norms
+    assert torch.equal(clipped, exactly)
+    torch.testing.assert_close(measured, nearly)
 
 
 def masked() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 
 from hvdtrain.data import Dataset, ReadOptions, load_dataset
 from hvdtrain.data.feeding import stream
-from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
+from hvdtrain.data.image_files import EXTENSIONS, images_under, images_under_each, left_out
 from hvdtrain.data.image_folder import read_image
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
@@ -129,6 +130,24 @@ def test_links_to_folders_around_them_have_no_end(tmp_path: Path) -> None:
     assert len(images_under(folder / "train" / "emu")[0]) == 3
     (folder / "train" / "gnu").symlink_to(".")
     assert images_under(folder / "train" / "gnu") == ([], [])
+
+
+def test_many_classes_are_listed_with_one_look_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if each class costs a look at all folders around it, whose number is no matter of its
+    own: a set of 200,000 classes then takes minutes to begin.
+    """
+    folder = tmp_path.joinpath(*"abcdefghijklmnop")
+    names = [f"{number:03}" for number in range(100)]
+    for name in names:
+        make_class(folder / name, 1)
+    looks, stat = [], os.stat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path, **how: looks.append(path) or stat(path, **how))
+        found = list(images_under_each(folder, names))
+    assert found == [([f"{folder}/{name}/000.png"], []) for name in names]
+    assert len(names) < len(looks) < 3 * len(names)  # each as a link, and as a folder
 
 
 def test_a_folder_is_named_by_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
