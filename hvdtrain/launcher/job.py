@@ -28,7 +28,11 @@ from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.processes import StopRequests, working_folders
+from hvdtrain.launcher.processes import (
+    StopRequests,
+    remove_sessions_of_dead_mpiruns,
+    working_folders,
+)
 from hvdtrain.launcher.protocol import Orders, Ticket, remove_ticket
 from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
@@ -173,6 +177,7 @@ class LaunchJob:
                 requested=lambda: list(self._stop.numbers),
                 show=self._show,
             )
+            stack.callback(remove_sessions_of_dead_mpiruns)
             with self._stop.noted():
                 return supervisor.run()
 

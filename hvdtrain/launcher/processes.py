@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -111,6 +113,18 @@ def has_ended(pid: int) -> bool:
     """Return whether a child has ended, without reaping it: its pid stays reserved."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, pid, options) is not None
+
+
+def remove_sessions_of_dead_mpiruns() -> None:
+    """Remove what this user's mpiruns have left in TMPDIR that were killed on this machine."""
+    name = socket.gethostname()
+    for known in {name, name.partition(".")[0]}:
+        folder = Path(os.environ.get("TMPDIR", "/tmp"), f"ompi.{known}.{os.getuid()}")
+        for session in folder.glob("pid.*"):
+            if not Path("/proc", session.name.removeprefix("pid.")).exists():
+                shutil.rmtree(session, ignore_errors=True)
+        with suppress(OSError):  # absent, or in use
+            folder.rmdir()
 
 
 def process_state(pid: int) -> str:

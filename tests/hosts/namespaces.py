@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.lab.hosts.network import HostNetwork
-from hvdtrain.lab.hosts.node import HostsError, Node, kill_all, name_of
+from hvdtrain.lab.hosts.node import HostProcess, HostsError, Node, kill_all, name_of
 from tests.parallel.launching import CHECKOUT, VANISH_S, Finished
 
 FILLER = "filler"
@@ -24,6 +24,8 @@ TICKETS = Path("~/.cache/hvdtrain/launch").expanduser()  # hvdtrain/launcher/pro
 
 class Cluster(HostNetwork):
     """Hosts on which commands are run to their end, and on which faults are made."""
+
+    may_leave: tuple[str, ...] = ("torchinductor_",)  # what torch makes in /tmp, for any process
 
     def run(
         self,
@@ -76,8 +78,12 @@ class Cluster(HostNetwork):
             for folder in ("/dev/shm", "/tmp") if node.is_alive else ():
                 paths = [Path(folder, path.name) for path in self.path(host, folder).iterdir()]
                 shown = [path for visible in self._visible for path in (visible, *visible.parents)]
-                found += [f"{node.name}: {path}" for path in paths if path not in shown]
+                left = [path for path in paths if path not in shown]
+                found += [f"{node.name}: {it}" for it in left if not self._is_expected(it)]
         return found + [f"ticket {path.name}" for path in (self.folder / "tickets").iterdir()]
+
+    def _is_expected(self, path: Path) -> bool:
+        return path.name.startswith(self.may_leave)
 
     def _make_node(self, host: int) -> Node:
         node, own = super()._make_node(host), self.folder / "tickets"
@@ -85,6 +91,11 @@ class Cluster(HostNetwork):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         node.tool(["mount"], "mount", "--bind", str(own), str(TICKETS))
         return node
+
+    def kill(self, launcher: HostProcess) -> None:
+        """Kill a launcher, which leaves files in /tmp for the next one to remove."""
+        launcher.kill()
+        self.may_leave += ("hvdtrain-ssh-", "ompi.")
 
     # Faults
 

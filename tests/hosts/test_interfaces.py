@@ -26,18 +26,19 @@ def test_gradients_go_over_the_chosen_interface(
     cluster = make_cluster([1, 1])
     second = cluster.add_network()
     addresses = [host.address for host in cluster.hosts]
-    names = {
-        "on the second network": [["10.88.0.1 alpha", "10.88.0.2 beta"]] * 2,
-        "127.0.1.1": [["127.0.1.1 alpha"], ["127.0.1.1 beta"]],
-        "none": [[], []],  # of what is the host's name on both
-    }
+    second_names = [["10.88.0.1 alpha", "10.88.0.2 beta"]] * 2
+    names = [
+        ("on the second network", CONTROLLERS, second_names),
+        ("127.0.1.1", ["gloo"], [["127.0.1.1 alpha"], ["127.0.1.1 beta"]]),
+        ("none", ["gloo"], [[], []]),  # of what is the host's name on both
+    ]
     hashes = set()
-    for number, (kind, each) in enumerate(names.items()):
+    for number, (kind, controllers, each) in enumerate(names):
         for host, lines in enumerate(each):
             cluster.name_hosts(host, lines)
             if not lines:
                 cluster.set_hostname(host, "worker")
-        for controller in CONTROLLERS:
+        for controller in controllers:
             before = [cluster.bytes_of(1, it) for it in ("eth0", second)]
             folder = tmp_path / f"{number}-{controller}"
             command = hvdtrain(

@@ -38,6 +38,7 @@ def test_hosts_are_separate(cluster: Cluster) -> None:
         assert "mine" not in lines
         assert sum(line.isdigit() for line in lines) < 8, "it sees others' processes"
         seen.append(lines[0])
+        cluster.path(index, "/tmp/mine").unlink()
     for name in cluster.hosts[1].names:
         assert hostname_of(cluster, name) == "beta"
     assert seen == ["alpha", "beta", "gamma"]
@@ -78,6 +79,7 @@ def test_what_is_left_behind_is_seen(cluster: Cluster, monkeypatch: pytest.Monke
     with pytest.raises(AssertionError, match="no end after"):
         cluster.run([*SSH, "beta", *SLEEP], timeout_s=1)
     assert cluster.processes() == [there.inner]
+    cluster.kill_since()
 
 
 def test_break_ssh_ends_connections_only(cluster: Cluster) -> None:
@@ -88,6 +90,7 @@ def test_break_ssh_ends_connections_only(cluster: Cluster) -> None:
     assert client.wait(20) == 255
     wait_for(lambda: [name_of(it) for it in cluster.processes()] == ["sleep"])
     assert hostname_of(cluster, "beta") == "beta"
+    cluster.kill_since()
 
 
 def test_signals_reach_the_command(cluster: Cluster) -> None:

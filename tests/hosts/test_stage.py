@@ -160,7 +160,7 @@ def test_an_interrupted_copy_leaves_the_old_one(
     while not (beside / "data").exists():
         assert time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
-    process.inner.kill()
+    scene.cluster.kill(process)
     process.communicate()
     assert not scene.cluster.wait_until_gone(before)
     assert not beside.exists()

@@ -157,7 +157,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     BREAK_SSH: lambda scene: kill_all(scene.cluster.break_ssh(scene.dice.choice([1, 2]))),
     "cut off a host": _cut_off,
     "fill the disk of rank 0": _fill_disk,
-    KILL_LAUNCHER: lambda scene: scene.lines.process.send_signal(signal.SIGKILL),
+    KILL_LAUNCHER: lambda scene: scene.cluster.kill(scene.lines.process),
 }
 
 

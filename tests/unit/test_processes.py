@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
-from hvdtrain.launcher.processes import command_of, has_ended, marked, process_state
+from hvdtrain.launcher.processes import (
+    command_of,
+    has_ended,
+    marked,
+    process_state,
+    remove_sessions_of_dead_mpiruns,
+)
 
 
 def test_a_marked_process_is_found_until_it_has_ended() -> None:
@@ -38,3 +46,22 @@ def test_a_marked_process_is_found_until_it_has_ended() -> None:
         child.communicate()
     assert process_state(child.pid) == ""
     assert process_state(os.getpid()) == "R"
+
+
+def test_sessions_of_killed_mpiruns_are_removed(tmp_path: Path, monkeypatch) -> None:
+    """Fails when the folder of one that was killed stays, or that of a live one, of another user or
+    of another machine is removed.
+    """
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    name, dead = socket.gethostname().partition(".")[0], 2**22 + 1  # above the largest pid
+    own = tmp_path / f"ompi.{name}.{os.getuid()}"
+    kept = [own / f"pid.{os.getpid()}", tmp_path / f"ompi.{name}.{os.getuid() + 1}" / f"pid.{dead}"]
+    kept.append(tmp_path / f"ompi.other.{os.getuid()}" / f"pid.{dead}")
+    for folder in (*kept, own / f"pid.{dead}"):
+        (folder / "0").mkdir(parents=True)
+    remove_sessions_of_dead_mpiruns()
+    assert sorted(tmp_path.glob("*/*")) == sorted(kept)
+    kept[0].joinpath("0").rmdir()
+    kept[0].rmdir()
+    remove_sessions_of_dead_mpiruns()
+    assert not own.exists()

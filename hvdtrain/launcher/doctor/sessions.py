@@ -38,6 +38,7 @@ SMALL_PACKETS = module_argv("hvdtrain.launcher.doctor.small_packets")
 HANDED_ON = ("LD_LIBRARY_PATH", "PATH", "XDG_CACHE_HOME")
 LONGEST_LINE = 4_000_000
 NOISE_KEPT = 20
+LOGIN_S = 8.0  # of a trial
 STEP_S = 15.0  # for an answer to anything but the first request
 END_S = 2.0  # for a process to end after its input is closed
 
@@ -267,15 +268,22 @@ _SSH_FAILURES = (
 
 
 def takes_small_packets(host: Host, ssh: SshSetup, failure: NoAnswer) -> bool:
-    """Return whether a host whose answer did not come in time is reached in small packets."""
-    if failure.exit_code is not None and "timed out" not in failure.stderr.lower():
+    """Return whether a host whose answer did not come in time is reached in small packets alone."""
+    text = failure.stderr.lower()
+    if "connect to host" in text or "banner" in text:  # which are small
         return False
-    proxy = f"{shlex.join(SMALL_PACKETS)} %h %p"
+    if failure.exit_code is not None and "timed out" not in text:
+        return False
     program, *words = ssh.argv(host, ["true"])
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        command = [program, "-o", f"ProxyCommand={proxy}", *words]
-        return run_child(command, STEP_S).returncode == 0
-    return False
+    proxy = f"ProxyCommand={shlex.join(SMALL_PACKETS)} %h %p"
+    return not _ends_well([program, *words]) and _ends_well([program, "-o", proxy, *words])
+
+
+def _ends_well(command: Sequence[str]) -> bool:
+    try:
+        return run_child(command, LOGIN_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def explain(host: Host, by_hand: str, failure: NoAnswer, small_ones_pass: bool = False) -> Finding:
