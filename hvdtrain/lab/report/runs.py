@@ -167,6 +167,7 @@ class Thinned:
         self.figure, self.stride = figure, 1
         self.count, self.marked, self.highest = 0, 0, -math.inf
         self._kept: list[Record] = []
+        self._always: list[Record] = []
         self._stretch: list[Record] = []
         self._last: Record = {}
 
@@ -178,7 +179,7 @@ class Thinned:
         value = number(record, self.figure)
         self.highest = max(self.highest, value) if math.isfinite(value) else self.highest
         if always and self.marked <= MOST_RECORDS:
-            self._kept.append(record)
+            self._always.append(record)
             return
         self._stretch.append(record)
         if len(self._stretch) >= self.stride:
@@ -192,8 +193,8 @@ class Thinned:
     @property
     def records(self) -> list[Record]:
         """Return the records that were kept, with the last ones, in the order of their steps."""
-        found = [*self._kept, *self._stretch]
-        found += [self._last] if found and self._last not in found[-2:] else []
+        found = [*self._kept, *self._stretch, *self._always]
+        found += [self._last] if found and self._last not in found else []
         return sorted(found, key=lambda record: number(record, "step"))
 
     def _ends(self, records: list[Record]) -> list[Record]:
