@@ -28,11 +28,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
             say(dump_yaml(config))
         return EXIT_OK
     with quick_imports():  # of torch: only for a valid configuration
-        from hvdtrain.run.training import join_session, training_run
+        from hvdtrain.run.training import join_session, of_this_job, training_run
         from hvdtrain.train.loop import train
 
     joined = join_session(config, topology, ["hvdtrain", *sys.argv[1:]])
-    with joined as session, training_run(config, session) as ready:
+    with joined as session, training_run(of_this_job(config, session.exchange), session) as ready:
         if ready is not None:
             ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
     return EXIT_OK

@@ -135,7 +135,6 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    config = of_this_job(config, exchange)
     found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
     try:
         with _run_or_none(config, session, found) as run:

@@ -129,7 +129,7 @@ def test_quickstart_stops_saves_and_goes_on(image: str) -> None:
         def printed() -> str:
             return docker("logs", name).stdout
 
-        wait_for(lambda: "step 20/230" in printed(), 90, printed)
+        wait_for(lambda: "step 20/230" in printed(), 240, printed)
         must(docker("stop", "--time", "60", name, timeout_s=70))
         state = must(docker("inspect", "--format", "{{.State.ExitCode}}", name)).strip()
         assert state == "143", printed()

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run, wait_for
+from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run
+from tests.hosts.trials import END_S, Lines
 
 TRAIN = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64", "--seed", "3"]
 TRAIN += ["--global-batch-size", "64", "--max-steps", "8", "--audit-every", "2", "-j", "0"]
@@ -91,39 +92,25 @@ def test_goes_on_after_a_host_is_killed(containers: Containers) -> None:
     launch = ["hvdtrain", "launch", "-np", "3", "--min-np", "1", "--restarts", "3"]
     train = ["train", "--model", "lenet", "--data", "digits", "--max-steps", "150", "-j", "0"]
     train += ["--global-batch-size", "64", "--checkpoint-interval", "10", "--experiment", "faults"]
-    command = containers.beside(*launch, "--start-timeout-s", "20", "--", *train)
-    steps = docker_steps(containers)
-    process = subprocess.Popen(
+    command = containers.beside(*launch, "--start-timeout-s", "60", "--", *train)
+    third = containers.hosts[2]
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    third = containers.hosts[2]
-    try:
-        wait_for(lambda: steps() >= 20, 90, lambda: "no step 20")
-        must(docker("kill", third))
-        output, _ = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        docker("start", third)
-        containers_of_job = docker(
-            "ps", "--quiet", "--filter", f"label=hvdtrain.launcher={containers.name}"
-        )
-        for left in containers_of_job.stdout.split():
-            docker("rm", "--force", left)
-    assert process.returncode == 0, output
+    ) as process:
+        lines = Lines(process)
+        try:
+            lines.wait_for("step 20/", END_S)
+            must(docker("kill", third))
+            assert lines.wait(END_S) == 0, lines.text
+        finally:
+            process.kill()
+            docker("start", third)
+            labels = f"label=hvdtrain.launcher={containers.name}"
+            for left in docker("ps", "--quiet", "--filter", labels).stdout.split():
+                docker("rm", "--force", left)
     summary = containers.summary("faults")
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 150, 2)
-
-
-def docker_steps(containers: Containers):
-    """Return a function that returns the newest step with a checkpoint (0: none)."""
-    find = ["find", RUNS, "-path", "*/faults/checkpoints/step-*/manifest.json"]
-
-    def steps() -> int:
-        names = docker("exec", containers.hosts[0], *find).stdout.split()
-        return max((int(name.split("/step-")[1].split("/")[0]) for name in names), default=0)
-
-    return steps

@@ -129,7 +129,7 @@ def disturb(
             must(docker("stop", host))
             time.sleep(dice.uniform(0, LONGEST_AWAY_S))
             must(docker("start", host))
-            detected_s = lines.wait_for(RESTART, 90, began_s)
+            detected_s = lines.wait_for(RESTART, 120, began_s)
         else:
             site.stop_launcher()
             code, output = lines.wait(END_S), output + lines.text

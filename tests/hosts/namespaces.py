@@ -74,16 +74,13 @@ class Cluster(HostNetwork):
         and the tickets of jobs, in the home that they share.
         """
         found = [f"{process}" for process in self.wait_until_gone()]
-        for host, node in enumerate(self._nodes):
+        shown = {path for visible in self._visible for path in (visible, *visible.parents)}
+        for node in self._nodes:
             for folder in ("/dev/shm", "/tmp") if node.is_alive else ():
-                paths = [Path(folder, path.name) for path in self.path(host, folder).iterdir()]
-                shown = [path for visible in self._visible for path in (visible, *visible.parents)]
-                left = [path for path in paths if path not in shown]
-                found += [f"{node.name}: {it}" for it in left if not self._is_expected(it)]
+                paths = {Path(folder, path.name) for path in node.path(folder).iterdir()} - shown
+                left = [path for path in paths if not path.name.startswith(self.may_leave)]
+                found += [f"{node.name}: {path}" for path in sorted(left)]
         return found + [f"ticket {path.name}" for path in (self.folder / "tickets").iterdir()]
-
-    def _is_expected(self, path: Path) -> bool:
-        return path.name.startswith(self.may_leave)
 
     def _make_node(self, host: int) -> Node:
         node, own = super()._make_node(host), self.folder / "tickets"

@@ -146,7 +146,7 @@ def _fill_disk(scene: Scene) -> None:
     """Fill the disk until the launcher has reacted by a restart."""
     began_s = time.monotonic()
     scene.cluster.fill(0, scene.output)
-    scene.lines.wait_for(RESTART, 60, began_s)
+    scene.lines.wait_for(RESTART, 120, began_s)
     scene.cluster.drain(0, scene.output)
 
 
@@ -233,4 +233,4 @@ def _noticed(lines: Lines, fault: str, controller: str, began_s: float) -> float
     """
     if fault == BREAK_SSH and controller == "mpi":
         return lines.wait_for("step ", END_S, began_s)
-    return lines.wait_for(RESTART, 90, began_s)
+    return lines.wait_for(RESTART, 120, began_s)
