@@ -146,7 +146,7 @@ def read_options(file: Path, options: dict[str, Option]) -> tuple[dict[str, Any]
 
 def read_recorded(path: Path) -> dict[str, Any]:
     """Return the configuration that a run has recorded: options of their types, the command of a
-    script and the number of its loop. What this version does not know is left out.
+    script and the number of its loop. Of options that this version does not know it is the text.
 
     Raises OSError, and ValueError with the first problem.
     """
@@ -172,6 +172,8 @@ def read_recorded(path: Path) -> dict[str, Any]:
             values[name] = [str(it.value) for it in node.value]
         elif name == "loop":
             values[name] = int(str(node.value))
+        elif isinstance(node, yaml.ScalarNode):
+            values[name] = None if node.tag == NULL else str(node.value)
     return values
 
 

@@ -238,7 +238,7 @@ def test_every_bad_folder_is_reported_before_anything_is_written(
     paths = [good, *(tmp_path / name for name in ("none", "empty", "file", "damaged", "good"))]
     assert report(monkeypatch, *paths, "--output", tmp_path / "file") == 2
     lines = capsys.readouterr().err.splitlines()
-    reported = ("does not exist", "not a run", "not a folder", "cannot be read: Is a dir", "twice")
+    reported = ("does not exist", "not a run", "not a folder", "not a regular file", "twice")
     assert len(lines) == 6
     for line, path, problem in zip(lines, paths[1:], reported, strict=False):
         assert f"RUN={path}: " in line and problem in line and "; " in line

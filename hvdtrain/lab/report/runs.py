@@ -80,7 +80,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             problems += error.problems
         except (OSError, RuntimeError) as error:  # circular links raise RuntimeError
             reason = getattr(error, "strerror", None) or error
-            problems.append(f"RUN={path}: cannot be read: {reason}; check its permissions")
+            advice = "; check its permissions" if isinstance(error, PermissionError) else ""
+            problems.append(f"RUN={path}: cannot be read: {reason}{advice}")
     if problems:
         raise UsageError(*problems)
     return [
