@@ -20,6 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int]
 # Pillow's default. Rotating and converting an image may take 7 bytes per pixel.
 MAX_PIXELS = 89_478_485
+MOST_INPUT_PIXELS = 1 << 24  # 4096 x 4096, in float32 and of 3 channels 200 MB
 
 
 class Split(Protocol):
@@ -110,8 +111,9 @@ class ImageFormat:
         """Raise ValueError for sizes and statistics that no image can have."""
         if self.channels not in (1, 3) or min(self.height, self.width) < 1:
             raise ValueError(f"{self.channels} channels, {self.height} x {self.width} pixels")
-        if self.height * self.width > MAX_PIXELS:
-            raise ValueError(f"{self.height} x {self.width} pixels are more than {MAX_PIXELS:,}")
+        if self.height * self.width > MOST_INPUT_PIXELS:
+            size = f"{self.height} x {self.width}"
+            raise ValueError(f"{size} pixels are more than {MOST_INPUT_PIXELS:,}")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels) or not all(map(math.isfinite, values)):
                 raise ValueError(f"{name}={values}: a number, or one for each channel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -263,7 +264,9 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
         if lacking or takeaway["dtype"] not in DTYPES or len(shape) != 3 or min(shape) < 1:
             raise UsageError(f"{source}: its checkpoint is not what a run writes")
         try:
-            return ImageFormat(**takeaway["images"])
+            form = ImageFormat(**takeaway["images"])
+            replace(form, height=shape[1], width=shape[2])  # is as bounded
+            return form
         except (TypeError, ValueError) as error:
             raise UsageError(f"{source}: its format of images is wrong: {error}") from error
     way_out = "take its weights into a script of yours: hvdtrain export"
