@@ -90,7 +90,7 @@ class RunDirectory:
 
     def write_job(self, job: str) -> None:
         """Record the launcher's job, whose restarts find the run by it."""
-        with self._naming_failures():
+        with self._naming_failures(JOB_FILE):
             write_new(self.path / JOB_FILE, f"{job}\n")
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class RunDirectory:
 
         A file that was removed or replaced begins again, with a notice.
         """
-        with self._naming_failures():
+        with self._naming_failures(name):
             stream = self._streams.get(name)
             if stream is not None and not _is_at(stream, self.path / name):
                 say(f"{self.path / name} was removed or replaced: it begins again with this line")
@@ -125,7 +125,7 @@ class RunDirectory:
 
     def sync(self, name: str) -> None:
         """Wait until the records of a `.jsonl` file are on disk."""
-        with self._naming_failures():
+        with self._naming_failures(name):
             if stream := self._streams.get(name):
                 os.fsync(stream.fileno())
 
@@ -209,16 +209,16 @@ class RunDirectory:
         return [self.path / name for name in FORMATS if (self.path / name).suffix == ".jsonl"]
 
     def _write(self, name: str, parts: Iterable[str]) -> None:
-        with self._naming_failures():
+        with self._naming_failures(name):
             replace_file(self.path / name, parts)
 
     @contextmanager
-    def _naming_failures(self) -> Iterator[None]:
+    def _naming_failures(self, name: str = "") -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise TrainingError(f"{self.path} cannot be written: {reason}") from error
+            raise TrainingError(f"{self.path / name} cannot be written: {reason}") from error
 
 
 def new_directory(folder: Path, numbered: bool) -> RunDirectory:
