@@ -17,6 +17,7 @@ USED = {
     "memory": ("memory.current", "memory.usage_in_bytes"),
     "processes": ("pids.current",),
 }
+FEW = 4  # processes and threads that may have ended again
 UNLIMITED = 1 << 60  # cgroup v1 writes a number about 2^63 for "no limit"
 
 
@@ -82,6 +83,15 @@ def explain_kills(killed: int = 0, limit: int | None = None) -> str:
     these = "a process" if killed == 1 else f"{killed} processes"
     size = f", {limit / GIB:.2f} GiB," if limit else ""
     return f"the kernel has killed {these}, as the memory of the container or job{size} was full"
+
+
+def explain_full(root: Path = ROOT) -> str:
+    """Return in words that the container or job has as many processes as it may; empty if not."""
+    found = limits(root)
+    most, used = found["processes"], found["processes_used"] or 0
+    if most is None or used < most - FEW:
+        return ""
+    return f"the container or job has {used} of {most} processes and threads: raise that limit"
 
 
 class _Group(NamedTuple):

@@ -129,6 +129,8 @@ class StreamedSplit:
             reason = str(error) or "the connection broke while it sent a batch"
             if killed := cgroups.memory_kills() - self._memory_kills:
                 reason += f"; {cgroups.explain_kills(killed, cgroups.limits()['memory'])}"
+            elif full := cgroups.explain_full():
+                reason += f"; {full}"
             raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
 
     def restart(self) -> None:

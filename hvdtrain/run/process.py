@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError, Stopped
 from hvdtrain.log import complain
 from hvdtrain.pulse import Pulse
@@ -77,9 +78,17 @@ def report_failure(error: Exception, topology: Topology) -> int:
         kind = "" if isinstance(error, Stopped) else ": error"
         complain(f"hvdtrain{kind}{place}: {error}")
         return error.exit_code
+    if _is_refusal(error) and (reason := cgroups.explain_full()):
+        complain(f"hvdtrain: error{place}: {type(error).__name__}: {error}: {reason}")
+        return EXIT_FAILED
     trace = "".join(traceback.format_exception(error)).rstrip()
     complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")
     return EXIT_FAILED
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a new process (EAGAIN) or thread was refused."""
+    return isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
 
 
 def leave_at_once(exit_code: int) -> None:

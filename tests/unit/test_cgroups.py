@@ -131,3 +131,14 @@ def test_without_the_kernels_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_memory_kills(files: dict[str, str], tmp_path: Path) -> None:
     """Fails when the kernel's count is misread, or is that of other containers too."""
     assert cgroups.memory_kills(write(tmp_path, files)) == 3
+
+
+@pytest.mark.parametrize(
+    ("most", "used", "expected"),
+    [("max", 9000, ""), ("20", 3, ""), ("20", 18, "has 18 of 20 processes and threads")],
+)
+def test_a_full_container(most: str, used: int, expected: str, tmp_path: Path) -> None:
+    """Fails when a refused thread is blamed on a limit that is far away, or not on one at hand."""
+    files = {"sys/fs/cgroup/pids.max": f"{most}\n", "sys/fs/cgroup/pids.current": f"{used}\n"}
+    found = cgroups.explain_full(write(tmp_path, V2 | files))
+    assert expected in found and bool(found) == bool(expected)
