@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -27,7 +28,7 @@ from hvdtrain.files import (
 )
 from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
-from hvdtrain.train.checkpoint import Checkpoints
+from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
 LOCK = ".lock"
 LOCK_RETRY_S = 0.5
@@ -171,14 +172,47 @@ class RunDirectory:
         self._lock.close()
 
     def _take_id(self) -> str:
-        """Return the id of the run, which the lock's file holds from the first start on."""
+        """Return the id of the run, which the lock's file holds from the first start on. Where that
+        was removed, its checkpoints have it.
+        """
         self._lock.seek(0)
-        found = self._lock.read(64).strip()
-        if not found:
-            found = secrets.token_hex(16)
-            self._lock.write(found + "\n")
-            self._lock.flush()
+        if found := self._lock.read(64).strip():
+            return found
+        found = self._id_of_checkpoints() or secrets.token_hex(16)
+        self._lock.write(found + "\n")
+        self._lock.flush()
         return found
+
+    def _id_of_checkpoints(self) -> str | None:
+        folder = self.path / CHECKPOINTS
+        if not folder.is_symlink():  # where other runs may have theirs
+            for path in Checkpoints(folder, keep=1).complete():
+                with suppress(DamagedCheckpoint):
+                    return read_manifest(path).get("run")
+        return None
+
+    def _keep_lock(self) -> None:
+        """Lock again if the lock's file was removed. Raises TrainingError if another job has."""
+        if _is_at(self._lock, self.path / LOCK):
+            return
+        lock = open_kept(self.path / LOCK)
+        try:
+            _take(lock, wait_s=0.0)
+            lock.seek(0)
+            taken = bool(lock.read(1))
+        except BlockingIOError:
+            taken = True
+        if taken:
+            lock.close()
+            raise TrainingError(
+                f"{self.path / LOCK} was replaced, and another job has used the folder since: this "
+                "one ends, so that they do not mix"
+            )
+        say(f"{self.path / LOCK} was removed: it is made again")
+        lock.write(self.run_id + "\n")
+        lock.flush()
+        self._lock.close()
+        self._lock = lock
 
     def _refuse_occupied(self, own_lock: bool = False) -> None:
         held = occupants(self.path, own_lock)
@@ -215,6 +249,7 @@ class RunDirectory:
     @contextmanager
     def _naming_failures(self, name: str = "") -> Iterator[None]:
         try:
+            self._keep_lock()
             yield
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -327,7 +362,9 @@ def _is_at(stream: IO[str], path: Path) -> bool:
     """Return whether an open file is the one of that name."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.lstat())
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # another host has removed it
+            raise
         return False
 
 

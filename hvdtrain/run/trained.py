@@ -264,9 +264,9 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
         if lacking or takeaway["dtype"] not in DTYPES or len(shape) != 3 or min(shape) < 1:
             raise UsageError(f"{source}: its checkpoint is not what a run writes")
         try:
-            form = ImageFormat(**takeaway["images"])
-            replace(form, height=shape[1], width=shape[2])  # is as bounded
-            return form
+            found = ImageFormat(**takeaway["images"])
+            replace(found, height=shape[1], width=shape[2])  # is as bounded
+            return found
         except (TypeError, ValueError) as error:
             raise UsageError(f"{source}: its format of images is wrong: {error}") from error
     way_out = "take its weights into a script of yours: hvdtrain export"

@@ -409,3 +409,26 @@ def test_pipes_in_place_of_our_own_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already holds"):
         RunDirectory(folder)
     assert take_cause(folder) is None
+
+
+def test_a_lock_that_is_removed(tmp_path: Path, capsys) -> None:
+    """Fails when a run does not lock its folder again, or goes on writing beside another job."""
+    run = RunDirectory(tmp_path / "run")
+    (tmp_path / "run" / ".lock").unlink()
+    run.append("metrics.jsonl", {"step": 1})
+    assert "was removed: it is made again" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="a live job is using"):
+        RunDirectory(tmp_path / "run", reopen=True)
+    (tmp_path / "run" / ".lock").unlink()
+    other = RunDirectory(tmp_path / "run", reopen=True)
+    other.append("metrics.jsonl", {"step": 2})
+    for ended in (False, True):
+        with pytest.raises(TrainingError, match="another job has used the folder"):
+            run.append("metrics.jsonl", {"step": 3})
+        with pytest.raises(TrainingError, match="another job has used the folder"):
+            run.write_summary({"status": "finished"})
+        if not ended:
+            other.close()
+    run.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
