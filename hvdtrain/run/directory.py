@@ -28,7 +28,6 @@ from hvdtrain.files import (
 )
 from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
-from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
 LOCK = ".lock"
 LOCK_RETRY_S = 0.5
@@ -184,6 +183,9 @@ class RunDirectory:
         return found
 
     def _id_of_checkpoints(self) -> str | None:
+        # Imports torch, which the launcher does without.
+        from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
+
         folder = self.path / CHECKPOINTS
         if not folder.is_symlink():  # where other runs may have theirs
             for path in Checkpoints(folder, keep=1).complete():
@@ -225,6 +227,8 @@ class RunDirectory:
             )
 
     def _clear_leavings(self) -> None:
+        from hvdtrain.train.checkpoint import Checkpoints
+
         held = [it for name in LEAVINGS if os.path.lexists(it := self.path / name)]
         if held:
             say(f"{self.path} holds a run that ended without a checkpoint: starting it again")

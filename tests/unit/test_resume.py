@@ -23,7 +23,7 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.run.directory import RunDirectory
 from hvdtrain.run.resume import Resumable, find_resumable, refuse_changed_data
 from hvdtrain.run.tasks import find_source
-from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint, read_manifest
 from tests.unit.commands import command, environment
 from tests.unit.test_cli import read_summary, read_tree
 
@@ -227,7 +227,7 @@ def poison(path: Path, keys: tuple[Any, ...]) -> None:
     for key in keys:
         place = place[key]
     place.reshape(-1)[-1] = torch.nan
-    checkpoints = Checkpoints(path.parent, keep=9)
+    checkpoints = Checkpoints(path.parent, keep=9, run=read_manifest(path)["run"])
     checkpoints.save(Snapshot(state["step"], "", weights, state), is_best=True)
     checkpoints.wait()
 
@@ -362,7 +362,10 @@ def test_the_way_back_to_an_experiment_is_given_as_flags(unfinished: Path) -> No
 
 @pytest.mark.parametrize("content", [b"", b"lr: [", b"lenet", b"\xff\xfe", b"- 1"])
 def test_a_damaged_configuration_is_reported(unfinished: Path, content: bytes) -> None:
-    """Fails when a config.yaml that was cut short ends in a traceback, or holds the lock."""
+    """Fails when a config.yaml that was cut short, and that no checkpoint can replace, ends in a
+    traceback, or holds the lock.
+    """
+    shutil.rmtree(unfinished / "checkpoints")
     (unfinished / "config.yaml").write_bytes(content)
     assert "config.yaml" in refused(unfinished)
 
