@@ -9,6 +9,7 @@ with its state, hooks and schedulers.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -409,7 +410,10 @@ class Trainable:
 
     def _now(self, optimizer: Optimizer) -> tuple[list[int], list[int]]:
         """Return the ids of the trainable parameters of the model and of the optimizer."""
-        return _trainable(self._named.values()), _trainable(parameters_of(optimizer))
+        own, named = parameters_of(optimizer), list(self._named.values())
+        found = _trainable(own)
+        is_same = len(own) == len(named) and all(map(operator.is_, own, named))
+        return (found if is_same else _trainable(named)), found
 
 
 def _trainable(parameters: Iterable[torch.nn.Parameter]) -> list[int]:

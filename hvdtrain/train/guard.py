@@ -6,6 +6,7 @@ on none: the run then learns something else, with an exit code of 0.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,17 +39,19 @@ class GradientGuard:
             return
         self._parameters = parameters_of(*optimizers)
         self._gradients = [it.grad for it in self._parameters]
-        self._versions = [0 if it is None else it._version for it in self._gradients]
+        self._versions = _versions(self._gradients)
 
     def check(self) -> None:
         """Raise UsageError if code has changed a gradient since it was noted, or dropped it. The
         gradients are forgotten: those of virtual workers are kept elsewhere between passes.
         """
-        noted = zip(self._parameters, self._gradients, self._versions, strict=True)
+        noted = self._parameters, self._gradients, self._versions
         self._parameters, self._gradients, self._versions = [], [], []
-        for parameter, gradient, version in noted:
-            last = 0 if gradient is None else gradient._version
-            if parameter.grad is not gradient or last > version + self._copies:
+        now, last = [it.grad for it in noted[0]], _versions(noted[1])
+        if last == noted[2] and all(map(operator.is_, now, noted[1])):  # quick, of many tensors
+            return
+        for parameter, gradient, before, after in zip(*noted, last, strict=True):
+            if parameter.grad is not gradient or after > before + self._copies:
                 names = {id(it): name for name, it in self._job.model.named_parameters()}
                 raise UsageError(
                     f"step {self._step}: code has changed the gradient of "
@@ -57,6 +60,10 @@ class GradientGuard:
                     "step.update() clips by the option clip_grad, makes the step of the optimizer, "
                     "and the next step begins without gradients"
                 )
+
+
+def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
+    return [0 if it is None else it._version for it in gradients]
 
 
 @contextmanager

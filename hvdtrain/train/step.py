@@ -329,9 +329,9 @@ class Step:
             counted = float(sums.total()[COUNT])
             job.update.rescale(optimizers, self._data.samples / counted if counted else 1.0)
         clock.enter("update")
-        if found := job.update.not_finite(optimizers):
-            self._refuse_gradients(found)
         is_logged = number % job.intervals.log == 0
+        if found := job.update.not_finite(optimizers, measure=is_logged):
+            self._refuse_gradients(found)
         sums.gradient_norm = job.update.apply(optimizers, measure=is_logged)
         self._made.append(sums)
 

@@ -39,6 +39,7 @@ class Update:
         self._amp_dtype = AMP_DTYPES.get(amp)
         self._clip_grad = clip_grad
         self._scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        self._norm: torch.Tensor | None = None  # of the gradients that `not_finite` has measured
         self.is_applied = False  # while the optimizers make their steps
         self.average: AveragedModel | None = None
         if ema_decay is not None:
@@ -53,12 +54,19 @@ class Update:
         """Return the loss for the backward pass (fp16: multiplied by the loss scale)."""
         return self._scaler.scale(loss)
 
-    def not_finite(self, optimizers: Optimizers) -> list[str]:
+    def not_finite(self, optimizers: Optimizers, measure: bool = False) -> list[str]:
         """Return the names of the parameters whose reduced gradient is not finite, on every rank.
 
-        With fp16 there are none: the scaler skips such a step and lowers the loss scale.
+        With fp16 there are none: the scaler skips such a step and lowers the loss scale. `measure`:
+        their norm is wanted from `apply`, and is taken here, from the same pass over memory.
         """
-        if self._scaler.is_enabled() or _all_finite(_gradients(optimizers)):
+        self._norm = None
+        if self._scaler.is_enabled():
+            return []
+        gradients = _gradients(optimizers)
+        if measure and self._clip_grad is None:
+            self._norm = torch.nn.utils.get_total_norm(list(_joined(gradients)))
+        if _all_finite(gradients if self._norm is None else [self._norm]):
             return []
         own = set(map(id, parameters_of(*optimizers)))
         named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
@@ -81,7 +89,7 @@ class Update:
         if self._clip_grad is not None:  # in torch's order of addition, as the norm is learned from
             norm = torch.nn.utils.get_total_norm(_gradients(optimizers))
             torch.nn.utils.clip_grads_with_norm_(parameters_of(*optimizers), self._clip_grad, norm)
-        elif measure:
+        elif measure and (norm := self._norm) is None:
             norm = torch.nn.utils.get_total_norm(list(_joined(_gradients(optimizers))))
         self.is_applied = True
         for optimizer in optimizers:
@@ -126,21 +134,22 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     Memory is read once, and only small tensors are copied. On a device, where a sum for each tensor
     is a kernel to start, it is the norm of all elements, and the host waits once.
     """
-    values = [_values(tensor) for tensor in tensors]
-    if values and values[0].device.type != "cpu":
-        return bool(torch.nn.utils.get_total_norm(values).isfinite())
-    sums = [it.sum() for it in _joined(values)]
+    given = list(tensors)
+    if given and given[0].device.type != "cpu":
+        return bool(torch.nn.utils.get_total_norm(list(map(_values, given))).isfinite())
+    sums = [_values(it).sum() for it in _joined(given)]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield all elements in fewer tensors: copies of small ones of one shape, and the others."""
     alike = defaultdict(list)
     for tensor in tensors:
-        alike[tensor.shape, tensor.dtype, tensor.device].append(tensor)
-    for (shape, *_), group in alike.items():
+        alike[tensor.shape, tensor.dtype, tensor.device, tensor.layout].append(tensor)
+    for (shape, _, device, layout), group in alike.items():
         elements = max(shape.numel(), 1)
-        together = JOINED_ELEMENTS // elements if elements <= SMALL_ELEMENTS else 1
+        is_joined = elements <= SMALL_ELEMENTS and layout == torch.strided and device.type == "cpu"
+        together = JOINED_ELEMENTS // elements if is_joined else 1
         for first in range(0, len(group), together):
             part = group[first : first + together]
             yield torch.stack(part) if part[1:] else part[0]

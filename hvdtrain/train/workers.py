@@ -152,7 +152,8 @@ class RankWorker:
 
     def reduce_gradients(self) -> None:
         for optimizer in self._trained:
-            self._trainable[self._optimizers.index(optimizer)].check(optimizer)
+            if self._exchange.size == 1:  # that of several checks its own
+                self._trainable[self._optimizers.index(optimizer)].check(optimizer)
             self._exchange.reduce_gradients(optimizer)
 
     def states(self) -> list[WorkerState]:
