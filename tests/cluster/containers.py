@@ -32,6 +32,17 @@ def run(command: list[str], timeout_s: float = 120) -> subprocess.CompletedProce
     )
 
 
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """Start a command, with its errors in the output."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def docker(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     return run(["docker", *arguments], timeout_s)
 

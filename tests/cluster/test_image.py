@@ -12,6 +12,7 @@ from typing import IO
 
 from launch.containers.image import dockerfile_default
 from tests.cluster.containers import ROOT, docker, must, wait_for
+from tests.hosts.trials import END_S
 
 LARGEST = 1.8e9  # bytes; measured: 1.45e9
 EVERYTHING = ["/", "-xdev", "-not", "-path", "/proc/*"]
@@ -129,7 +130,7 @@ def test_quickstart_stops_saves_and_goes_on(image: str) -> None:
         def printed() -> str:
             return docker("logs", name).stdout
 
-        wait_for(lambda: "step 20/230" in printed(), 240, printed)
+        wait_for(lambda: "step 20/230" in printed(), END_S, printed)
         must(docker("stop", "--time", "60", name, timeout_s=70))
         state = must(docker("inspect", "--format", "{{.State.ExitCode}}", name)).strip()
         assert state == "143", printed()

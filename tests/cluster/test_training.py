@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 
-from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run
+from launch.containers.engine import launcher_label
+from tests.cluster.containers import HOSTFILE, RUNS, Containers, docker, must, run, start
 from tests.hosts.trials import END_S, Lines
 
 TRAIN = ["train", "--model", "lenet", "--data", "digits", "--dtype", "float64", "--seed", "3"]
@@ -94,13 +94,7 @@ def test_goes_on_after_a_host_is_killed(containers: Containers) -> None:
     train += ["--global-batch-size", "64", "--checkpoint-interval", "10", "--experiment", "faults"]
     command = containers.beside(*launch, "--start-timeout-s", "60", "--", *train)
     third = containers.hosts[2]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with start(command) as process:
         lines = Lines(process)
         try:
             lines.wait_for("step 20/", END_S)
@@ -109,8 +103,8 @@ def test_goes_on_after_a_host_is_killed(containers: Containers) -> None:
         finally:
             process.kill()
             docker("start", third)
-            labels = f"label=hvdtrain.launcher={containers.name}"
-            for left in docker("ps", "--quiet", "--filter", labels).stdout.split():
+            which = f"label={launcher_label(containers.name)}"
+            for left in docker("ps", "--quiet", "--filter", which).stdout.split():
                 docker("rm", "--force", left)
     summary = containers.summary("faults")
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("finished", 150, 2)

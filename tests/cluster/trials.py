@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from launch.containers.engine import launcher_label
 from tests.cluster.containers import (
     HOSTFILE,
     RUNS,
     cluster_of_three,
     docker,
     must,
+    start,
 )
 from tests.hosts.trials import (
     CHECKPOINT_EVERY,
     END_S,
     EXPERIMENT,
     MOST_STEPS_BETWEEN,
+    NOTICED_S,
     RESTART,
     Ended,
     Lines,
@@ -57,19 +59,11 @@ class Site:
         command += [f"--hostfile={HOSTFILE}"] if self.hosts else ["-np", "2"]
         command += ["--", "train", *EXPERIMENT]
         command += [f"--max-steps={steps}", f"--experiment={experiment}", "--resume=auto"]
-        return Lines(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        return Lines(start(command))
 
     def stop_launcher(self) -> None:
         """Stop the container in which the job was started."""
-        which = f"label=hvdtrain.launcher={self.name}" if self.hosts else f"name=^/{self.name}$"
+        which = f"label={launcher_label(self.name)}" if self.hosts else f"name=^/{self.name}$"
         must(docker("stop", must(docker("ps", "--quiet", "--filter", which)).strip()))
 
     def summary(self, experiment: str) -> dict[str, object]:
@@ -129,7 +123,7 @@ def disturb(
             must(docker("stop", host))
             time.sleep(dice.uniform(0, LONGEST_AWAY_S))
             must(docker("start", host))
-            detected_s = lines.wait_for(RESTART, 120, began_s)
+            detected_s = lines.wait_for(RESTART, NOTICED_S, began_s)
         else:
             site.stop_launcher()
             code, output = lines.wait(END_S), output + lines.text

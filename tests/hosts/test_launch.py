@@ -16,6 +16,7 @@ from tests.hosts.trials import (
     EXPERIMENT,
     FAULTS,
     KILL_LAUNCHER,
+    NOTICED_S,
     RESTART,
     Scene,
     disturb,
@@ -75,7 +76,7 @@ def test_the_same_bits_though_a_host_is_lost_and_comes_back(
     lines = launch(cluster, "gloo", tmp_path / "runs", steps, "--min-np=2", train=flags)
     lines.wait_for(f"step {CHECKPOINT_EVERY + 1}/", END_S)
     cluster.kill_host(2)
-    restarted_s = lines.wait_for(RESTART, 120)
+    restarted_s = lines.wait_for(RESTART, NOTICED_S)
     lines.wait_for("step ", END_S, restarted_s)
     cluster.revive(2)
     lines.wait_for_steps(CHECKPOINT_EVERY + 1)

@@ -30,6 +30,7 @@ EXPERIMENT += ["--eval-interval=4", "--audit-every=10"]
 WATCHDOG_S = 8
 OUT_S = 14.0  # for which a host is cut off: longer than its detection takes
 END_S = 240.0
+NOTICED_S = 120.0  # from a fault to the launcher's restart, on a busy machine
 MOST_STEPS_BETWEEN = 12  # from a checkpoint to a fault
 RESTART = "hvdtrain launch: restart "
 BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
@@ -146,7 +147,7 @@ def _fill_disk(scene: Scene) -> None:
     """Fill the disk until the launcher has reacted by a restart."""
     began_s = time.monotonic()
     scene.cluster.fill(0, scene.output)
-    scene.lines.wait_for(RESTART, 120, began_s)
+    scene.lines.wait_for(RESTART, NOTICED_S, began_s)
     scene.cluster.drain(0, scene.output)
 
 
@@ -233,4 +234,4 @@ def _noticed(lines: Lines, fault: str, controller: str, began_s: float) -> float
     """
     if fault == BREAK_SSH and controller == "mpi":
         return lines.wait_for("step ", END_S, began_s)
-    return lines.wait_for(RESTART, 120, began_s)
+    return lines.wait_for(RESTART, NOTICED_S, began_s)
