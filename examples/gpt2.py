@@ -21,13 +21,13 @@ EPOCHS, BATCH_SIZE, LINES, IGNORED, END = 3, 12, 125, -100, 0
 
 def read(number):
     """Return the bytes of a line: of 6 to 77, so that batches are ragged."""
-    words = (f"{number * place}" for place in range(1, 2 + number % 19))
+    words = (f"{number * factor}" for factor in range(1, 2 + number % 19))
     return torch.tensor([*" ".join(words).encode(), END])
 
 
 def collate(lines):
     """Return padded bytes, which of them are real, and labels: IGNORED is not learned."""
-    parts = [torch.ones_like(it) for it in lines]
+    parts = [torch.ones_like(line) for line in lines]
     labels = pad_sequence(lines, True, IGNORED)
     return pad_sequence(lines, True, END), pad_sequence(parts, True, 0), labels
 
@@ -59,7 +59,7 @@ def train(model, arguments, **options):
     """Train what is not frozen."""
     lines = [read(number) for number in range(150)]
     loader = torch.utils.data.DataLoader(lines[:LINES], BATCH_SIZE, collate_fn=collate)
-    trained = [it for it in model.parameters() if it.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, arguments.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
     options = {"state": [schedule], "epochs": EPOCHS, "clip_grad": 1.0} | options

@@ -83,8 +83,8 @@ class BatchFirst(Task):
         them, and their number as `Sums.samples`.
         """
         time = 1 - self.batch_dimension
-        known, wanted = batch.narrow(time, 0, CONTEXT), batch.narrow(time, 1, CONTEXT).flatten()
-        scores = model(known).flatten(0, 1)
+        inputs, wanted = batch.narrow(time, 0, CONTEXT), batch.narrow(time, 1, CONTEXT).flatten()
+        scores = model(inputs).flatten(0, 1)
         loss = cross_entropy(scores, wanted, reduction="sum") / CONTEXT
         right = (scores.detach().argmax(dim=1) == wanted).sum() / CONTEXT
         return Sums(loss, batch.shape[self.batch_dimension], {"accuracy": right})

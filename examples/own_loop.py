@@ -23,8 +23,8 @@ def read(number):
 
 def collate(texts):
     """Return letters, and the letter that follows each of them."""
-    letters = pad_sequence([it[:-1] for it in texts], batch_first=True)
-    return letters, pad_sequence([it[1:] for it in texts], True, IGNORED)
+    letters = pad_sequence([text[:-1] for text in texts], batch_first=True)
+    return letters, pad_sequence([text[1:] for text in texts], True, IGNORED)
 
 
 class Reader(torch.nn.Module):
@@ -42,8 +42,8 @@ torch.manual_seed(0)
 sums = [read(number) for number in range(260)]
 loader = torch.utils.data.DataLoader(sums, BATCH_SIZE, shuffle=True, collate_fn=collate)
 model = Reader().double()
-weights = [it for it in model.parameters() if it.ndim > 1]
-others = [it for it in model.parameters() if it.ndim == 1]
+weights = [p for p in model.parameters() if p.ndim > 1]
+others = [p for p in model.parameters() if p.ndim == 1]
 groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, EPOCHS * len(loader))

@@ -27,9 +27,9 @@ shares = hvdtrain.Shares(workers.size)
 for epoch in range(EPOCHS):
     order = np.random.default_rng([0, epoch]).permutation(len(y))
     for batch in np.split(order, range(BATCH_SIZE, len(y), BATCH_SIZE)):
-        own = shares.of(batch, workers.rank)
+        share = shares.of(batch, workers.rank)
         optimizer.zero_grad()
-        loss = cross_entropy(model(x[own]), y[own], reduction="sum") * workers.size / len(batch)
+        loss = cross_entropy(model(x[share]), y[share], reduction="sum") * workers.size / len(batch)
         loss.backward()
         hvdtrain.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()

@@ -45,8 +45,8 @@ def limits(root: Path = ROOT) -> dict[str, Any]:
     of these cgroups. None: no limit.
     """
     groups = list(_groups(root))
-    found: dict[str, Any] = {"version": 1 if any(it.controllers for it in groups) else 2}
-    found |= dict.fromkeys(KEYS)
+    tightest: dict[str, Any] = {"version": 1 if any(group.controllers for group in groups) else 2}
+    tightest |= dict.fromkeys(KEYS)
     for group in groups:
         for folder in group.folders:
             for name, limit in (
@@ -54,23 +54,23 @@ def limits(root: Path = ROOT) -> dict[str, Any]:
                 ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
                 ("processes", _number(folder, "pids.max")),
             ):
-                if limit is not None and (found[name] is None or limit < found[name]):
-                    found[name] = limit
+                if limit is not None and (tightest[name] is None or limit < tightest[name]):
+                    tightest[name] = limit
                     if name in USED:
-                        found[f"{name}_used"] = _number(folder, *USED[name])
-    return found
+                        tightest[f"{name}_used"] = _number(folder, *USED[name])
+    return tightest
 
 
 def memory_kills(root: Path = ROOT) -> int:
     """Return how many processes of this process's container or job the kernel has killed because
     its memory limit was reached; 0 where there is no such count.
     """
-    found = 0
+    kills = 0
     for group in _groups(root):
         for folder in group.folders[:1]:
             for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
-                found = max(found, _counted(folder / name, "oom_kill"))
-    return found
+                kills = max(kills, _counted(folder / name, "oom_kill"))
+    return kills
 
 
 def explain_kills(killed: int = 0, limit: int | None = None) -> str:
@@ -87,8 +87,8 @@ def explain_kills(killed: int = 0, limit: int | None = None) -> str:
 
 def explain_full(root: Path = ROOT) -> str:
     """Return in words that the container or job has as many processes as it may; empty if not."""
-    found = limits(root)
-    most, used = found["processes"], found["processes_used"] or 0
+    cgroup = limits(root)
+    most, used = cgroup["processes"], cgroup["processes_used"] or 0
     if most is None or used < most - FEW:
         return ""
     return f"the container or job has {used} of {most} processes and threads: raise that limit"

@@ -52,10 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises OSError, ValueError, and UsageError for a file of a newer format.
     """
-    found = parse_json(read_text(path))
-    refuse_newer(path, found)
-    check(found, FIELDS[path.name])
-    return found
+    content = parse_json(read_text(path))
+    refuse_newer(path, content)
+    check(content, FIELDS[path.name])
+    return content
 
 
 def parse_json(text: str) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def parse_json(text: str) -> dict[str, Any]:
     if opened > MOST_CONTAINERS:
         raise ValueError(f"has more than {MOST_CONTAINERS:,} values that hold others")
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except UNREADABLE as error:
         raise ValueError(f"is not JSON: {error or type(error).__name__}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"holds a {type(found).__name__}, not named values")
-    if opened > DEEPEST and _is_deep(found):
+    if not isinstance(content, dict):
+        raise ValueError(f"holds a {type(content).__name__}, not named values")
+    if opened > DEEPEST and _is_deep(content):
         raise ValueError(f"is nested more than {DEEPEST} deep")
-    return found
+    return content
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -116,7 +116,9 @@ def _check_is(value: Any, kind: type, name: str) -> None:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        items = (item for it in level for item in (it.values() if isinstance(it, dict) else it))
+        items = (
+            item for node in level for item in (node.values() if isinstance(node, dict) else node)
+        )
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return False

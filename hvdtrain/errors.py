@@ -117,8 +117,8 @@ def name_ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that a misspelt `name` most probably means, if any is close."""
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the one of `choices` that a misspelt `name` most probably means, if any is close."""
     import difflib  # only for a mistake: every process imports this module
 
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)

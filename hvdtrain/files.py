@@ -130,18 +130,18 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
     existing = _nearest_existing(path)
     if os.access(existing, os.W_OK | os.X_OK):
         return reason
-    found, own = existing.stat(), os.getuid()
-    mode = stat.S_IMODE(found.st_mode)
+    inode, uid = existing.stat(), os.getuid()
+    mode = stat.S_IMODE(inode.st_mode)
     return (
-        f"{reason}: {existing} belongs to uid {found.st_uid}, gid {found.st_gid} (mode {mode:o}), "
-        f"and this process has uid {own}. Run it as that user (docker run --user "
-        f"{found.st_uid}:{found.st_gid}), or `chown {own} {existing}`"
+        f"{reason}: {existing} belongs to uid {inode.st_uid}, gid {inode.st_gid} (mode {mode:o}), "
+        f"and this process has uid {uid}. Run it as that user (docker run --user "
+        f"{inode.st_uid}:{inode.st_gid}), or `chown {uid} {existing}`"
     )
 
 
 def _nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that is there, also behind a closed one."""
-    return next(it for it in (path, *path.absolute().parents) if os.path.exists(it))  # noqa: PTH110
+    return next(entry for entry in (path, *path.absolute().parents) if os.path.exists(entry))  # noqa: PTH110
 
 
 def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:

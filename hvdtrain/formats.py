@@ -65,12 +65,12 @@ def refuse_newer(path: Path, content: Any, line: int | None = None) -> None:
 
     Raises ValueError if the number is none. What is not an object is left to the reader.
     """
-    found = content.get(FIELD, 0) if isinstance(content, dict) else 0
-    if type(found) is not int or found < 0:
-        raise ValueError(f"{FIELD} {found!r} is not a version")
-    if found > FORMATS[path.name]:
-        place = path if line is None else f"{path}:{line}"
+    version = content.get(FIELD, 0) if isinstance(content, dict) else 0
+    if type(version) is not int or version < 0:
+        raise ValueError(f"{FIELD} {version!r} is not a version")
+    if version > FORMATS[path.name]:
+        location = path if line is None else f"{path}:{line}"
         raise UsageError(
-            f"{place}: was written by a newer hvdtrain (format {found}; this one reads up to "
+            f"{location}: was written by a newer hvdtrain (format {version}; this one reads up to "
             f"{FORMATS[path.name]}): upgrade hvdtrain"
         )

@@ -33,21 +33,21 @@ def interfaces() -> list[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request)
     length = struct.unpack("iL", answer)[0]
-    found = []
+    pairs = []
     for name, address in _RECORD.iter_unpack(buffer.tobytes()[:length]):
         label = name.partition(b"\0")[0].decode(errors="replace")
-        found.append((label.partition(":")[0], socket.inet_ntoa(address)))  # "eth0:1": an alias
-    return found
+        pairs.append((label.partition(":")[0], socket.inet_ntoa(address)))  # "eth0:1": an alias
+    return pairs
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None if there is none."""
-    return next((name for name, own in interfaces() if own == address), None)
+    return next((name for name, ipv4 in interfaces() if ipv4 == address), None)
 
 
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of an interface; None if it has none, or is not there."""
-    return next((own for name, own in interfaces() if name == interface), None)
+    return next((ipv4 for name, ipv4 in interfaces() if name == interface), None)
 
 
 def route_to(host: str) -> str:

@@ -37,7 +37,7 @@ def shown(text: str) -> str:
     escaped (\x1b). Names of files, classes and tensors, and values of configurations, may be
     anyone's.
     """
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str) -> None:
@@ -183,12 +183,18 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         return
     frames = traceback.extract_tb(trace)
     here = Path(__file__).parent
-    own = [it for it in frames if here not in Path(it.filename).parents]
-    own = [it for it in own if Path(it.filename).name != "contextlib.py"]
-    own = [it for it in own if "site-packages" not in Path(it.filename).parts] or own
-    place = f": error at {own[-1].filename}:{own[-1].lineno}" if own else ": error"
+    user_frames = [frame for frame in frames if here not in Path(frame.filename).parents]
+    user_frames = [frame for frame in user_frames if Path(frame.filename).name != "contextlib.py"]
+    user_frames = [
+        frame for frame in user_frames if "site-packages" not in Path(frame.filename).parts
+    ] or user_frames
+    location = (
+        f": error at {user_frames[-1].filename}:{user_frames[-1].lineno}"
+        if user_frames
+        else ": error"
+    )
     if isinstance(error, Stopped):
-        place = ""
-    complain(f"hvdtrain{place}: {error}")
+        location = ""
+    complain(f"hvdtrain{location}: {error}")
     Pulse.from_environment().end(error)
     raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

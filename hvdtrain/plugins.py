@@ -50,14 +50,14 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
         if f"{module_name}.".startswith(f"{missing}."):  # it or a parent, not one that it imports
             text = f"{error}; searched {here} and what is installed"
         else:
-            text = f"{_place(error)}{_describe(error)}"
+            text = f"{_location(error)}{_describe(error)}"
         raise UsageError(f"{flag}={name}: {text}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    target = getattr(module, attribute, None)
+    if target is None:
         raise UsageError(f"{flag}={name}: {module_name} has no {attribute!r}")
-    if not callable(found):
-        raise UsageError(f"{flag}={name}: is of type {type(found).__name__}, and cannot be called")
-    return found  # type: ignore[no-any-return]
+    if not callable(target):
+        raise UsageError(f"{flag}={name}: is of type {type(target).__name__}, and cannot be called")
+    return target  # type: ignore[no-any-return]
 
 
 def _end_of_standard_library() -> int:
@@ -106,10 +106,10 @@ def call(flag: str, name: str, function: Callable[..., Any], *arguments: Any) ->
     except HvdtrainError:
         raise
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit()
-        place = _place(error) or _definition(function)
+        location = _location(error) or _definition(function)
         shown = ", ".join(map(str, arguments))
         called = f"called with ({shown}), " if arguments else ""
-        raise UsageError(f"{flag}={name}: {called}{place}{_describe(error)}") from error
+        raise UsageError(f"{flag}={name}: {called}{location}{_describe(error)}") from error
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def exits_as_failures() -> Iterator[None]:
         yield
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code)
-        place = _place(error).removesuffix(": ") or "a library"
-        raise TrainingError(f"ended by sys.exit({code}) in {place}") from error
+        location = _location(error).removesuffix(": ") or "a library"
+        raise TrainingError(f"ended by sys.exit({code}) in {location}") from error
 
 
 def _describe(error: BaseException) -> str:
@@ -132,7 +132,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return 'FILE:LINE: ' of the user code that raised `error`, or '' if none was reached. This is
     the innermost frame that belongs neither to hvdtrain nor to a library.
     """
@@ -147,11 +147,11 @@ def _place(error: BaseException) -> str:
     ]
     if not frames:
         return ""
-    own = [frame for frame in frames if not LIBRARIES & {*Path(frame.filename).parents}]
-    if not own:  # the user code is an installed package itself
+    user_frames = [frame for frame in frames if not LIBRARIES & {*Path(frame.filename).parents}]
+    if not user_frames:  # the user code is an installed package itself
         folder = Path(frames[0].filename).parent
-        own = [frame for frame in frames if Path(frame.filename).parent == folder]
-    return f"{own[-1].filename}:{own[-1].lineno}: "
+        user_frames = [frame for frame in frames if Path(frame.filename).parent == folder]
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: "
 
 
 def _definition(function: Callable[..., Any]) -> str:

@@ -59,7 +59,7 @@ class SlurmTask(NamedTuple):
 class Step(NamedTuple):
     """The step of a Slurm job that this task belongs to."""
 
-    place: SlurmTask
+    task: SlurmTask
     size: int
     first_host: str
     identity: str  # the same in all tasks, and in no other step
@@ -108,67 +108,67 @@ def meet(
     number the tasks as Slurm has placed them.
     """
     deadline = time.monotonic() + limit_s
-    if step.place.rank == 0:
+    if step.task.rank == 0:
         return _gather(step, start_rendezvous, deadline)
     return _report(step, deadline)
 
 
-def placement(places: list[SlurmTask]) -> list[Variables]:
+def placement(tasks: list[SlurmTask]) -> list[Variables]:
     """Return Horovod's variables for each rank.
 
     Raises UsageError unless the ranks of each host are consecutive.
     """
-    order = sorted(places, key=lambda place: (place.node, place.local_rank))
-    for place, wanted in zip(places, order, strict=True):
-        if place != wanted:
+    order = sorted(tasks, key=lambda task: (task.node, task.local_rank))
+    for task, wanted in zip(tasks, order, strict=True):
+        if task != wanted:
             raise UsageError(
-                f"Slurm has placed rank {place.rank} on {place.host}, and ranks of one host must "
+                f"Slurm has placed rank {task.rank} on {task.host}, and ranks of one host must "
                 "follow one another: start with srun --distribution=block"
             )
-    found = []
-    for place in places:
-        beside = [other.rank for other in places if other.node == place.node]
-        across = [other.rank for other in places if other.local_rank == place.local_rank]
+    by_rank = []
+    for task in tasks:
+        beside = [other.rank for other in tasks if other.node == task.node]
+        across = [other.rank for other in tasks if other.local_rank == task.local_rank]
         variables = {
-            "RANK": place.rank,
-            "SIZE": len(places),
-            "LOCAL_RANK": place.local_rank,
+            "RANK": task.rank,
+            "SIZE": len(tasks),
+            "LOCAL_RANK": task.local_rank,
             "LOCAL_SIZE": len(beside),
-            "CROSS_RANK": across.index(place.rank),
+            "CROSS_RANK": across.index(task.rank),
             "CROSS_SIZE": len(across),
-            "HOSTNAME": place.host,
+            "HOSTNAME": task.host,
         }
-        found.append({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
-    return found
+        by_rank.append({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
+    return by_rank
 
 
 def _gather(
     step: Step, start_rendezvous: Callable[[list[Variables]], int], deadline: float
 ) -> tuple[Variables, str]:
     """Collect the reports of all other tasks, in task 0, then answer them."""
-    places, lines, address = {0: step.place}, {}, "127.0.0.1"
+    tasks, lines, address = {0: step.task}, {}, "127.0.0.1"
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(step))
-        while len(places) < step.size:
+        while len(tasks) < step.size:
             try:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 connection = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                absent = sorted(set(range(step.size)) - set(places))
+                absent = sorted(set(range(step.size)) - set(tasks))
                 raise PreflightError(
                     f"of the {step.size} tasks of this step, {len(absent)} did not report to "
                     f"{step.first_host}:{listener.getsockname()[1]} in time: tasks "
                     f"{', '.join(map(str, absent[:10]))}"
                 ) from None
-            place = _greet(connection, step)
-            if place is None:
+            task = _greet(connection, step)
+            if task is None:
                 connection.close()
                 continue
-            places[place.rank], lines[place.rank] = place, connection
-            if place.node != step.place.node:
+            tasks[task.rank], lines[task.rank] = task, connection
+            if task.node != step.task.node:
                 address = connection.getsockname()[0]
         try:
-            ranks = placement([places[rank] for rank in range(step.size)])
+            ranks = placement([tasks[rank] for rank in range(step.size)])
         except UsageError as error:
             for connection in lines.values():
                 _send(connection, {"error": str(error)})
@@ -192,16 +192,16 @@ def _greet(connection: socket.socket, step: Step) -> SlurmTask | None:
     if report.pop("step", None) != step.identity:
         return None
     try:
-        place = SlurmTask(**report)
+        task = SlurmTask(**report)
     except TypeError:
         return None
-    return place if place.rank in range(1, step.size) else None
+    return task if task.rank in range(1, step.size) else None
 
 
 def _report(step: Step, deadline: float) -> tuple[Variables, str]:
     """Report to task 0, in any other task, and wait for the answer."""
     with _reach(step, deadline) as connection:
-        _send(connection, {"step": step.identity, **step.place._asdict()})
+        _send(connection, {"step": step.identity, **step.task._asdict()})
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         answer = _receive(connection)
         if "error" in answer:
@@ -211,7 +211,7 @@ def _report(step: Step, deadline: float) -> tuple[Variables, str]:
                 f"task 0 on {step.first_host} has ended, or not all {step.size} tasks of this "
                 "step reported in time"
             )
-        elsewhere = answer["address"] != "127.0.0.1" and step.place.node != 0
+        elsewhere = answer["address"] != "127.0.0.1" and step.task.node != 0
         address = connection.getsockname()[0] if elsewhere else answer["address"]
         return answer["variables"], address
 

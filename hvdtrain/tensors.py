@@ -21,7 +21,11 @@ def items_of(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {it.name: getattr(value, it.name) for it in fields(value) if hasattr(value, it.name)}
+        return {
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if hasattr(value, field.name)
+        }
     return None
 
 
@@ -42,7 +46,7 @@ def changed(
     items = items_of(value)
     if items is None:
         return value
-    return with_items(value, {key: changed(it, change, applies) for key, it in items.items()})
+    return with_items(value, {key: changed(item, change, applies) for key, item in items.items()})
 
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
@@ -50,8 +54,8 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     if type(value) in (dict, list, tuple):  # faster, as most are
         return dict(items) if isinstance(value, dict) else type(value)(items.values())
     if isinstance(value, tuple):
-        found = list(items.values())
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        values = list(items.values())
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     copied = copy.copy(value)

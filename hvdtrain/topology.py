@@ -77,7 +77,7 @@ class Topology:
         return cls(alone_in=_job_around(environment))
 
     @property
-    def place(self) -> str:
+    def rank_and_host(self) -> str:
         """Return rank and host for messages: 'rank 3 on node1'."""
         return f"rank {self.rank} on {socket.gethostname()}"
 

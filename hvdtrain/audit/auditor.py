@@ -108,10 +108,10 @@ class Auditor:
         lengths = [real_length(parameter) for parameter in self._parameters]
         whole: Groups | None = None
         if self._check.whole:
-            places = {name: place for place, (name, _) in enumerate(self._named)}
-            whole = [[place] for place in places.values()]
+            numbers = {name: number for number, (name, _) in enumerate(self._named)}
+            whole = [[number] for number in numbers.values()]
             if self._messages is not None:
-                whole = [[places[name] for name in message] for message in self._messages()]
+                whole = [[numbers[name] for name in message] for message in self._messages()]
         self._parts = Parts(lengths, self._part_count, self._seed, whole)
         self._local = LocalGradients(self._parameters)
 
@@ -143,17 +143,21 @@ class Auditor:
         groups = self._due
         if optimizers is not None:
             owned = set(map(id, parameters_of(*optimizers)))
-            groups = [it for it in groups if id(self._parameters[it[0].parameter]) in owned]
+            groups = [
+                group for group in groups if id(self._parameters[group[0].parameter]) in owned
+            ]
         self._pieces = list(chain.from_iterable(groups))
         self._blocks = make_blocks(groups, self._parameters, self._check.whole)
-        own, digests = NO_ERROR, []
+        local_worst, digests = NO_ERROR, []
         for block, local, reduced in values_of(self._blocks, self._local, self._parameters):
             digests.append(digest(reduced))
-            found = self._check.compare(block, local, reduced, all_segments=False)
-            own = max(own, found, key=lambda error: error.ratio)
+            block_worst = self._check.compare(block, local, reduced, all_segments=False)
+            local_worst = max(local_worst, block_worst, key=lambda error: error.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
         # twice per step reduces reduced gradients again: there is nothing to compare them with.
-        errors, table = gather_errors(own, [*digests, self._local.found_any], self._transport)
+        errors, table = gather_errors(
+            local_worst, [*digests, self._local.found_any], self._transport
+        )
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():
             return
@@ -184,9 +188,9 @@ class Auditor:
     def _explain(self, step: int, block: Block, digests: list[float]) -> None:
         """Collective: compare all of one block on every rank, and raise AuditMismatch."""
         ((_, local, reduced),) = values_of([block], self._local, self._parameters)
-        own = self._check.compare(block, local, reduced, all_segments=True)
+        local_worst = self._check.compare(block, local, reduced, all_segments=True)
         changed = -1 if self._changed is None else self._changed
-        errors, table = gather_errors(own, [changed], self._transport)
+        errors, table = gather_errors(local_worst, [changed], self._transport)
         trusted = trusted_ranks(digests, errors)
         differences = first_differences(block, reduced, trusted[0], self._transport)
         numbers = [int(number) for number in table[:, 0]]

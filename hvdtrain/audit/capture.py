@@ -49,7 +49,7 @@ class Parts:
         self._parts = parts
         self._seed = seed
         if whole is not None:
-            groups = [[Piece(it, 0, lengths[it]) for it in own if lengths[it]] for own in whole]
+            groups = [[Piece(n, 0, lengths[n]) for n in group if lengths[n]] for group in whole]
             self._groups = [group for group in groups if group]
             return
         wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else BLOCK_ELEMENTS
@@ -67,7 +67,7 @@ class Parts:
         cycle, part = divmod(number, self._parts)
         generator = np.random.Generator(np.random.PCG64([self._seed, cycle]))
         dealt = generator.permutation(len(self._groups))[part :: self._parts]
-        return [self._groups[place] for place in np.sort(dealt)]
+        return [self._groups[index] for index in np.sort(dealt)]
 
 
 class LocalGradients:
@@ -90,8 +90,8 @@ class LocalGradients:
         self._copies.clear()
         self._copied_from.clear()
         self._share = 0
-        for number, own in groupby(pieces, lambda piece: piece.parameter):
-            copier = self._copier(list(own))
+        for number, group in groupby(pieces, lambda piece: piece.parameter):
+            copier = self._copier(list(group))
             hook = self._parameters[number].register_post_accumulate_grad_hook(copier)
             self._hooks.append(hook)
 
@@ -186,17 +186,17 @@ def values_of(
     """
     shares = local.shares
     for start in range(0, len(blocks), COPIED_BLOCKS):
-        own = blocks[start : start + COPIED_BLOCKS]
+        chunk = blocks[start : start + COPIED_BLOCKS]
         held: list[torch.Tensor | None] = []
-        for block in own:
+        for block in chunk:
             for share in shares:
                 held += [local.get(share, piece) for piece in block.pieces]
             held += [_reduced(piece, parameters) for piece in block.pieces]
-        found = iter(_on_cpu(held))
-        for block in own:
+        on_cpu = iter(_on_cpu(held))
+        for block in chunk:
             count = len(block.pieces)
             *of_shares, reduced = (
-                block.joined(islice(found, count)) for _ in range(len(shares) + 1)
+                block.joined(islice(on_cpu, count)) for _ in range(len(shares) + 1)
             )
             yield Values(block, of_shares, reduced)
 
@@ -208,17 +208,17 @@ def _reduced(piece: Piece, parameters: Sequence[torch.nn.Parameter]) -> torch.Te
 
 def _on_cpu(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the values on the CPU; those of one type on a device are copied together."""
-    found = list(values)
+    on_cpu = list(values)
     together: dict[torch.dtype, list[int]] = {}
-    for place, it in enumerate(values):
-        if it is not None and it.device.type != "cpu":
-            together.setdefault(it.dtype, []).append(place)
-    for places in together.values():
-        parts = [it for place in places if (it := values[place]) is not None]
-        copied = torch.cat(parts).cpu().split([len(it) for it in parts])
-        for place, part in zip(places, copied, strict=True):
-            found[place] = part
-    return found
+    for index, tensor in enumerate(values):
+        if tensor is not None and tensor.device.type != "cpu":
+            together.setdefault(tensor.dtype, []).append(index)
+    for indices in together.values():
+        parts = [tensor for index in indices if (tensor := values[index]) is not None]
+        copied = torch.cat(parts).cpu().split([len(part) for part in parts])
+        for index, part in zip(indices, copied, strict=True):
+            on_cpu[index] = part
+    return on_cpu
 
 
 def make_blocks(
@@ -230,7 +230,7 @@ def make_blocks(
     for group in groups:
         dtype, length = (
             real_dtype(parameters[group[0].parameter].dtype),
-            sum(it.length for it in group),
+            sum(piece.length for piece in group),
         )
         if blocks and blocks[-1][0] == dtype and length <= room:
             blocks[-1][1].extend(group)
@@ -238,7 +238,7 @@ def make_blocks(
             blocks.append((dtype, list(group)))
             room = 0 if whole else BLOCK_ELEMENTS
         room -= length
-    return [Block(number, dtype, tuple(own)) for number, (dtype, own) in enumerate(blocks)]
+    return [Block(number, dtype, tuple(pieces)) for number, (dtype, pieces) in enumerate(blocks)]
 
 
 def flattened(gradient: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,10 @@ class BoundCheck:
 
         `local`, `reduced`: all elements of the block, in its dtype.
         """
-        own, sums, magnitudes = self._summed(_only(local, reduced).double().numpy(), all_segments)
-        if own.start == own.stop:
+        segment, sums, magnitudes = self._summed(
+            _only(local, reduced).double().numpy(), all_segments
+        )
+        if segment.start == segment.stop:
             return NO_ERROR
         size = self._transport.size
         dtype = self._compressed or torch.empty(0, dtype=added_dtype(block.dtype)).numpy().dtype
@@ -61,21 +63,21 @@ class BoundCheck:
         reference = sums / size if self._op == "average" else sums
         if block.dtype == torch.bfloat16:  # the sum is rounded to it
             bound += (np.abs(reference) + bound) * BFLOAT16_ROUNDOFF + BFLOAT16_UNDERFLOW
-        found = reduced[own].to(torch.float64).numpy()
-        ratios = _finite_ratios(found, reference, bound)
+        actual = reduced[segment].to(torch.float64).numpy()
+        ratios = _finite_ratios(actual, reference, bound)
         if ratios is None:
             overflow = may_overflow(magnitudes, size, dtype, further_scalings=casts)
-            ratios = error_over_bound(found, reference, bound, overflow)
-        place = int(np.argmax(ratios))
-        parameter, index = block.locate(own.start + place)
+            ratios = error_over_bound(actual, reference, bound, overflow)
+        worst = int(np.argmax(ratios))
+        parameter, index = block.locate(segment.start + worst)
         return WorstError(
-            ratio=float(ratios[place]),
+            ratio=float(ratios[worst]),
             block=block.number,
             parameter=parameter,
             index=index,
-            reduced=float(found[place]),
-            reference=float(reference[place]),
-            bound=float(bound[place]),
+            reduced=float(actual[worst]),
+            reference=float(reference[worst]),
+            bound=float(bound[worst]),
         )
 
     def _summed(self, values: Floats, all_segments: bool) -> tuple[slice, Floats, Floats]:
@@ -86,8 +88,8 @@ class BoundCheck:
         parts = split_evenly(values.size, size)
         both = np.empty(2 * values.size)
         doubled = [slice(2 * part.start, 2 * part.stop) for part in parts]
-        for part, place in zip(parts, doubled, strict=True):
-            half = both[place].reshape(2, -1)
+        for part, span in zip(parts, doubled, strict=True):
+            half = both[span].reshape(2, -1)
             half[0] = values[part]
             finite_magnitudes(values[part], out=half[1])
         held = reduce_scatter(both, doubled, self._transport)
@@ -95,7 +97,7 @@ class BoundCheck:
             sums, magnitudes = both[held].reshape(2, -1)
             return slice(held.start // 2, held.stop // 2), sums, magnitudes
         all_gather(both, doubled, self._transport)
-        halves = [both[place].reshape(2, -1) for place in doubled]
+        halves = [both[span].reshape(2, -1) for span in doubled]
         sums, magnitudes = np.concatenate(halves, axis=1)
         return slice(0, values.size), sums, magnitudes
 
@@ -129,8 +131,8 @@ class ExactCheck:
 
         `local`, `reduced`: all elements of one message, in its dtype.
         """
-        own = _only(local, reduced)
-        terms = own.to(torch.float16) if self._compressed else exactly(own)
+        gradients = _only(local, reduced)
+        terms = gradients.to(torch.float16) if self._compressed else exactly(gradients)
         values = reproduce(terms.numpy(), self._transport, self._order, self._op)
         return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
 
@@ -164,28 +166,28 @@ class CanonicalCheck:
 
 def _only(local: Shares, reduced: torch.Tensor) -> torch.Tensor:
     """Return the gradients of this rank's only share; zero if it had none."""
-    (own,) = local or [torch.zeros_like(reduced)]
-    return own
+    (gradients,) = local or [torch.zeros_like(reduced)]
+    return gradients
 
 
 def _worst_of_bits(block: Block, reduced: torch.Tensor, expected: torch.Tensor) -> WorstError:
     """Return the largest error among the elements that differ in any bit."""
-    pair = [exactly(it).contiguous().numpy() for it in (reduced, expected)]
+    pair = [exactly(tensor).contiguous().numpy() for tensor in (reduced, expected)]
     wrong = np.flatnonzero(differing_bits(*pair))
     if wrong.size == 0:
         return NO_ERROR
-    found = reduced.to(torch.float64).numpy()[wrong]
+    actual = reduced.to(torch.float64).numpy()[wrong]
     reference = expected.to(torch.float64).numpy()[wrong]
     with np.errstate(invalid="ignore"):
-        errors = np.abs(found - reference)
-    place = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
-    parameter, index = block.locate(int(wrong[place]))
+        errors = np.abs(actual - reference)
+    worst = int(np.argmax(np.where(np.isnan(errors), math.inf, errors)))
+    parameter, index = block.locate(int(wrong[worst]))
     return WorstError(
         ratio=math.inf,
         block=block.number,
         parameter=parameter,
         index=index,
-        reduced=float(found[place]),
-        reference=float(reference[place]),
+        reduced=float(actual[worst]),
+        reference=float(reference[worst]),
         bound=0.0,
     )

@@ -73,12 +73,12 @@ class ComputeAudit:
         """
         self._job, self._exchange, self._hosts = job, exchange, hosts
         self._every, self._seed, self._on_record = every, seed, on_record
-        named = [(name, it) for name, it in job.model.named_parameters() if it.requires_grad]
+        named = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
-        self._parameters = [it for _, it in named]
+        self._parameters = [p for _, p in named]
         self._local = ShareDigests(self._parameters)
         shares = job.feed.shares
-        self._owners = {it: r for r in range(exchange.size) for it in shares.of_rank(r)}
+        self._owners = {share: r for r in range(exchange.size) for share in shares.of_rank(r)}
         self._share = -1  # the one that this rank records
         self._weight = 0.0
         self._buffers: Mapping[str, torch.Tensor | None] = {}
@@ -122,19 +122,19 @@ class ComputeAudit:
             return
         self._local.end()
         share, order = self._chosen(step)
-        own = None
+        local_work = None
         if self._passes:
             gradients = self._local.table(share + 1)[share, 1:]
-            own = ShareWork(self._weight, self._buffers, list(self._passes), gradients)
-        works = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.work")
-        work = next((it for it in works if it is not None), None)
+            local_work = ShareWork(self._weight, self._buffers, list(self._passes), gradients)
+        works = self._exchange.all_gather_object(local_work, "hvdtrain.compute_audit.work")
+        work = next((work for work in works if work is not None), None)
         if work is None:  # the share has no samples in this step
             return
-        (found,) = self._opinions(work, order[1:2])
-        agree = np.array_equal(found, work.gradients)
+        (opinion,) = self._opinions(work, order[1:2])
+        agree = np.array_equal(opinion, work.gradients)
         self._on_record(step, agree)
         if not agree:
-            raise self._verdict(step, share, work, found, order)
+            raise self._verdict(step, share, work, opinion, order)
 
     def updated(self, step: int, sums: StepSums) -> None: ...
 
@@ -149,33 +149,33 @@ class ComputeAudit:
         generator = np.random.Generator(np.random.PCG64([self._seed, step]))
         share = int(generator.choice(sorted(self._owners)))
         owner = self._owners[share]
-        others = [int(it) for it in generator.permutation(self._exchange.size) if it != owner]
+        others = [int(rank) for rank in generator.permutation(self._exchange.size) if rank != owner]
         others.sort(key=lambda rank: self._hosts[rank] == self._hosts[owner])
         return share, [owner, *others]
 
     def _opinions(self, work: ShareWork, ranks: Sequence[int]) -> list[Words]:
         """Collective: return the digests that each of `ranks` computes."""
-        own = None
+        opinion = None
         if self._exchange.rank in ranks:
-            own = self._digests(work)
-        found = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.gradients")
-        return [found[rank] for rank in ranks]
+            opinion = self._digests(work)
+        opinions = self._exchange.all_gather_object(opinion, "hvdtrain.compute_audit.gradients")
+        return [opinions[rank] for rank in ranks]
 
     def _verdict(
-        self, step: int, share: int, work: ShareWork, found: Words, order: Sequence[int]
+        self, step: int, share: int, work: ShareWork, opinion: Words, order: Sequence[int]
     ) -> ComputeMismatch:
         """Collective: find which rank is wrong, how often, and the first tensor that differs."""
         self._require_repetition(step, work)
         owner, checker, *further = order
         asked = [owner, checker, *further[:1]]
         again = dict(zip(asked, self._opinions(work, asked), strict=True))
-        first = {owner: work.gradients, checker: found}
+        first = {owner: work.gradients, checker: opinion}
         wrong, reason = self._wrong(first, again, work)
-        places = np.flatnonzero((work.gradients != found).any(axis=1))
+        differing = np.flatnonzero((work.gradients != opinion).any(axis=1))
         what = (
             f"at step {step} ranks {owner} and {checker} computed different gradients of share "
-            f"{share} from the same batch and parameters: {self._names[places[0]]} "
-            f"({len(places)} of {len(self._names)} parameters)"
+            f"{share} from the same batch and parameters: {self._names[differing[0]]} "
+            f"({len(differing)} of {len(self._names)} parameters)"
         )
         if wrong is None:
             return ComputeMismatch(f"{what}. {reason}", wrong)
@@ -224,8 +224,8 @@ class ComputeAudit:
         """Collective: return which of two ranks is clearly farther from the slope of the loss, in
         the direction in which their gradients differ; None if they do not agree on it.
         """
-        own = self._flat(self._compute(work))
-        held = self._exchange.all_gather_object(own, "hvdtrain.compute_audit.values")
+        local_gradient = self._flat(self._compute(work))
+        held = self._exchange.all_gather_object(local_gradient, "hvdtrain.compute_audit.values")
         one, other = (held[rank] for rank in ranks)
         along = (one - other) / (one - other).norm()
         errors, problem = [math.nan, math.nan], ""
@@ -236,7 +236,7 @@ class ComputeAudit:
             problem = f", and its loss cannot be computed in float64 ({error})"
         judged = self._exchange.all_gather_object(errors, "hvdtrain.compute_audit.slopes")
         for wrong, right in ((0, 1), (1, 0)):
-            if all(it[wrong] > CLEARLY * it[right] for it in judged):
+            if all(pair[wrong] > CLEARLY * pair[right] for pair in judged):
                 return ranks[wrong], (
                     f"its gradient is {errors[wrong]:.1e} from the slope of the loss, measured in "
                     f"float64, and that of rank {ranks[right]} {errors[right]:.1e}"
@@ -249,43 +249,45 @@ class ComputeAudit:
         losses = []
         for sign in (1, -1):
             model = self._prepared(work).double()  # to stay so, as the run ends
-            parameters = [it for it in model.parameters() if it.requires_grad]
-            parts = along.split([it.numel() for it in parameters])
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            parts = along.split([p.numel() for p in parameters])
             with torch.no_grad():
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.add_(
                         sign * SLOPE_STEP * part.view(parameter.shape).to(parameter.device)
                     )
                 losses.append(
-                    math.fsum(float(it) for it in self._losses(model, work, precise=True))
+                    math.fsum(float(loss) for loss in self._losses(model, work, precise=True))
                 )
         return (losses[0] - losses[1]) / (2 * SLOPE_STEP)
 
     def _digests(self, work: ShareWork) -> Words:
-        return np.stack([digest_of(it) for it in self._compute(work)])
+        return np.stack([digest_of(gradient) for gradient in self._compute(work)])
 
     def _compute(self, work: ShareWork) -> Gradients:
         """Return the gradients of a share. All states of the run stay as they are."""
         model = self._prepared(work)
         for loss in self._losses(model, work):
             loss.backward()
-        return [it.grad for it in model.parameters() if it.requires_grad]
+        return [p.grad for p in model.parameters() if p.requires_grad]
 
     def _flat(self, gradients: Gradients) -> torch.Tensor:
         """Return the gradients of all parameters as one vector, in float64, on the CPU."""
         pairs = zip(self._parameters, gradients, strict=True)
         dense = [(p.detach() * 0 if g is None else g).cpu().double() for p, g in pairs]
-        return torch.cat([it.reshape(-1) for it in dense])
+        return torch.cat([gradient.reshape(-1) for gradient in dense])
 
     def _prepared(self, work: ShareWork) -> torch.nn.Module:
         """Return the copy of the model with the parameters of now, and the buffers of the share."""
         model, twin = self._job.model, self._twin
         with torch.no_grad():
-            for parameter, own in zip(model.parameters(), twin.parameters(), strict=True):
-                own.copy_(parameter)
-                own.requires_grad_(parameter.requires_grad)
-        for module, own_module in zip(model.modules(), twin.modules(), strict=True):
-            own_module.training = module.training
+            for parameter, twin_parameter in zip(
+                model.parameters(), twin.parameters(), strict=True
+            ):
+                twin_parameter.copy_(parameter)
+                twin_parameter.requires_grad_(parameter.requires_grad)
+        for module, twin_module in zip(model.modules(), twin.modules(), strict=True):
+            twin_module.training = module.training
         load_buffers(twin, work.buffers)
         twin.zero_grad(set_to_none=True)
         return twin
@@ -313,4 +315,4 @@ class ComputeAudit:
 
 def _doubled(batch: Any) -> Any:
     """Return a batch with its floating-point tensors in float64."""
-    return changed(batch, lambda it: it.double() if it.is_floating_point() else it)
+    return changed(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)

@@ -134,9 +134,9 @@ def _hash_of(data: NDArray[np.uint8]) -> Any:
     """Return the SHA-256 object of the hashes of all whole blocks, and of the bytes left."""
     whole = data.size // BLOCK_BYTES * BLOCK_BYTES
     words = data[:whole].view("<u4").reshape(-1, len(KEYS))
-    found = hashlib.sha256(np.einsum("ij,j->i", words, KEYS, dtype=np.int64, casting="unsafe"))
-    found.update(data[whole:].tobytes())
-    return found
+    sha256 = hashlib.sha256(np.einsum("ij,j->i", words, KEYS, dtype=np.int64, casting="unsafe"))
+    sha256.update(data[whole:].tobytes())
+    return sha256
 
 
 def _content_of(batch: object) -> str:

@@ -53,14 +53,14 @@ def digest(values: torch.Tensor) -> int:
 
 
 def gather_errors(
-    own: WorstError, further: Sequence[float], transport: Transport
+    local_worst: WorstError, further: Sequence[float], transport: Transport
 ) -> tuple[list[WorstError], NDArray[np.float64]]:
     """Collective: return the worst error of every rank, and a table (ranks, numbers) of `further`.
 
     They travel over the ring as float64, in which a CRC-32 is exact.
     """
-    table = gather(np.array([*astuple(own), *further], np.float64), transport)
-    width = len(astuple(own))
+    table = gather(np.array([*astuple(local_worst), *further], np.float64), transport)
+    width = len(astuple(local_worst))
     errors = [
         WorstError(ratio, int(block), int(parameter), int(index), *values)
         for ratio, block, parameter, index, *values in table[:, :width].tolist()
@@ -86,19 +86,19 @@ def first_differences(
     block: Block, reduced: torch.Tensor, trusted: int, transport: Transport
 ) -> list[Difference | None]:
     """Collective: return by rank how its `reduced` first differs from that of rank `trusted`."""
-    own = _bytes_of(reduced)
-    theirs = own.copy()
+    local_bytes = _bytes_of(reduced)
+    theirs = local_bytes.copy()
     broadcast(theirs, transport, trusted)
-    found = np.zeros(5)
-    wrong = np.flatnonzero((own != theirs).any(axis=1))
+    row = np.zeros(5)
+    wrong = np.flatnonzero((local_bytes != theirs).any(axis=1))
     if wrong.size:
-        place = int(wrong[0])
+        position = int(wrong[0])
         trusted_values = torch.from_numpy(theirs.reshape(-1)).view(reduced.dtype)
-        values = [float(v[place].double()) for v in (reduced, trusted_values)]
-        found[:] = [1, *block.locate(place), *values]
+        values = [float(v[position].double()) for v in (reduced, trusted_values)]
+        row[:] = [1, *block.locate(position), *values]
     return [
         Difference(int(parameter), int(index), *values) if differs else None
-        for differs, parameter, index, *values in gather(found, transport).tolist()
+        for differs, parameter, index, *values in gather(row, transport).tolist()
     ]
 
 
@@ -181,5 +181,5 @@ def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
 
 def _place(parameter: int, index: int, named: Named) -> str:
     name, tensor = named[parameter]
-    places = np.unravel_index(index, as_real(tensor.detach()).shape)
-    return f"parameter {name}, index {[int(place) for place in places]}"
+    coordinates = np.unravel_index(index, as_real(tensor.detach()).shape)
+    return f"parameter {name}, index {[int(coordinate) for coordinate in coordinates]}"

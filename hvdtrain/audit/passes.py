@@ -38,7 +38,7 @@ class PassDigests:
         self._calls: Counter[str] = Counter()  # of each module in this pass
         self._open: list[str] = []  # the calls in progress, outermost first
         self._names = WeakTensorKeyDictionary()  # of the tensors whose gradients are digested
-        self._own: Digests = {}  # of this pass
+        self._current: Digests = {}  # of this pass
 
     def begin(self, step: int, data: StepData) -> None:
         """Digest the parameters and register the hooks, if it is the step."""
@@ -58,9 +58,11 @@ class PassDigests:
     def begin_pass(self, share: int, batch: Any) -> None:
         if not self._hooks:
             return
-        self._own = {"the batch": _digest(batch)}
-        self.passes.setdefault(share, []).append(self._own)
-        buffers = {f"the buffer {name}": _digest(it) for name, it in self._model.named_buffers()}
+        self._current = {"the batch": _digest(batch)}
+        self.passes.setdefault(share, []).append(self._current)
+        buffers = {
+            f"the buffer {name}": _digest(buffer) for name, buffer in self._model.named_buffers()
+        }
         self.buffers.setdefault(share, buffers)
         self._calls.clear()
         self._names.clear()
@@ -80,7 +82,7 @@ class PassDigests:
         self._calls[name] += 1
         call = f"{name} (call {self._calls[name]})"
         self._open.append(call)
-        self._own[f"the input of {call}"] = _digest([inputs, named_inputs])
+        self._current[f"the input of {call}"] = _digest([inputs, named_inputs])
         is_leaf = next(module.children(), None) is None
         for tensor in tensors_in([inputs, named_inputs]):
             if tensor.requires_grad:
@@ -91,7 +93,7 @@ class PassDigests:
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         name = f"the output of {self._open.pop()}"
-        self._own[name] = _digest(output)
+        self._current[name] = _digest(output)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 self._watch(tensor, name)
@@ -103,7 +105,7 @@ class PassDigests:
         self._hooks.append(tensor.register_hook(hook))
 
     def _gradient_is_ready(self, name: str, gradient: torch.Tensor) -> None:
-        self._own[name] = _digest(gradient)
+        self._current[name] = _digest(gradient)
 
     def _parameter_is_ready(self, name: str, parameter: torch.Tensor) -> None:
         self._gradient_is_ready(f"the gradient of {name}", parameter.grad)  # type: ignore[arg-type]
@@ -111,20 +113,20 @@ class PassDigests:
 
 def first_tensor(one: PassDigests, other: PassDigests, share: int) -> str | None:
     """Return the name of the first tensor by which the passes of a share differ, or None."""
-    if found := _first(one.parameters, other.parameters):
-        return f"{found}, before the step"
+    if name := _first(one.parameters, other.parameters):
+        return f"{name}, before the step"
     both = zip(one.passes[share], other.passes[share], strict=False)
-    number, found = next(
-        ((number, it) for number, pair in enumerate(both) if (it := _first(*pair))), (0, None)
+    number, name = next(
+        ((number, first) for number, pair in enumerate(both) if (first := _first(*pair))), (0, None)
     )
-    if not found:
+    if not name:
         return None
-    place = f", in pass {number}" if len(one.passes[share]) > 1 else ""
-    if takers := one.takers.get(found):
-        found += f", coming back from {' and '.join(dict.fromkeys(takers))}"
+    location = f", in pass {number}" if len(one.passes[share]) > 1 else ""
+    if takers := one.takers.get(name):
+        name += f", coming back from {' and '.join(dict.fromkeys(takers))}"
     if buffer := _first(one.buffers[share], other.buffers[share]):
-        place += f". Before the pass {buffer} differs already"
-    return f"{found}{place}"
+        location += f". Before the pass {buffer} differs already"
+    return f"{name}{location}"
 
 
 def _first(one: Digests, other: Digests) -> str | None:
@@ -137,7 +139,7 @@ def _first(one: Digests, other: Digests) -> str | None:
 
 
 def _digest(value: Any) -> str:
-    found = BatchDigest()
+    digest = BatchDigest()
     for tensor in tensors_in(value):
-        found.add(tensor)
-    return text_of(found.words())
+        digest.add(tensor)
+    return text_of(digest.words())

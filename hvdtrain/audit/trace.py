@@ -73,7 +73,7 @@ class Tracer:
     ) -> None:
         """`is_due`: whether a step is recorded. `keeps_sums`: record `sums` as well."""
         self._setting = setting
-        self._parameters = [it for it in job.model.parameters() if it.requires_grad]
+        self._parameters = [p for p in job.model.parameters() if p.requires_grad]
         self._job, self._exchange = job, exchange
         self._shares = len(job.feed.shares.weights)
         self._is_due, self._on_record, self._keeps_sums = is_due, on_record, keeps_sums
@@ -82,10 +82,10 @@ class Tracer:
         self._sums: list[float | None] = []
         self._local = ShareDigests(self._parameters)
         # Reduced gradients and parameters are on all ranks: each rank digests some of both.
-        sizes = [it.numel() for it in self._parameters]
+        sizes = [p.numel() for p in self._parameters]
         owned = _share_out(sizes + sizes, exchange.size)[exchange.rank]
-        self._own_reduced = [it for it in owned if it < len(sizes)]
-        self._own_updated = [it - len(sizes) for it in owned if it >= len(sizes)]
+        self._reduced_numbers = [number for number in owned if number < len(sizes)]
+        self._updated_numbers = [number - len(sizes) for number in owned if number >= len(sizes)]
         self._reduced = self._digests([], [])
 
     def begin(self, step: int, data: StepData) -> None:
@@ -107,14 +107,16 @@ class Tracer:
         if not self._records:
             return
         owned = set(map(id, parameters_of(*optimizers)))
-        places = {n for n, it in enumerate(self._parameters) if id(it) in owned}
-        gradients = [it.grad for it in self._parameters]
-        self._reduced += self._digests(gradients, [it for it in self._own_reduced if it in places])
+        numbers = {n for n, p in enumerate(self._parameters) if id(p) in owned}
+        gradients = [p.grad for p in self._parameters]
+        self._reduced += self._digests(
+            gradients, [n for n in self._reduced_numbers if n in numbers]
+        )
         if self._keeps_sums:
-            for place in places:
-                gradient = gradients[place]
+            for number in numbers:
+                gradient = gradients[number]
                 total = 0.0 if gradient is None else float(gradient.double().sum())
-                self._sums[place] = _finite(total)
+                self._sums[number] = _finite(total)
 
     def updated(self, step: int, sums: StepSums) -> None:
         """Collective: record the step, if it is due."""
@@ -123,7 +125,7 @@ class Tracer:
         self._local.end()
         # Rows of one length: those of the shares, of the reduced gradients, and of the parameters.
         local = self._local.table(self._shares)
-        after = self._digests(self._parameters, self._own_updated)
+        after = self._digests(self._parameters, self._updated_numbers)
         table = torch.from_numpy(np.concatenate([local, self._reduced, after]))
         table = self._exchange.begin_reduction(table, "sum", "hvdtrain.trace").wait()
         texts = [[text_of(digest) for digest in row] for row in table.numpy()]
@@ -147,13 +149,13 @@ class Tracer:
         """Remove the hooks."""
         self._local.end()
 
-    def _digests(self, tensors: Sequence[torch.Tensor | None], own: Sequence[int]) -> Words:
+    def _digests(self, tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> Words:
         """Return a row of digests of the tensors of this rank, by number; zeros for all others.
 
         The first place stays empty, as a row of a share has its batches there.
         """
         row = np.zeros((1, 1 + len(self._parameters), WORDS), np.int32)
-        for number in own:
+        for number in numbers:
             row[0, 1 + number] = digest_of(tensors[number])
         return row
 
@@ -162,7 +164,7 @@ def refuse_others(
     parameters: Sequence[torch.nn.Parameter], model: torch.nn.Module, option: str
 ) -> None:
     """Raise UsageError if others are trainable now than those that a record has places for."""
-    now = [it for it in model.parameters() if it.requires_grad]
+    now = [p for p in model.parameters() if p.requires_grad]
     if list(map(id, now)) != list(map(id, parameters)):
         raise UsageError(
             f"{option}: {len(now)} parameters are trainable now, and {len(parameters)} others were "
@@ -177,13 +179,13 @@ def _finite(value: float) -> float | None:
 
 def _share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the numbers of the items of each rank: the largest first, to the least loaded one."""
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for number in sorted(range(len(sizes)), key=lambda it: -sizes[it]):
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         least = loads.index(min(loads))
-        found[least].append(number)
+        by_rank[least].append(number)
         loads[least] += sizes[number]
-    return found
+    return by_rank
 
 
 @dataclass(frozen=True)
@@ -208,21 +210,23 @@ def first_difference(
     gradient's elements, if the two added in other orders. Without equal bits of the reduced
     gradients their updates are not compared.
     """
-    if found := _data_difference(one, other):
-        return found
+    if difference := _data_difference(one, other):
+        return difference
     if len(one.reduced) != len(other.reduced):
         text = f"{len(one.reduced)} and {len(other.reduced)} trainable parameters: other models"
         return RecordDifference("gradient", text)
     shares = _unequal(one.gradients, other.gradients)
     if shares:
-        own = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
-        text = f"{_of(names, own)} of {_counted(shares, one.batches, 'share')}, from equal data"
-        return RecordDifference("gradient", text, shares[0], names[own[0]])
+        gradients = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
+        text = (
+            f"{_of(names, gradients)} of {_counted(shares, one.batches, 'share')}, from equal data"
+        )
+        return RecordDifference("gradient", text, shares[0], names[gradients[0]])
     reduced = _unequal(one.reduced, other.reduced)
     is_rounded = bool(reduced and bounds)
     if bounds:
-        places = range(len(one.reduced))
-        reduced = [it for it in places if not _is_within(one.sums, other.sums, bounds, it)]
+        numbers = range(len(one.reduced))
+        reduced = [n for n in numbers if not _is_within(one.sums, other.sums, bounds, n)]
     if reduced:
         text = f"{_of(names, reduced)}, from equal gradients of all shares"
         return RecordDifference("reduction", text, parameter=names[reduced[0]])
@@ -242,15 +246,15 @@ def _is_within(
     one: Sequence[float | None],
     other: Sequence[float | None],
     bounds: Sequence[float],
-    place: int,
+    number: int,
 ) -> bool:
     """Return whether two sums differ by rounding alone."""
     if not (len(one) == len(other) == len(bounds)):
         return False
-    ours, theirs = one[place], other[place]
+    ours, theirs = one[number], other[number]
     if ours is None or theirs is None:
         return ours is theirs
-    return abs(ours - theirs) <= bounds[place]
+    return abs(ours - theirs) <= bounds[number]
 
 
 def _are_close(one: float | None, other: float | None) -> bool:
@@ -272,12 +276,12 @@ def _data_difference(one: TraceRecord, other: TraceRecord) -> RecordDifference |
 
 
 def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
-    return [place for place, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]]
+    return [n for n, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]]
 
 
-def _of(names: Sequence[str], places: Sequence[int]) -> str:
-    return f"{names[places[0]]} ({len(places)} of {len(names)} parameters)"
+def _of(names: Sequence[str], numbers: Sequence[int]) -> str:
+    return f"{names[numbers[0]]} ({len(numbers)} of {len(names)} parameters)"
 
 
-def _counted(places: Sequence[int], of: Sequence[Any], what: str) -> str:
-    return f"{what} {places[0]} ({len(places)} of {len(of)} {what}s)"
+def _counted(numbers: Sequence[int], of: Sequence[Any], what: str) -> str:
+    return f"{what} {numbers[0]} ({len(numbers)} of {len(of)} {what}s)"

@@ -82,13 +82,13 @@ def make_parser() -> Parser:
         command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
         keeps_lines = "\n" in command.DESCRIPTION.rstrip()
         formatter = RawDescriptionHelpFormatter if keeps_lines else HelpFormatter
-        own = parsers.add_parser(
+        subparser = parsers.add_parser(
             name,
             help=command.HELP,
             description=command.DESCRIPTION,
             formatter_class=formatter,
             allow_abbrev=False,
         )
-        command.add_flags(own)
-        own.set_defaults(subcommand=name, run=command.run, explain=own.explain)
+        command.add_flags(subparser)
+        subparser.set_defaults(subcommand=name, run=command.run, explain=subparser.explain)
     return parser

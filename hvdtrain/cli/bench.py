@@ -314,12 +314,12 @@ def _read_workers(arguments: dict[str, Any], problems: list[str]) -> tuple[int, 
         if most is not None and most < 1:
             problems.append(f"-np={most}: must be at least 1")
         return tuple(range(1, 1 + (most or usable_cores())))
-    found = _numbers(arguments["workers"])
-    if not found or len(set(found)) < len(found):
+    counts = _numbers(arguments["workers"])
+    if not counts or len(set(counts)) < len(counts):
         problems.append(
             f"--workers={arguments['workers']}: expected numbers of at least 1, each once: 1,2,4"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(counts))
 
 
 def _numbers(text: str) -> list[int]:

@@ -80,24 +80,28 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     raise_when_stopped()
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
-        found = examine(hosts, ssh, wishes)
-        say(format_findings(found.findings))
-        if minutes is not None and found.facts:
-            _burn_in(found, hosts, ssh, minutes)
-    write_json(arguments["json"], as_json(found))
-    say(format_verdict(found.findings, found.seconds))
-    return EXIT_PREFLIGHT if failed(found.findings) else EXIT_OK
+        examination = examine(hosts, ssh, wishes)
+        say(format_findings(examination.findings))
+        if minutes is not None and examination.facts:
+            _burn_in(examination, hosts, ssh, minutes)
+    write_json(arguments["json"], as_json(examination))
+    say(format_verdict(examination.findings, examination.seconds))
+    return EXIT_PREFLIGHT if failed(examination.findings) else EXIT_OK
 
 
-def _burn_in(found: Examination, hosts: Sequence[Host], ssh: SshSetup, minutes: float) -> None:
+def _burn_in(
+    examination: Examination, hosts: Sequence[Host], ssh: SshSetup, minutes: float
+) -> None:
     """Burn in the hosts that answered; print the findings, and add them to the others."""
     began = time.monotonic()
-    burned = burn_in([host for host in hosts if host.address in found.facts], ssh, minutes * 60)
+    burned = burn_in(
+        [host for host in hosts if host.address in examination.facts], ssh, minutes * 60
+    )
     findings = check_burn_in(burned)
     say(format_findings(findings))
-    found.findings += findings
-    found.burn_in = burn_in_json(burned)
-    found.seconds += time.monotonic() - began
+    examination.findings += findings
+    examination.burn_in = burn_in_json(burned)
+    examination.seconds += time.monotonic() - began
 
 
 def _headline(hosts: tuple[Host, ...]) -> str:

@@ -20,7 +20,7 @@ from hvdtrain.launcher.ssh import SshOptions
 if TYPE_CHECKING:
     from hvdtrain.lab.trials import Training
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,25 +30,25 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        own = words.index("--") if "--" in words else len(words)
-        spelled = [self._spell(word) for word in words[:own]]
-        return super().parse_known_args(spelled + words[own:], namespace)
+        separator = words.index("--") if "--" in words else len(words)
+        spelled = [self._spell(word) for word in words[:separator]]
+        return super().parse_known_args(spelled + words[separator:], namespace)
 
     def _spell(self, word: str) -> str:
         flag, equals, value = word.partition("=")
         dashed = flag.replace("_", "-")
-        known = flag.startswith("--") and dashed in self._option_string_actions
-        return f"{dashed}{equals}{value}" if known else word
+        is_flag = flag.startswith("--") and dashed in self._option_string_actions
+        return f"{dashed}{equals}{value}" if is_flag else word
 
     def explain(self, unknown: Sequence[str]) -> list[str]:
         """Return the problems of arguments that were not recognised.
 
         Words are one only if no flag is: otherwise they may belong to that flag.
         """
-        known = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
+        flags = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
         problems = []
         for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):
-            near = known.get(nearest(flag.lstrip("-").replace("-", "_"), known) or "")
+            near = flags.get(nearest(flag.lstrip("-").replace("-", "_"), flags) or "")
             hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
             problems.append(f"{flag}: no such flag; {hint}")
         if unknown and not problems:
@@ -56,12 +56,12 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def error(self, message: str) -> NoReturn:
-        found = re.match(r"argument (\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if found and found[1].isupper():  # a command, not the value of a flag
-            known = re.findall(r"[\w-]+", found[3])
-            near = closest(found[2], known)
-            hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
-            message = f"{found[2]}: no such command; {hint}"
+        match = re.match(r"argument (\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if match and match[1].isupper():  # a command, not the value of a flag
+            commands = re.findall(r"[\w-]+", match[3])
+            near = closest(match[2], commands)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(commands)}"
+            message = f"{match[2]}: no such command; {hint}"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
@@ -173,7 +173,7 @@ def ssh_options(arguments: dict[str, Any]) -> SshOptions:
     return SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
 
 
-def attempt(problems: list[str], action: Callable[[], Found]) -> Found | None:
+def attempt(problems: list[str], action: Callable[[], Result]) -> Result | None:
     """Return the result of `action`, or on UsageError extend `problems` and return None."""
     try:
         return action()

@@ -188,8 +188,8 @@ def _worker_commands(
     command: list[str], config: TrainConfig | None, workers: int
 ) -> tuple[list[str], list[str]]:
     """Return the first command and that of restarts."""
-    own = module_argv("hvdtrain.cli") if command[0] in OWN_COMMANDS else []
-    first, flags = [*own, *command], command[1:]
+    entry_point = module_argv("hvdtrain.cli") if command[0] in OWN_COMMANDS else []
+    first, flags = [*entry_point, *command], command[1:]
     if config is None:
         return first, first
     # The global batch stays on any number of workers; a run to resume has its own.
@@ -197,7 +197,7 @@ def _worker_commands(
     if config.batch.batch_size is not None and not resumes:
         batch = str(config.batch.resolve(workers))
         flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
-    return first, [*own, "train", *flags, "--resume", "auto"]
+    return first, [*entry_point, "train", *flags, "--resume", "auto"]
 
 
 def _read_command(words: list[str]) -> list[str]:
@@ -231,13 +231,13 @@ def _check_command(command: list[str]) -> list[str]:
 
 def _reads_stdin(words: Sequence[str]) -> bool:
     """Return whether Python, given these words, has no script, module or code."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == "-" or not word.startswith("-"):
             return word == "-"
         if word[1] in "cmVh?" or word.startswith("--"):  # -c CODE, -m MODULE, or only information
             return False
         if word in ("-W", "-X", "--check-hash-based-pycs"):
-            return _reads_stdin(words[place + 2 :])
+            return _reads_stdin(words[index + 2 :])
     return True
 
 
@@ -384,13 +384,13 @@ def _leave_summary(
         return
     try:
         held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        own = path.exists() and path.stat().st_mtime >= since_s
-        if own and not str(held.get("error")).startswith(PeerFailure.__name__):
+        is_current = path.exists() and path.stat().st_mtime >= since_s
+        if is_current and not str(held.get("error")).startswith(PeerFailure.__name__):
             return
         with closing(RunDirectory(folder, reopen=True)) as directory:
             status = "stopped" if is_of_stop(outcome.exit_code) else "failed"
-            found = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
-            found |= {"ended": moment()} | ({} if own else {"started": moment(started_s)})
-            directory.write_summary({"world_size": launch.plan.workers} | held | found)
+            ending = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
+            ending |= {"ended": moment()} | ({} if is_current else {"started": moment(started_s)})
+            directory.write_summary({"world_size": launch.plan.workers} | held | ending)
     except (HvdtrainError, OSError, ValueError) as error:
         notify(f"the summary cannot be written: {error}")

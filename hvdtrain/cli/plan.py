@@ -98,17 +98,17 @@ def check_flags(arguments: dict[str, Any], problems: list[str], topology: Topolo
 
 
 def _contradictions(arguments: dict[str, Any]) -> list[str]:
-    given = [name for name, value in arguments.items() if value is not None]
+    specified = [name for name, value in arguments.items() if value is not None]
     problems = []
-    replaced = [_flag(name) for name in NOT_WITH_PROFILE if name in given]
-    if "profile" in given and replaced:
+    replaced = [_flag(name) for name in NOT_WITH_PROFILE if name in specified]
+    if "profile" in specified and replaced:
         problems.append(f"{', '.join(replaced)}: not allowed with --profile, which replaces them")
-    flags = {"latency_us", "bandwidth_gbit_s"}.intersection(given)
+    flags = {"latency_us", "bandwidth_gbit_s"}.intersection(specified)
     if len(flags) == 1:
         problems.append("--latency-us, --bandwidth-gbit-s: give both, or neither")
-    if flags and "network" in given:
+    if flags and "network" in specified:
         problems.append("--network: not allowed with --latency-us and --bandwidth-gbit-s")
-    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"}.intersection(given)
+    inside = {"intra_latency_us", "intra_bandwidth_gbit_s"}.intersection(specified)
     if len(inside) == 1:
         problems.append("--intra-latency-us, --intra-bandwidth-gbit-s: give both, or neither")
     if inside and arguments["workers_per_host"] == 1:

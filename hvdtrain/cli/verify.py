@@ -79,20 +79,20 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 
 
 def _choose(
-    flag: str, text: str | None, known: Sequence[str], problems: list[str]
+    flag: str, text: str | None, choices: Sequence[str], problems: list[str]
 ) -> tuple[str, ...]:
-    """Return the names of `known` listed in `text`, in order of `known`. A prefix before a dash
+    """Return the names of `choices` listed in `text`, in order of `choices`. A prefix before a dash
     selects all names that have it.
     """
     if text is None:
-        return tuple(known)
+        return tuple(choices)
     chosen = set()
     for part in text.split(","):
-        matches = {name for name in known if name == part or name.startswith(f"{part}-")}
+        matches = {name for name in choices if name == part or name.startswith(f"{part}-")}
         if not matches:
-            problems.append(f"{flag}={part}: unknown; choose from {', '.join(known)}")
+            problems.append(f"{flag}={part}: unknown; choose from {', '.join(choices)}")
         chosen |= matches
-    return tuple(name for name in known if name in chosen)
+    return tuple(name for name in choices if name in chosen)
 
 
 def _sizes(text: str, problems: list[str]) -> tuple[int, ...]:

@@ -60,28 +60,28 @@ class TrainConfig:
         """Return a message for each pair of groups that contradict each other."""
         smoothing = self.model.label_smoothing
         labelled = [f"--label-smoothing={smoothing}"] if smoothing else []
-        found = [
-            f"{given}: is for classification, and --task={self.model.task} has a loss of its own: "
+        problems = [
+            f"{flag}: is for classification, and --task={self.model.task} has a loss of its own: "
             "leave one of them out"
-            for given in (*labelled, *self.data.mixes)
+            for flag in (*labelled, *self.data.mixes)
             if self.model.task
         ]
         if self.batch.rank_weights == AUTO and self.data.data_placement != "shared":
-            found.append(
+            problems.append(
                 f"--rank-weights={AUTO} and --data-placement={self.data.data_placement}: a sample "
                 "goes to a rank of its host, however fast: give weights, or leave one of them out"
             )
         if self.model.compile and self.precision.sync_bn:
-            found.append(
+            problems.append(
                 "--compile and --sync-bn: layers that exchange sums within a pass cannot be "
                 "compiled: leave one of them out"
             )
         if self.check.audit_compute and self.precision.sync_bn:
-            found.append(
+            problems.append(
                 f"--audit-compute={self.check.audit_compute} and --sync-bn: a rank alone cannot "
                 "compute what layers normalise over all ranks: leave one of them out"
             )
-        given = f"--virtual-workers={self.batch.virtual_workers}"
+        virtual_flag = f"--virtual-workers={self.batch.virtual_workers}"
         refused = {
             "--sync-bn": (
                 self.precision.sync_bn,
@@ -93,9 +93,9 @@ class TrainConfig:
             ),
         }
         if self.batch.virtual_workers is None:
-            return found
-        return found + [
-            f"{given} and {flag}: {reason}: leave one of them out"
+            return problems
+        return problems + [
+            f"{virtual_flag} and {flag}: {reason}: leave one of them out"
             for flag, (is_given, reason) in refused.items()
             if is_given
         ]

@@ -18,7 +18,7 @@ class Check(NamedTuple):
     problem: str
 
 
-GIVEN = Check(bool, " is empty")
+NOT_EMPTY = Check(bool, " is empty")
 POSITIVE = Check(lambda number: 0 < number < math.inf, "={}: must be above 0")
 NOT_NEGATIVE = Check(lambda number: 0 <= number < math.inf, "={}: must be at least 0")
 SOME_TRACKERS = Check(
@@ -58,12 +58,12 @@ class FlagGroup:
 
     def problems(self) -> list[str]:
         """Return a message for each field whose check fails."""
-        found = []
-        for own in fields(self):  # type: ignore[arg-type]
-            value, check = getattr(self, own.name), own.metadata["check"]
+        problems = []
+        for option in fields(self):  # type: ignore[arg-type]
+            value, check = getattr(self, option.name), option.metadata["check"]
             if value is not None and check and not check.holds(value):
-                found.append(f"--{own.name.replace('_', '-')}{check.problem.format(value)}")
-        return found
+                problems.append(f"--{option.name.replace('_', '-')}{check.problem.format(value)}")
+        return problems
 
 
 def are_weights(text: str) -> bool:

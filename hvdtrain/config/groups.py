@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
     AUTO,
-    GIVEN,
+    NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
     SOME_TRACKERS,
@@ -31,13 +31,13 @@ class ModelConfig(FlagGroup):
     """The task, the network, its initial weights, floating-point type and device."""
 
     task: str | None = flag(
-        None, "train this hvdtrain.Task, package.module:Class, instead of classification", GIVEN
+        None, "train this hvdtrain.Task, package.module:Class, instead of classification", NOT_EMPTY
     )
     model: str = flag(
         "lenet",
         "train lenet, mlp, resnet18-small, any classification network of torchvision, or "
         "package.module:callable(input_shape, classes)",
-        GIVEN,
+        NOT_EMPTY,
     )
     num_classes: int | None = flag(
         None, "set the number of outputs, if above the data's classes", POSITIVE
@@ -68,7 +68,7 @@ class DataConfig(FlagGroup):
         "digits",
         "train on digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, "
         "valid/CLASS/*.jpg), synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
-        GIVEN,
+        NOT_EMPTY,
     )
     data_dir: str = free_flag("data", "read data set files from this folder")
     data_placement: str = flag(
@@ -124,9 +124,9 @@ class DataConfig(FlagGroup):
 
     def problems(self) -> list[str]:
         return super().problems() + [
-            f"{given} and --skip-bad-samples: a sample cannot be mixed with one that is skipped: "
+            f"{mix} and --skip-bad-samples: a sample cannot be mixed with one that is skipped: "
             "leave one of them out"
-            for given in self.mixes
+            for mix in self.mixes
             if self.skip_bad_samples
         ]
 
@@ -164,13 +164,13 @@ class BatchConfig(FlagGroup):
     )
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.global_batch_size is not None and self.batch_size is not None:
-            found.append(
+            problems.append(
                 f"--batch-size={self.batch_size} and --global-batch-size="
                 f"{self.global_batch_size}: give one of them (the first is per worker)"
             )
-        return found
+        return problems
 
     def resolve(self, workers: int) -> int:
         """Return the global batch size for this many workers; virtual ones replace them."""

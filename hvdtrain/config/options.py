@@ -74,22 +74,22 @@ def as_flat_dict(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the known option closest to `name`, if any is close."""
-    near = closest(name, [*known, *ELSEWHERE])
+    near = closest(name, [*names, *ELSEWHERE])
     return ELSEWHERE.get(near, near) if near else None
 
 
 LOOP_OPTIONS = "HVDTRAIN_OPTIONS"  # options of a script's loop that replace its own, as JSON
 
 
-def from_python(name: str, given: Any) -> Any:
+def from_python(name: str, value: Any) -> Any:
     """Return an option's value that is given in Python; text may be given as a path or an int.
 
     Raises ValueError if it is of another type than the option.
     """
     option = train_options()[name]
-    value = os.fspath(given) if isinstance(given, os.PathLike) else given
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if option.type is str and type(value) is int:
         value = str(value)  # as of a flag: bucket_bytes=0
     accepted = (int, float) if option.type is float else option.type
@@ -104,7 +104,7 @@ def from_python(name: str, given: Any) -> Any:
 def known_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a checkpoint's options that this version has. Raises ValueError."""
     options = train_options()
-    return {name: from_python(name, it) for name, it in recorded.items() if name in options}
+    return {name: from_python(name, value) for name, value in recorded.items() if name in options}
 
 
 MOST_BRACKETS = 1000
@@ -169,7 +169,7 @@ def read_recorded(path: Path) -> dict[str, Any]:
         elif name == "script":
             if not isinstance(node, yaml.SequenceNode) or not node.value:
                 raise ValueError("script: expected its path and arguments")
-            values[name] = [str(it.value) for it in node.value]
+            values[name] = [str(argument.value) for argument in node.value]
         elif name == "loop":
             values[name] = int(str(node.value))
         elif isinstance(node, yaml.ScalarNode):
@@ -224,21 +224,21 @@ def build_config(arguments: dict[str, Any], problems: Sequence[str] = ()) -> Tra
     options = train_options()
     flags = {name: value for name, value in arguments.items() if name in options}
     file = arguments.get("config")
-    in_file, found = ({}, []) if file is None else read_options(Path(file), options)
+    in_file, all_problems = ({}, []) if file is None else read_options(Path(file), options)
     values = in_file | flags
     for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
         if one in flags and other not in flags:
             values.pop(other, None)
-    found += problems
+    all_problems += problems
     groups: dict[str, Any] = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
-        own = {name: value for name, value in values.items() if options[name].group == group}
+        fields = {name: value for name, value in values.items() if options[name].group == group}
         try:
-            groups[group] = group_type(**own)
+            groups[group] = group_type(**fields)
         except UsageError as error:
-            found.extend(error.problems)
-    if found:
-        raise UsageError(*found)
+            all_problems.extend(error.problems)
+    if all_problems:
+        raise UsageError(*all_problems)
     return TrainConfig(**groups)
 
 

@@ -104,13 +104,13 @@ def load_dataset(
 
 
 def _refuse_options_of_folders(name: str, options: ReadOptions) -> None:
-    given = {
+    folder_options = {
         "--crop-scale": options.crop_scale,
         "--max-image-pixels": options.max_pixels,
         "--valid-split": options.valid_split,
         "--skip-bad-samples": options.skip_bad or None,
     }
-    wrong = [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    wrong = [f"{flag}={value}" for flag, value in folder_options.items() if value is not None]
     if wrong:
         ending = f"has no meaning for --data={name}, only for image folders"
         raise UsageError(*(f"{flag}: {ending}" for flag in wrong))

@@ -136,15 +136,15 @@ def order_problem(loader: DataLoader[Any]) -> str | None:
         return None  # has no order to choose, and is refused as one that is only iterated
     batches: Any = loader.batch_sampler
     if type(batches) not in (BatchSampler, type(None)):
-        found = f"batches by {type(batches).__name__}"
+        order = f"batches by {type(batches).__name__}"
     elif not _takes_all(chosen := getattr(batches, "sampler", loader.sampler), loader.dataset):
-        found = f"a {type(chosen).__name__}"
+        order = f"a {type(chosen).__name__}"
         if type(chosen) in PLAIN_SAMPLERS:
-            found += " that does not take each sample once"
+            order += " that does not take each sample once"
     else:
         return None
     return (
-        f"the DataLoader has {found}, but the order of samples is the run's own, with each sample "
+        f"the DataLoader has {order}, but the order of samples is the run's own, with each sample "
         "once an epoch. Leave the sampler out, or give a data set in which samples stand as often "
         "as wanted, such as torch.utils.data.Subset(dataset, numbers)"
     )
@@ -170,7 +170,7 @@ def _check_random_access(dataset: Any) -> None:
     kind = type(dataset).__name__
     by_name = isinstance(dataset, Mapping) and 0 not in dataset
     if by_name or (
-        isinstance(dataset, tuple) and all(isinstance(it, torch.Tensor) for it in dataset)
+        isinstance(dataset, tuple) and all(isinstance(sample, torch.Tensor) for sample in dataset)
     ):
         raise UsageError(
             f"hvdtrain.MapSplit: a {kind} is not a data set of samples. Of tensors, make "
@@ -226,12 +226,12 @@ class IterableSplit:
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
         """Return these samples as one batch, iterating from the beginning of the epoch."""
-        wanted, places = np.unique(indices, return_inverse=True)
+        wanted, inverse = np.unique(indices, return_inverse=True)
         with kept():
             if not len(wanted):
                 return self._made([next(self._samples(epoch))], np.zeros(1, np.int64), epoch)
-            found = list(_chosen(self._samples(epoch), wanted, 0))
-            return self._made([found[place] for place in places], indices, epoch)
+            samples = list(_chosen(self._samples(epoch), wanted, 0))
+            return self._made([samples[position] for position in inverse], indices, epoch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
         """Yield the batches of these samples, whose numbers must ascend over all batches."""
@@ -240,9 +240,9 @@ class IterableSplit:
         for indices in batches:
             with kept():
                 if len(indices):
-                    found = list(_chosen(samples, indices, start))
-                    example, start = found[:1], int(indices[-1]) + 1
-                    loaded = Loaded(self._made(found, indices, epoch), len(found))
+                    batch_samples = list(_chosen(samples, indices, start))
+                    example, start = batch_samples[:1], int(indices[-1]) + 1
+                    loaded = Loaded(self._made(batch_samples, indices, epoch), len(batch_samples))
                 else:
                     if not example:  # nothing was read yet
                         example = [next(samples)]

@@ -121,13 +121,13 @@ class Feed:
         loaded = stream(self.split, to_read(), cursor // self.sampler.samples)
         while True:
             if steps_ahead:
-                batch, own = steps_ahead.popleft()
+                batch, parts = steps_ahead.popleft()
             elif (now := next(planned, None)) is not None:
-                batch, own = now
-                wanted.extend(self._wanted(own))
+                batch, parts = now
+                wanted.extend(self._wanted(parts))
             else:
                 return
-            yield StepData(batch, list(own), self._as_passed(loaded, own))
+            yield StepData(batch, list(parts), self._as_passed(loaded, parts))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
         """Return the step of `rank` on the global batch `indices`."""
@@ -141,38 +141,40 @@ class Feed:
         """
         cut = split_evenly(samples, self.micro_batches)[micro_batch]
         numbers = np.arange(cut.stop - cut.start)
-        own = self.shares.of(numbers, share)
-        first = int(own[0]) if len(own) else 0
-        return range(first, first + len(own)), len(numbers)
+        part = self.shares.of(numbers, share)
+        first = int(part[0]) if len(part) else 0
+        return range(first, first + len(part)), len(numbers)
 
-    def _as_read(self, own: Parts) -> Parts:
+    def _as_read(self, parts: Parts) -> Parts:
         """Return the parts of a step in the order in which the split reads them."""
         if not in_order(self.split):
-            return own
+            return parts
         # The parts are disjoint stretches of the global batch, which ascends.
-        return dict(sorted(own.items(), key=lambda item: item[1][:1].tolist()))
+        return dict(sorted(parts.items(), key=lambda item: item[1][:1].tolist()))
 
-    def _wanted(self, own: Parts) -> list[Indices]:
+    def _wanted(self, parts: Parts) -> list[Indices]:
         """Return the samples to read for a step: for a part without any, one that stands in.
 
         A split that is read in order has one at hand by itself.
         """
         stand_in = np.array([getattr(self.split, "first", 0)])
         has_own = in_order(self.split)
-        return [it if len(it) or has_own else stand_in for it in self._as_read(own).values()]
+        return [
+            part if len(part) or has_own else stand_in for part in self._as_read(parts).values()
+        ]
 
-    def _as_passed(self, loaded: Iterator[Loaded], own: Parts) -> Iterator[Loaded]:
+    def _as_passed(self, loaded: Iterator[Loaded], parts: Parts) -> Iterator[Loaded]:
         """Yield the batches of a step in the order of its passes."""
-        read = self._as_read(own)
+        read = self._as_read(parts)
         taken = (
-            it if len(part) else replace(it, samples=0, bad=0)
-            for part, it in zip(read.values(), loaded, strict=False)
+            batch if len(part) else replace(batch, samples=0, bad=0)
+            for part, batch in zip(read.values(), loaded, strict=False)
         )
-        if list(read) == list(own):
+        if list(read) == list(parts):
             yield from taken
         else:
-            found = dict(zip(read, taken, strict=True))
-            yield from (found[place] for place in own)
+            batches = dict(zip(read, taken, strict=True))
+            yield from (batches[key] for key in parts)
 
     def _parts(self, batch: Indices, rank: int) -> Parts:
         """Return the parts of the rank's shares, by share and micro-batch. Micro-batches
@@ -224,15 +226,15 @@ class PartSplit:
         return self._samples
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
-        return self._part.batch(self._own(indices), epoch)
+        return self._part.batch(self._offsets(indices), epoch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
-        return stream(self._part, map(self._own, batches), epoch)
+        return stream(self._part, map(self._offsets, batches), epoch)
 
-    def _own(self, indices: Indices) -> Indices:
-        own = indices - self._start
-        # Not own.min(): the types that NumPy 2.5 declares for it lack the form without an argument.
-        if len(own) and not 0 <= np.min(own) <= np.max(own) < len(self._part):
-            given = f"samples {np.min(own)} to {np.max(own)}"
-            raise IndexError(f"{given} of a part of {len(self._part)}")
-        return own
+    def _offsets(self, indices: Indices) -> Indices:
+        offsets = indices - self._start
+        # Not offsets.min(): the types of it in NumPy 2.5 lack the form without an argument.
+        if len(offsets) and not 0 <= np.min(offsets) <= np.max(offsets) < len(self._part):
+            requested = f"samples {np.min(offsets)} to {np.max(offsets)}"
+            raise IndexError(f"{requested} of a part of {len(self._part)}")
+        return offsets

@@ -52,7 +52,9 @@ def _images_of(folder: Path, around: Around) -> Images:
 def hidden_images(folder: Path) -> list[str]:
     """Return the images below a hidden folder."""
     return sorted(
-        it for it, _ in _files_under(folder, _around(folder)) if it.lower().endswith(EXTENSIONS)
+        file
+        for file, _ in _files_under(folder, _around(folder))
+        if file.lower().endswith(EXTENSIONS)
     )
 
 
@@ -83,18 +85,18 @@ def _files_under(folder: Path, around: Around) -> Iterator[tuple[str, bool]]:
     """
     waiting: list[tuple[Path | os.DirEntry[str], Around, bool]] = [(folder, around, False)]
     while waiting:
-        place, outer, in_hidden = waiting.pop()
-        own = _identity(place)
-        if own in outer:
+        current_folder, outer, in_hidden = waiting.pop()
+        identity = _identity(current_folder)
+        if identity in outer:
             continue
         try:
-            entries = list(os.scandir(place))
+            entries = list(os.scandir(current_folder))
         except OSError:
             continue
         for entry in entries:
             hidden = in_hidden or is_hidden(entry.name)
             if is_folder(entry):
-                waiting.append((entry, outer | {own}, hidden))
+                waiting.append((entry, outer | {identity}, hidden))
             else:
                 yield entry.path.removeprefix("./"), hidden  # below the folder "."
 
@@ -109,6 +111,6 @@ def _identity(folder: Path | os.DirEntry[str]) -> Identity:
 
 def left_out(others: Sequence[str]) -> str:
     """Return a note such as '2 files of other types left out (such as a/notes.txt)'."""
-    has_hidden = any(it.lower().endswith(EXTENSIONS) for it in others)
+    has_hidden = any(file.lower().endswith(EXTENSIONS) for file in others)
     kind = "that are hidden or of other types" if has_hidden else "of other types"
     return f"{counted(len(others), 'file')} {kind} left out (such as {others[0]})"

@@ -82,14 +82,14 @@ def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Fo
             f"--data={name}: {folder} has no train/ and valid/. Make them, or state the part of "
             "its images that is for validation: --valid-split 0.2"
         )
-    found = _classes_in(name, folder)
-    train_files, valid_files = _cut(found.files, valid_split)
+    images = _classes_in(name, folder)
+    train_files, valid_files = _cut(images.files, valid_split)
     if not train_files or not valid_files:
         raise UsageError(
-            f"--valid-split={valid_split}: of {counted(len(found.files), 'image')} in {folder} it "
+            f"--valid-split={valid_split}: of {counted(len(images.files), 'image')} in {folder} it "
             f"leaves {len(train_files)} to train on and {len(valid_files)} to validate with"
         )
-    return replace(found, files=train_files), Found(valid_files, found.classes, [])
+    return replace(images, files=train_files), Found(valid_files, images.classes, [])
 
 
 def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
@@ -116,27 +116,27 @@ def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
 def _classes_in(name: str, folder: Path) -> Found:
     """Return the images in a folder of classes. Raises UsageError with all classes without any."""
     folders = sorted(entry.name for entry in _entries(name, folder) if is_folder(entry))
-    classes = [it for it in folders if not is_hidden(it)]
+    classes = [subfolder for subfolder in folders if not is_hidden(subfolder)]
     if len(classes) < 2:
         raise UsageError(
             f"--data={name}: {folder} has {counted(len(classes), 'folder')} of classes "
             f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
         )
-    found = Found([], classes, [])
-    for path in (folder / it for it in folders if is_hidden(it)):
-        found.others.extend(hidden_images(path))
+    images = Found([], classes, [])
+    for path in (folder / subfolder for subfolder in folders if is_hidden(subfolder)):
+        images.others.extend(hidden_images(path))
     problems = []
-    for label, (images, others) in enumerate(images_under_each(folder, classes)):
-        if not images:
+    for label, (files, others) in enumerate(images_under_each(folder, classes)):
+        if not files:
             problems.append(
                 f"--data={name}: {folder / classes[label]} has no images ({', '.join(EXTENSIONS)})"
                 + (f"; {left_out(others)}" if others else "")
             )
-        found.files.extend((file, label) for file in images)
-        found.others.extend(others)
+        images.files.extend((file, label) for file in files)
+        images.others.extend(others)
     if problems:
         raise UsageError(*problems)
-    return found
+    return images
 
 
 def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
@@ -253,8 +253,8 @@ class ImageSamples:
         path, label = self.files[index]
         picture = read_image(path, self.form.channels, self.max_pixels)
         with torch.random.fork_rng(devices=[]):
-            (own,) = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)
-            torch.default_generator.manual_seed(int(own >> np.uint64(1)))
+            (seed,) = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)
+            torch.default_generator.manual_seed(int(seed >> np.uint64(1)))
             pixels = _changes(self.form, self.hflip, self.crop_scale)(picture)
         return pixels, label
 

@@ -89,7 +89,9 @@ class MapSamples:
             batch = self.make_batch(samples)
         except Exception as error:  # the user's code raises errors of many types
             listed = samples if is_list(samples, len(numbers)) else []
-            missing = [it for it, sample in zip(numbers, listed, strict=False) if sample is None]
+            missing = [
+                number for number, sample in zip(numbers, listed, strict=False) if sample is None
+            ]
             if not missing:
                 raise
             kind = type(self.dataset).__name__
@@ -118,14 +120,14 @@ class MapSamples:
         return marks() == before, result
 
     def _together(self, numbers: list[int]) -> list[Any]:
-        found: list[Any] = fetch(self.dataset, numbers)
-        if not is_list(found, len(numbers)):
-            raise TypeError(f"__getitems__ returned {type(found).__name__}")
-        return found
+        samples: list[Any] = fetch(self.dataset, numbers)
+        if not is_list(samples, len(numbers)):
+            raise TypeError(f"__getitems__ returned {type(samples).__name__}")
+        return samples
 
     def _one_by_one(self, numbers: list[int], epoch: int) -> Any:
         """Read each sample with its own random numbers."""
-        found: list[Any] = []
+        samples: list[Any] = []
         draws = bool(self.samples_draw)
         for number in [] if self.is_batched else numbers:
             seed_for(self.seed, epoch, number)
@@ -135,12 +137,12 @@ class MapSamples:
                 self.is_batched = True
                 break
             draws = draws or marks() != before
-            found += one
+            samples += one
         if self.is_batched:  # as of a batch: it has no samples to give their own random numbers
             seed_for(self.seed, epoch, numbers[0], OF_BATCH)
             return self._fetch(numbers, numbers[0])
         self.samples_draw = draws
-        return found
+        return samples
 
     def _fetch(self, numbers: list[int], first: int) -> Any:
         try:
@@ -181,9 +183,9 @@ def fetch(dataset: Any, numbers: list[int]) -> Any:
     return together(numbers) if together else [dataset[number] for number in numbers]
 
 
-def is_list(found: Any, length: int) -> bool:
+def is_list(fetched: Any, length: int) -> bool:
     """Return whether samples were read, not a batch of them."""
-    return isinstance(found, list) and len(found) == length
+    return isinstance(fetched, list) and len(fetched) == length
 
 
 def fingerprint_of(dataset: Any) -> Iterable[str] | None:
@@ -200,4 +202,6 @@ def fingerprint_of(dataset: Any) -> Iterable[str] | None:
     if index is None or not index.is_file():
         return None
     sizes = ("filename", "chunk_size", "chunk_bytes")
-    return [str([it.get(key) for key in sizes]) for it in json.loads(index.read_text())["chunks"]]
+    return [
+        str([chunk.get(key) for key in sizes]) for chunk in json.loads(index.read_text())["chunks"]
+    ]

@@ -87,11 +87,13 @@ class MixedSplit:
         labels, partner_labels = batch[1].tensor_split(2)
         cuts = self._draw(METHOD, indices, epoch) < self._probability_of_cutting()
         alphas = np.where(cuts, self._cutmix, self._mixup)
-        radii, angles = (self._draw(it, indices, epoch) for it in (RADIUS, ANGLE))
+        radii, angles = (self._draw(purpose, indices, epoch) for purpose in (RADIUS, ANGLE))
         drawn = zip(alphas.tolist(), radii.tolist(), angles.tolist(), strict=True)
         shares = np.array([symmetric_beta(*one) for one in drawn])
         height, width = inputs.shape[2:]
-        down, right = (self._draw(it, indices, epoch) for it in (CENTRE_ROW, CENTRE_COLUMN))
+        down, right = (
+            self._draw(purpose, indices, epoch) for purpose in (CENTRE_ROW, CENTRE_COLUMN)
+        )
         from_partner = _rectangles(shares, height, width, down, right) & cuts[:, None, None]
         shares = np.where(cuts, 1 - from_partner.mean((1, 2)), shares)
         weights = torch.from_numpy(shares).to(inputs)[:, None, None, None]

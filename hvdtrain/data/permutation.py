@@ -56,12 +56,12 @@ class Permutation:
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the numbers at the positions start .. stop - 1."""
-        found = np.empty(max(stop - start, 0), dtype=np.int64)
-        for begin in range(0, len(found), BLOCK):
-            part = found[begin : begin + BLOCK]
+        numbers = np.empty(max(stop - start, 0), dtype=np.int64)
+        for begin in range(0, len(numbers), BLOCK):
+            part = numbers[begin : begin + BLOCK]
             first = start + begin
             part[:] = self._of(np.arange(first, first + len(part), dtype=np.uint64))
-        return found
+        return numbers
 
     def _of(self, numbers: Words) -> Words:
         results = self._once(numbers)
@@ -91,8 +91,8 @@ class Permutation:
             # The sum is below twice the modulus; a difference below zero becomes a huge number.
             np.subtract(changed, modulus, out=other)
             np.minimum(changed, other, out=changed)
-        found: Words = left * b + right
-        return found
+        results: Words = left * b + right
+        return results
 
 
 class MergedOrder:
@@ -107,8 +107,8 @@ class MergedOrder:
 
     def __init__(self, orders: Sequence[Permutation]) -> None:
         """`orders`: of each part, whose samples are numbered after those of the parts before."""
-        self._orders = [it for it in orders if it.length]
-        lengths = [it.length for it in self._orders]
+        self._orders = [order for order in orders if order.length]
+        lengths = [order.length for order in self._orders]
         self._starts = list(itertools.accumulate(lengths[:-1], initial=0))
         self.length = sum(lengths)
 

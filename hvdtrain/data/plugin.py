@@ -51,8 +51,8 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
 
 
 def _refuse(what: str, problems: Iterable[str]) -> None:
-    if found := [f"{what}: {problem}" for problem in problems]:
-        raise UsageError(*found)
+    if messages := [f"{what}: {problem}" for problem in problems]:
+        raise UsageError(*messages)
 
 
 def _wrong_in_description(data: Dataset) -> Iterator[str]:

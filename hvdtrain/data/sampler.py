@@ -86,7 +86,7 @@ class GlobalBatchSampler:
         if not self._shuffle:
             return lambda start, stop: np.arange(start, stop, dtype=np.int64)
         parts = enumerate(self._parts)
-        orders = [Permutation(part, self._seed, (epoch, it)) for it, part in parts]
+        orders = [Permutation(part, self._seed, (epoch, host)) for host, part in parts]
         return MergedOrder(orders).between
 
 
@@ -164,13 +164,15 @@ class PlacedShares(OneForEachRank):
         others = sum(part > 0 for part in parts) - 2
         self.slack = 1 - (-max(parts) * others // sum(parts))
         self._hosts = list(host_of_rank)
-        self._place = [self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)]
-        own = [
+        self._local_ranks = [
+            self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)
+        ]
+        host_weights = [
             [w for w, h in zip(weights, self._hosts, strict=True) if h == host]
             for host in range(len(parts))
         ]
-        self._shares = [Shares(len(w), w) for w in own]
-        of_host = [part / sum(w) for part, w in zip(parts, own, strict=True)]
+        self._shares = [Shares(len(w), w) for w in host_weights]
+        of_host = [part / sum(w) for part, w in zip(parts, host_weights, strict=True)]
         self.weights = tuple(
             weight * of_host[host] for weight, host in zip(weights, self._hosts, strict=True)
         )
@@ -178,20 +180,20 @@ class PlacedShares(OneForEachRank):
     def of(self, indices: Indices, rank: int) -> Indices:
         host = self._hosts[rank]
         on_host = indices[(indices >= self._edges[host]) & (indices < self._edges[host + 1])]
-        return self._shares[host].of(on_host, self._place[rank])
+        return self._shares[host].of(on_host, self._local_ranks[rank])
 
     def of_all(self, samples: int, rank: int) -> range:
         host = self._hosts[rank]
         first, stop = self._edges[host : host + 2]
-        own = self._shares[host].of_all(stop - first, self._place[rank])
-        return range(first + own.start, first + own.stop)
+        part = self._shares[host].of_all(stop - first, self._local_ranks[rank])
+        return range(first + part.start, first + part.stop)
 
     def sizes(self, length: int) -> list[int]:
         edges = [edge * length // self._edges[-1] for edge in self._edges]
         of_host = [stop - start for start, stop in itertools.pairwise(edges)]
         return [
-            self._shares[host].sizes(of_host[host])[place]
-            for host, place in zip(self._hosts, self._place, strict=True)
+            self._shares[host].sizes(of_host[host])[local_rank]
+            for host, local_rank in zip(self._hosts, self._local_ranks, strict=True)
         ]
 
 

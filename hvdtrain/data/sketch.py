@@ -61,29 +61,29 @@ def _are_alike(one: list[Any], two: list[Any]) -> bool:
     return all(abs(a - b) <= TOLERANCE * norm for a, b in zip(sums, other_sums, strict=True))
 
 
-def _parts(place: str, item: Any, depth: int) -> Iterator[list[Any]]:
+def _parts(path: str, item: Any, depth: int) -> Iterator[list[Any]]:
     """Yield the parts of a batch, each with its place in it."""
     if isinstance(item, np.ndarray | np.generic) and np.asarray(item).dtype.kind in "biufc":
         item = torch.from_numpy(np.ascontiguousarray(item))
     if isinstance(item, float):
         item = torch.tensor(item, dtype=torch.float64)
     if isinstance(item, torch.Tensor):
-        yield _of_tensor(place, item.detach().cpu())
+        yield _of_tensor(path, item.detach().cpu())
         return
     inner = dict(items_of(item) or {})
     if not inner and not isinstance(item, str | bytes | int | None) and hasattr(item, "__dict__"):
         inner = vars(item)
     if inner and depth:
         for key, value in inner.items():
-            yield from _parts(f"{place}/{key}", value, depth - 1)
+            yield from _parts(f"{path}/{key}", value, depth - 1)
     elif isinstance(item, str | bytes | int | None):
-        yield [f"{place}: {item!r}", []]
+        yield [f"{path}: {item!r}", []]
     else:
-        yield [f"{place}: {type(item).__qualname__}", []]
+        yield [f"{path}: {type(item).__qualname__}", []]
 
 
-def _of_tensor(place: str, values: torch.Tensor) -> list[Any]:
-    text = f"{place}: {values.dtype} {list(values.shape)}"
+def _of_tensor(path: str, values: torch.Tensor) -> list[Any]:
+    text = f"{path}: {values.dtype} {list(values.shape)}"
     if values.layout is not torch.strided:
         return [f"{text} {values.layout}", []]
     values = values.resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -213,11 +213,11 @@ def difference(old: Fingerprint, new: Fingerprint, split: Split | None) -> str |
     last = min(first + distance, now) - 1
     if first >= now:
         return f"{text}; the first {now} are the same"
-    place = f"number {first}" if first == last else f"one of the numbers {first} to {last}"
+    position = f"number {first}" if first == last else f"one of the numbers {first} to {last}"
     texts = list(itertools.islice(texts_of(split) or (), first, last + 1))
     names = dict.fromkeys((texts[0], texts[-1])) if texts else {}
     ending = f", now {' to '.join(names)}" if names else ""
-    return f"{text}; the first that differs is {place}{ending}"
+    return f"{text}; the first that differs is {position}{ending}"
 
 
 def _first_difference(old: Fingerprint, new: Fingerprint) -> tuple[int, int]:

@@ -300,8 +300,8 @@ def adopt_optimizer_state(
     """
     layout = layout_of(model, optimizer)
     # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
-    own = (layout, copied_to_cpu(optimizer.state_dict())) if exchange.rank == 0 else None
-    expected, state = exchange.broadcast_object(own, "hvdtrain.optimizer")
+    root_state = (layout, copied_to_cpu(optimizer.state_dict())) if exchange.rank == 0 else None
+    expected, state = exchange.broadcast_object(root_state, "hvdtrain.optimizer")
 
     def adopt() -> None:
         check_layout(layout, expected)
@@ -335,8 +335,8 @@ def check_equal_on_all_ranks(
     `when`: point of the run, for the message. Buffers are compared only on request, because
     batch-norm statistics may differ between ranks.
     """
-    own = params_sha256(model, with_buffers)
-    hashes = exchange.all_gather_object(own, "hvdtrain.params_sha256")
+    local_hash = params_sha256(model, with_buffers)
+    hashes = exchange.all_gather_object(local_hash, "hvdtrain.params_sha256")
     different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     if different:
         raise TrainingError(

@@ -41,12 +41,16 @@ def messages_of(
     `grouped`. Only parameters of one type and device share a group.
     """
     owned = set(map(id, parameters_of(optimizer)))
-    named = [(n, it) for n, it in model.named_parameters() if it.requires_grad and id(it) in owned]
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in owned
+    ]
     named.reverse()  # backward passes begin with the last layer
-    sizes = [it.nbytes for _, it in named]
-    kinds = [(it.dtype, it.device) for _, it in named]
+    sizes = [parameter.nbytes for _, parameter in named]
+    kinds = [(parameter.dtype, parameter.device) for _, parameter in named]
     groups = grouped(sizes, bucket_bytes, kinds)
-    return [dict(named[place] for place in reversed(group)) for group in groups]
+    return [dict(named[index] for index in reversed(group)) for group in groups]
 
 
 def grouped(
@@ -60,14 +64,14 @@ def grouped(
     groups: list[list[int]] = []
     bucket: list[int] = []  # the newest group of several
     room = 0
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if size >= bucket_bytes:
-            groups.append([place])
+            groups.append([index])
             continue
-        if not bucket or size > room or (kinds and kinds[bucket[0]] != kinds[place]):
+        if not bucket or size > room or (kinds and kinds[bucket[0]] != kinds[index]):
             bucket, room = [], bucket_bytes
             groups.append(bucket)
-        bucket.append(place)
+        bucket.append(index)
         room -= size
     return sorted(groups, key=lambda group: group[-1])
 
@@ -103,22 +107,22 @@ class Bucket:
         """Return whether all gradients of the step are made."""
         return self._missing_in_all == 0
 
-    def made(self, place: int) -> bool:
-        """Note that a pass has made the gradient of the parameter at a place of the message; return
+    def made(self, index: int) -> bool:
+        """Note that a pass has made the gradient of the parameter at `index` of the message; return
         whether it was the last pass of the step for this parameter.
 
         Raises TrainingError after more passes than the bucket was made for.
         """
-        if self._missing[place] == 0:
+        if self._missing[index] == 0:
             raise TrainingError(
                 f"{self._passes + 1} gradients of a parameter of shape "
-                f"{list(self._parameters[place].shape)} "
+                f"{list(self._parameters[index].shape)} "
                 f"were made before optimizer.step(), with grad_accum_steps={self._passes}: give "
                 "hvdtrain.distribute() the number of backward passes of a step as grad_accum_steps"
             )
-        self._missing[place] -= 1
+        self._missing[index] -= 1
         self._missing_in_all -= 1
-        return self._missing[place] == 0
+        return self._missing[index] == 0
 
     def fill(self) -> None:
         """Copy the gradients into the message; missing ones become zeros."""
@@ -133,7 +137,7 @@ class Bucket:
         self.begin()
 
     def _gradients(self) -> list[torch.Tensor]:
-        gradients = [it.grad for it in self._parameters if it.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return [*map(as_real, gradients)] if self._parameters[0].is_complex() else gradients
 
     def _parts(self) -> list[torch.Tensor]:
@@ -145,7 +149,7 @@ class Bucket:
         message = self.flat.grad
         assert message is not None
         if not self._views or self._views[0].data_ptr() != message.data_ptr():
-            shapes = [as_real(it.detach()).shape for it in self._parameters]
+            shapes = [as_real(parameter.detach()).shape for parameter in self._parameters]
             parts = zip(message.split(self._lengths), shapes, strict=True)
             self._views = [part.view(shape) for part, shape in parts]
         return self._views

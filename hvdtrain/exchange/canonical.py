@@ -104,9 +104,9 @@ class _Bucket:
         rows = torch.zeros_like(self.integers, dtype=dtype)
         for start, gradient in zip(self.starts, gradients, strict=True):
             if gradient is not None:
-                place = start * BLOCK
+                offset = start * BLOCK
                 flat = as_real(gradient.detach()).reshape(-1)
-                rows.view(-1)[place : place + flat.numel()] = flat
+                rows.view(-1)[offset : offset + flat.numel()] = flat
         self.shares.append(rows)
 
 
@@ -124,15 +124,15 @@ class CanonicalSums:
         optimizer: torch.optim.Optimizer,
         shares: int,
         exchange: Exchange,
-        place: int = 0,
+        index: int = 0,
     ) -> None:
         """Prepare buckets and hooks for the parameters of `optimizer`, one of those of `model`.
 
-        `shares`: number of shares over all ranks. `place`: of the optimizer, if there are several.
+        `shares`: number of shares over all ranks. `index`: of the optimizer, if there are several.
         The trainable parameters must be those of `check_types`.
         """
         self._exchange = exchange
-        self._name = "hvdtrain.canonical" + (f".{place}" if place else "")
+        self._name = "hvdtrain.canonical" + (f".{index}" if index else "")
         self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
         self._optimizer = optimizer
         self._trainable = Trainable(model, optimizer)
@@ -140,7 +140,9 @@ class CanonicalSums:
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         messages = messages_of(model, optimizer, BUCKET_BYTES)
-        self._buckets = [_make_bucket(n, list(it.values())) for n, it in enumerate(messages)]
+        self._buckets = [
+            _make_bucket(n, list(message.values())) for n, message in enumerate(messages)
+        ]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
@@ -220,13 +222,13 @@ class CanonicalSums:
         form, integers = bucket.form, bucket.integers
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
-            found = form.exponent_fields(_largest(share))
-            marked = (found == form.infinite).any()
+            fields = form.exponent_fields(_largest(share))
+            marked = (fields == form.infinite).any()
             # On a device the host would wait for all that it has started, so it does not ask.
             if share.device.type != "cpu" or bool(marked):
                 exponents[-1].logical_or_(marked)
-                found = form.exponent_fields(_largest(_finite(share)))
-            torch.maximum(exponents[:-1], found, out=exponents[:-1])
+                fields = form.exponent_fields(_largest(_finite(share)))
+            torch.maximum(exponents[:-1], fields, out=exponents[:-1])
         bucket.exponents = exponents
         name = f"{self._name}.exponents.{bucket.number}"
         bucket.agreed = self._exchange.begin_reduction(exponents, "max", name)
@@ -264,15 +266,21 @@ class CanonicalSums:
             total += bucket.marked.wait()
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-            own = total.view(-1)[start * BLOCK : start * BLOCK + real_length(parameter)]
-            values = own.view(as_real(parameter.detach()).shape)
+            flat = total.view(-1)[start * BLOCK : start * BLOCK + real_length(parameter)]
+            values = flat.view(as_real(parameter.detach()).shape)
             parameter.grad = laid_out_as(as_complex(values, parameter.dtype), parameter)
 
 
 def check_types(model: torch.nn.Module) -> None:
     """Raise UsageError for a trainable parameter of a type whose sums are not canonical."""
-    named = [(name, it) for name, it in model.named_parameters() if it.requires_grad]
-    others = [f"{name} ({it.dtype})" for name, it in named if added_dtype(it.dtype) not in _FORMATS]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    others = [
+        f"{name} ({parameter.dtype})"
+        for name, parameter in named
+        if added_dtype(parameter.dtype) not in _FORMATS
+    ]
     if others:
         raise UsageError(
             f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
@@ -281,7 +289,7 @@ def check_types(model: torch.nn.Module) -> None:
 
 
 def _make_bucket(number: int, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
-    rows = [-(-real_length(it) // BLOCK) for it in parameters]
+    rows = [-(-real_length(parameter) // BLOCK) for parameter in parameters]
     *starts, total = itertools.accumulate(rows, initial=0)
     first = parameters[0]
     integer = _FORMATS[added_dtype(first.dtype)].integer

@@ -46,9 +46,9 @@ def ring_of_torch_distributed() -> Transport:
     """Collective: return a ring of sockets; addresses are exchanged by torch.distributed."""
     group = torch.distributed
 
-    def gather(own: Any) -> list[Any]:
+    def gather(value: Any) -> list[Any]:
         gathered: list[Any] = [None] * group.get_world_size()
-        group.all_gather_object(gathered, own)
+        group.all_gather_object(gathered, value)
         return gathered
 
     address = route_to(os.environ.get("MASTER_ADDR", "localhost"))
@@ -71,8 +71,8 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
     for interface in filter(None, chosen.split(",")):
         if address := address_of(interface):  # a name, not a network ("10.0.0.0/8")
             return address
-    _, found, addresses = environment.get(_MPIRUN, "").partition("tcp://")
-    if found:
+    _, scheme, addresses = environment.get(_MPIRUN, "").partition("tcp://")
+    if scheme:
         with contextlib.suppress(OSError):  # no route
             return route_to(addresses.split(":")[0].split(",")[0])
     raise PreflightError(

@@ -30,5 +30,5 @@ def summed(
     `counts`: False: this rank computes with a sample that stands in for none, so its derivatives
     are zero for all ranks; it takes part in their sums, as the others wait for it.
     """
-    found: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
-    return found if counts else found.detach() + found * 0.0
+    total: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
+    return total if counts else total.detach() + total * 0.0

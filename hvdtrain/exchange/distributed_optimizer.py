@@ -51,7 +51,7 @@ def reduce_before_step(
     carrier.flight = flight = Flight(carrier, buckets, copies)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if any(it is not None for it in (*args[1:], options.get("closure"))):
+        if any(argument is not None for argument in (*args[1:], options.get("closure"))):
             raise UsageError(
                 "optimizer.step(closure): the gradients of the closure would not be averaged over "
                 "ranks. Call backward() first, then step() without a closure"
@@ -74,18 +74,18 @@ def reduce_before_step(
     hook = optimizer.register_step_pre_hook(before_step)
     # First, because the user's own hooks may change gradients.
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-    own = {
+    attributes = {
         "carrier": carrier,
         "synchronize": flight.synchronize,
         "skip_synchronize": carrier.skip_synchronize,
         "zero_grad": guarded_zero_grad,
     }
-    vars(optimizer).update(own)
+    vars(optimizer).update(attributes)
 
     def undo() -> None:
         hook.remove()
         flight.close()
-        for name in own:
+        for name in attributes:
             vars(optimizer).pop(name)
 
     carrier.undo = undo
@@ -98,21 +98,23 @@ def layout_of(model: torch.nn.Module, optimizer: Optimizer) -> Layout:
     """Return what all ranks must have in common: trainable parameters in the order of their
     buckets, the optimizer's parameters in that of its state, and the state of the model by name.
     """
-    names = {id(it): name for name, it in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     owned = parameters_of(optimizer)
-    reduced = {id(it) for it in owned if it.requires_grad}
+    reduced = {id(parameter) for parameter in owned if parameter.requires_grad}
     state = sorted(model.state_dict().items())
-    dense = {name: it for name, it in state if is_dense(it)}
+    dense = {name: value for name, value in state if is_dense(value)}
     return {
         "trainable parameter": [
-            _described(name, it) for name, it in model.named_parameters() if id(it) in reduced
+            _described(name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) in reduced
         ],
         "optimizer's parameter": [
-            _described(names.get(id(it), "one not in the model"), it)
-            + ("" if it.requires_grad else ", frozen")
-            for it in owned
+            _described(names.get(id(parameter), "one not in the model"), parameter)
+            + ("" if parameter.requires_grad else ", frozen")
+            for parameter in owned
         ],
-        "tensor of the state, by name,": [_described(*it) for it in dense.items()],
+        "tensor of the state, by name,": [_described(name, value) for name, value in dense.items()],
         "further state": [name for name, _ in state if name not in dense],
     }
 
@@ -126,14 +128,14 @@ def _described(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {list(tensor.shape)} {tensor.dtype}"
 
 
-def check_layout(own: Layout, expected: Layout) -> None:
+def check_layout(layout: Layout, expected: Layout) -> None:
     """Raise UsageError unless this rank's layout is that of rank 0: names the first difference."""
-    for kind, tensors in own.items():
-        if found := first_difference(tensors, expected[kind]):
+    for kind, tensors in layout.items():
+        if difference := first_difference(tensors, expected[kind]):
             raise UsageError(
                 "the model or the optimizer is not built as on rank 0, so gradients and optimizer "
-                f"state would go to other parameters. {kind.capitalize()} {found.number}: "
-                f"{found.here} (rank 0: {found.there}). On every rank, {KEEP_ORDER}"
+                f"state would go to other parameters. {kind.capitalize()} {difference.number}: "
+                f"{difference.here} (rank 0: {difference.there}). On every rank, {KEEP_ORDER}"
             )
 
 
@@ -158,10 +160,10 @@ def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters_of(optimizer), numbers, strict=True):
-        own = optimizer.state.get(parameter, {})
+        local_state = optimizer.state.get(parameter, {})
         for name, value in state["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
-                own[name] = value.to(own[name].device)
+            if isinstance(value, torch.Tensor) and local_state[name].dtype != value.dtype:
+                local_state[name] = value.to(local_state[name].device)
     lay_out_state(optimizer)
 
 
@@ -220,18 +222,22 @@ class Flight:
 
     def __init__(self, carrier: Any, buckets: Sequence[Bucket] = (), copies: int = 0) -> None:
         self._carrier, self._copies = carrier, copies
-        self._buckets: dict[torch.Tensor, Bucket] = {it.flat: it for it in buckets}
+        self._buckets: dict[torch.Tensor, Bucket] = {bucket.flat: bucket for bucket in buckets}
         self._names: dict[torch.Tensor, str] = dict(carrier._parameter_names)
         for bucket in buckets:
             self._names |= {parameter: name for name, parameter in bucket.message.items()}
-        self.parameters = [it for own in carrier._requires_update for it in self._members(own)]
+        self.parameters = [
+            parameter
+            for message in carrier._requires_update
+            for parameter in self._members(message)
+        ]
         self._begun: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._submit = carrier._allreduce_grad_async
         carrier._allreduce_grad_async = self._submit_and_note
         self._nodes = [
-            self._follow(parameter, bucket, place)
+            self._follow(parameter, bucket, index)
             for bucket in buckets
-            for place, parameter in enumerate(bucket.message.values())
+            for index, parameter in enumerate(bucket.message.values())
         ]
         self.is_announced = self._waits = self._in_parts = False
         self._made: set[torch.Tensor] = set()  # by this pass
@@ -243,7 +249,8 @@ class Flight:
         if not self.is_announced:
             self.is_announced = self._waits = True
             self._probes = [
-                it.register_post_accumulate_grad_hook(self._probe) for it in self.parameters
+                parameter.register_post_accumulate_grad_hook(self._probe)
+                for parameter in self.parameters
             ]
         if self._waits:
             self._carrier._allreduce_delay.update(dict.fromkeys(self.parameters, NEVER))
@@ -323,10 +330,10 @@ class Flight:
         bucket = self._buckets.get(message)
         return list(bucket.message.values()) if bucket else [message]
 
-    def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket, place: int) -> Any:
+    def _follow(self, parameter: torch.nn.Parameter, bucket: Bucket, index: int) -> Any:
         """Submit the bucket once the last of its gradients is made; return the node of the hook.
 
-        `place`: of the parameter in the bucket. Each gradient is noted when its own last pass has
+        `index`: of the parameter in the bucket. Each gradient is noted when its own last pass has
         made it: until the bucket is submitted, perhaps only by `synchronize`, a change would be
         reduced, too. Horovod's hooks are on the same kind of nodes, so that all other hooks run
         before them.
@@ -335,7 +342,7 @@ class Flight:
         def gradient_is_made(*_: Any) -> None:
             if self._waits:
                 return
-            if bucket.made(place):
+            if bucket.made(index):
                 self._note(parameter)
             handle = self._submit_and_note(bucket.flat) if bucket.is_complete else (None, None)
             self._carrier._handles[bucket.flat] = handle
@@ -355,10 +362,10 @@ class Trainable:
         reduced = set(self._before[0]).intersection(self._before[1])
         # Where they are: a conversion can put new parameters there (such as one to "meta").
         self._places = {
-            id(it): (module._parameters, key, it.dtype, it.device)
+            id(parameter): (module._parameters, key, parameter.dtype, parameter.device)
             for module in model.modules()
-            for key, it in module._parameters.items()
-            if it is not None and id(it) in reduced
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in reduced
         }
 
     def has_changed(self, optimizer: Optimizer) -> bool:
@@ -374,18 +381,18 @@ class Trainable:
         """
         now = self._now(optimizer)
         if now != self._before:  # lists, as sets take longer to make
-            model, own = map(set, now)
-            if own != set(self._before[1]) or model.difference(self._before[0]):
+            model, owned = map(set, now)
+            if owned != set(self._before[1]) or model.difference(self._before[0]):
                 raise TrainingError(
                     "the trainable parameters have changed since the optimizer was distributed: "
-                    f"{self._changes(model, own)}. Only the gradients of that time are reduced: "
+                    f"{self._changes(model, owned)}. Only the gradients of that time are reduced: "
                     "freeze and unfreeze before distribute(), or in a loop before step.batches()"
                 )
         converted = [
-            f"{self._names[own]} from {dtype} on {device} to {it.dtype} on {it.device}"
-            for own, (parameters, key, dtype, device) in self._places.items()
-            if (it := parameters.get(key)) is not None
-            and (it.dtype != dtype or it.device != device)
+            f"{self._names[old_id]} from {dtype} on {device} to {new.dtype} on {new.device}"
+            for old_id, (parameters, key, dtype, device) in self._places.items()
+            if (new := parameters.get(key)) is not None
+            and (new.dtype != dtype or new.device != device)
         ]
         if converted:
             raise TrainingError(
@@ -395,9 +402,9 @@ class Trainable:
                 "the like before distribute()"
             )
 
-    def _changes(self, model: set[int], own: set[int]) -> str:
+    def _changes(self, model: set[int], owned: set[int]) -> str:
         """Return a description of what is added to, or removed from, the trainable parameters."""
-        now, before, names = (model, own), tuple(map(set, self._before)), self._names
+        now, before, names = (model, owned), tuple(map(set, self._before)), self._names
         changes = [
             f"{len(group)} {verb} (such as {names.get(min(group), 'one not in the model')})"
             for group, verb in (
@@ -410,11 +417,11 @@ class Trainable:
 
     def _now(self, optimizer: Optimizer) -> tuple[list[int], list[int]]:
         """Return the ids of the trainable parameters of the model and of the optimizer."""
-        own, named = parameters_of(optimizer), list(self._named.values())
-        found = _trainable(own)
-        is_same = len(own) == len(named) and all(map(operator.is_, own, named))
-        return (found if is_same else _trainable(named)), found
+        owned, named = parameters_of(optimizer), list(self._named.values())
+        trainable = _trainable(owned)
+        is_same = len(owned) == len(named) and all(map(operator.is_, owned, named))
+        return (trainable if is_same else _trainable(named)), trainable
 
 
 def _trainable(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
-    return [id(it) for it in parameters if it.requires_grad]
+    return [id(parameter) for parameter in parameters if parameter.requires_grad]

@@ -38,10 +38,10 @@ class OwnGpu:
 def find_devices() -> list[torch.device]:
     """Return the GPUs that this process sees; none on a machine without."""
     # In this order: torch 2.6 raises an error when asked for an accelerator where there is none.
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
         return []
-    return [torch.device(found.type, it) for it in range(torch.accelerator.device_count())]
+    return [torch.device(device.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
@@ -51,8 +51,8 @@ def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
     devices, local_rank = find_devices(), exchange.local_rank
     # Slurm, for one, shows each process its own GPU alone.
     index = 0 if len(devices) == 1 else local_rank
-    own = devices[index] if index < len(devices) else None
-    unit = (socket.gethostname(), uuid_of(own)) if own is not None else None
+    device = devices[index] if index < len(devices) else None
+    unit = (socket.gethostname(), uuid_of(device)) if device is not None else None
     units = exchange.all_gather_object(unit, "hvdtrain.gpus")
     if units.count(None) == len(units):
         return OwnGpu(None)
@@ -64,15 +64,15 @@ def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
     shared = [rank for rank, other in enumerate(units) if units.count(other) > 1]
     if shared and os.environ.get(SHARES_GPU) != "1":
         return OwnGpu(None, f"{name_ranks(shared)} would share a GPU")
-    if own is not None and own.type != "cpu":
-        torch.accelerator.set_device_index(own.index)
-    return OwnGpu(own)
+    if device is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return OwnGpu(device)
 
 
 def uuid_of(device: torch.device) -> str:
     """Return a GPU's UUID, which is the same in all processes; else its number in this one."""
     module = torch.get_device_module(device)
-    properties = getattr(module, "get_device_properties", lambda it: None)(device)
+    properties = getattr(module, "get_device_properties", lambda _: None)(device)
     return str(getattr(properties, "uuid", device))
 
 

@@ -132,8 +132,8 @@ class HorovodExchange:
             return 1
         if not is_homogeneous() or local_size == 1 or hosts == 1:
             return 1
-        own = hvd.cross_rank() * local_size + hvd.local_rank()
-        places = self.all_gather_object(own, "hvdtrain.places")
+        rank_by_host = hvd.cross_rank() * local_size + hvd.local_rank()
+        places = self.all_gather_object(rank_by_host, "hvdtrain.places")
         return local_size if places == list(range(self.size)) else 0
 
     @waits
@@ -162,22 +162,26 @@ class HorovodExchange:
             agree_on_layout(self, model, optimizer)
         messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
         buckets = [
-            Bucket(it, grad_accum_steps)
-            for it in messages
-            if len(it) > 1 or next(iter(it.values())).dtype in ADDED_AS
+            Bucket(message, grad_accum_steps)
+            for message in messages
+            if len(message) > 1 or next(iter(message.values())).dtype in ADDED_AS
         ]
-        bucketed = {it for bucket in buckets for it in bucket.message.values()}
-        named = {f"bucket.{next(iter(it.message))}": it.flat for it in buckets}
-        named |= {name: it for name, it in model.named_parameters() if it not in bucketed}
-        alone = [it for it in parameters_of(optimizer) if it not in bucketed]
+        bucketed = {parameter for bucket in buckets for parameter in bucket.message.values()}
+        named = {f"bucket.{next(iter(bucket.message))}": bucket.flat for bucket in buckets}
+        named |= {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter not in bucketed
+        }
+        alone = [parameter for parameter in parameters_of(optimizer) if parameter not in bucketed]
         carrier = hvd.DistributedOptimizer(
-            torch.optim.SGD([*alone, *(it.flat for it in buckets)]),
+            torch.optim.SGD([*alone, *(bucket.flat for bucket in buckets)]),
             named_parameters=named.items(),
             compression=COMPRESSIONS[reduction.compression],
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
-        staged = not self.has_nccl and any(it.device.type != "cpu" for it in alone)
+        staged = not self.has_nccl and any(parameter.device.type != "cpu" for parameter in alone)
         reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients, copies=int(staged))
         carrier.watched = Trainable(model, optimizer)
         return optimizer
@@ -194,17 +198,18 @@ class HorovodExchange:
         adopt_optimizer_state(self, model, optimizer)
         with coarse_timer():
             state = model.state_dict()
-            tensors = {name: it for name, it in state.items() if is_dense(it)}
+            tensors = {name: value for name, value in state.items() if is_dense(value)}
             # Horovod does not broadcast tensors that are not contiguous, such as those of
             # channels_last layers, nor types such as bool and bfloat16: bytes are sent.
-            flat = {name: it.contiguous().reshape(-1) for name, it in tensors.items()}
+            flat = {name: tensor.contiguous().reshape(-1) for name, tensor in tensors.items()}
             hvd.broadcast_parameters(
-                {name: it.view(torch.uint8) for name, it in flat.items() if it.numel()}, root_rank=0
+                {name: tensor.view(torch.uint8) for name, tensor in flat.items() if tensor.numel()},
+                root_rank=0,
             )
             for name, tensor in tensors.items():
                 if not tensor.is_contiguous():
                     tensor.copy_(flat[name].view(tensor.shape))
-            if others := {name: it for name, it in state.items() if name not in tensors}:
+            if others := {name: value for name, value in state.items() if name not in tensors}:
                 others = self.broadcast_object(copied_to_cpu(others), "hvdtrain.further_state")
                 model.load_state_dict(others, strict=False)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
@@ -233,7 +238,7 @@ class HorovodExchange:
         # Poll first: hvd.synchronize() spins (horovod/torch/mpi_ops_v2.cc, WaitAndClear). A handle
         # that is not an integer is not begun.
         handles = [handle for handle, _ in carrier._handles.values()]
-        rest_until(lambda: all(hvd.poll(it) for it in handles if isinstance(it, int)))
+        rest_until(lambda: all(hvd.poll(handle) for handle in handles if isinstance(handle, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
     def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
@@ -274,18 +279,18 @@ class HorovodExchange:
     @waits
     @coarse_timer()
     def broadcast_object(self, value: Any, name: str) -> Any:
-        own = _pickled(value if self.rank == 0 else None)
-        size = hvd.broadcast(torch.tensor([len(own)]), 0, name=f"{name}.size")
-        buffer = own if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        pickled = _pickled(value if self.rank == 0 else None)
+        size = hvd.broadcast(torch.tensor([len(pickled)]), 0, name=f"{name}.size")
+        buffer = pickled if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
         hvd.broadcast_(buffer, 0, name=name)  # in place: it may be a whole state
         return value if self.rank == 0 else pickle.loads(buffer.numpy().data)
 
     @waits
     @coarse_timer()
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        own = _pickled(value)
-        sizes = hvd.allgather(torch.tensor([len(own)]), name=f"{name}.sizes")
-        parts = hvd.allgather(own, name=name).split(sizes.tolist())
+        pickled = _pickled(value)
+        sizes = hvd.allgather(torch.tensor([len(pickled)]), name=f"{name}.sizes")
+        parts = hvd.allgather(pickled, name=name).split(sizes.tolist())
         return [pickle.loads(part.numpy()) for part in parts]
 
     @contextmanager
@@ -370,7 +375,9 @@ class _Pending:
 
 def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:
     """Collective: begin an operation for each tensor; return the results."""
-    handles = [begin(it, name=f"{name}.{number}", **options) for number, it in enumerate(tensors)]
+    handles = [
+        begin(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)
+    ]
     return [_result(handle) for handle in handles]
 
 
@@ -406,9 +413,11 @@ def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
     server = RendezvousServer()
     port: int = server.start()
     names = ("rank", "local_rank", "cross_rank", "size", "local_size", "cross_size")
-    numbers = [{name: int(it[f"HOROVOD_{name.upper()}"]) for name in names} for it in ranks]
-    hosts = [it["HOROVOD_HOSTNAME"] for it in ranks]
-    server.init([SlotInfo(host, **own) for host, own in zip(hosts, numbers, strict=True)])
+    numbers = [
+        {name: int(variables[f"HOROVOD_{name.upper()}"]) for name in names} for variables in ranks
+    ]
+    hosts = [variables["HOROVOD_HOSTNAME"] for variables in ranks]
+    server.init([SlotInfo(host, **slot) for host, slot in zip(hosts, numbers, strict=True)])
     return port
 
 

@@ -220,10 +220,10 @@ class Progress:
             file.seek(self._offset)
             text = file.read()
             self._offset += len(text)
-        found = re.findall(rb"^\s*\[ *(\d+)%\]", text, re.MULTILINE)
-        if not found:
+        percentages = re.findall(rb"^\s*\[ *(\d+)%\]", text, re.MULTILINE)
+        if not percentages:
             return
-        percent, now = int(found[-1]), time.monotonic() - self._started
+        percent, now = int(percentages[-1]), time.monotonic() - self._started
         self._first = self._first or (percent, now)
         if sys.stdout.isatty():
             print(f"\r  {self._line(percent, now)} \x1b[K", end="", flush=True)

@@ -46,7 +46,7 @@ class Cuda:
 
 def has_gpu(devices: str = DEVICES) -> bool:
     """Return whether the machine has a GPU of NVIDIA with a driver."""
-    if any(it.name[6:].isdigit() for it in Path(devices).glob("nvidia*")):
+    if any(device.name[6:].isdigit() for device in Path(devices).glob("nvidia*")):
         return True
     program = shutil.which("nvidia-smi")  # under WSL 2 there is no such device
     if program is None:
@@ -135,7 +135,7 @@ def complete_toolkit(target: Path) -> Path:
 
 def build_variables(cuda: Cuda, root: Path) -> dict[str, str]:
     """Return the variables by which Horovod's build finds the toolkit and NCCL."""
-    found = {
+    variables = {
         "HOROVOD_GPU": "CUDA",
         "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_NCCL_LINK": "shared",
@@ -143,4 +143,4 @@ def build_variables(cuda: Cuda, root: Path) -> dict[str, str]:
         "HOROVOD_CUDA_HOME": str(root),
         "CUDA_HOME": str(root),
     }
-    return found | ({CC_LIST: cuda.architectures} if cuda.architectures else {})
+    return variables | ({CC_LIST: cuda.architectures} if cuda.architectures else {})

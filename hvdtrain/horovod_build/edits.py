@@ -571,13 +571,13 @@ class SourceEditError(HvdtrainError):
 
 def edits_for(*, has_mpi: bool) -> tuple[Edit, ...]:
     """Return all edits of a build with MPI, or without."""
-    known = Edit(
+    built_edit = Edit(
         "horovod/common/util.py",
         _BOTH.format(_ASK.format("mpi", "MPI"), _ASK.format("gloo", "Gloo")),
         _BOTH.format(_KNOW.format("mpi", has_mpi), _KNOW.format("gloo", True)),
         "horovodrun would import torch, for seconds, to learn whether this wheel has MPI and Gloo",
     )
-    return (*EDITS, known)
+    return (*EDITS, built_edit)
 
 
 def edits_sha256(*, has_mpi: bool) -> str:
@@ -597,12 +597,12 @@ def apply_edits(source_root: Path, edits: tuple[Edit, ...]) -> None:
     for edit in edits:
         path = source_root / edit.path
         text = edited.get(path) or (path.read_text("utf-8") if path.is_file() else "")
-        found = text.count(edit.old)
-        if found == 1:
+        count = text.count(edit.old)
+        if count == 1:
             edited[path] = text.replace(edit.old, edit.new)
         else:
             problems.append(
-                f"{edit.path}: expected this text once, found it {found} times: {edit.old!r}"
+                f"{edit.path}: expected this text once, found it {count} times: {edit.old!r}"
                 f" (needed because {edit.why})"
             )
     if problems:

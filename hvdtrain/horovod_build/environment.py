@@ -141,7 +141,7 @@ class Environment:
             nccl_folder=Path(folder) if folder else None,
             toolkit=self.packages.get("cuda-toolkit"),
             architectures=tuple(
-                facts.get("cards") or sorted({int(it) for it in built_for if it.isdigit()})
+                facts.get("cards") or sorted({int(arch) for arch in built_for if arch.isdigit()})
             ),
             old_abi=facts["old_abi"],
         )

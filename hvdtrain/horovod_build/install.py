@@ -79,9 +79,9 @@ def choose(
 def obtain(choice: Choice, say: Say) -> Path:
     """Return the wheel of a choice, from the cache or built now. Raises PreflightError."""
     inputs = wheel_inputs(choice.environment, choice.torch, choice.mpi, choice.cuda)
-    if found := cached_wheel(inputs):
+    if cached := cached_wheel(inputs):
         say(f"{choice.text}: the wheel is in the cache")
-        return found
+        return cached
     requirements = build_requirements(choice.environment.python_header)
     if missing := missing_requirements(requirements):
         raise PreflightError(explain_missing(missing))

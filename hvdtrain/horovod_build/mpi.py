@@ -29,8 +29,8 @@ class Mpi:
 
 def find_mpi(environment: Environment) -> Mpi | None:
     """Return the system's Open MPI 4, else that of PyPI in the environment, else None."""
-    if found := find_system_mpi(outside=environment.prefix):
-        return found
+    if system_mpi := find_system_mpi(outside=environment.prefix):
+        return system_mpi
     version = environment.packages.get(PYPI_PACKAGE, "")
     return Mpi(version, "pip") if version.startswith("4.") else None
 

@@ -96,8 +96,8 @@ def obtain_wheel(
     concurrent set-ups one builds and the other waits.
     Raises PreflightError when the build fails, or the cache cannot be written.
     """
-    if found := cached_wheel(inputs):
-        return found
+    if cached := cached_wheel(inputs):
+        return cached
     folder = cache_folder() / inputs.key
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -66,14 +66,14 @@ def kind_of(device: torch.device) -> str:
     """Return what decides which bits are computed: the device's model, and software."""
     module = torch.get_device_module(device)
     questions = ("get_device_name", "get_device_capability")
-    found = [str(getattr(module, it)(device)) for it in questions if hasattr(module, it)]
+    hardware = [str(getattr(module, name)(device)) for name in questions if hasattr(module, name)]
     if hasattr(module, "get_device_properties"):
         properties = module.get_device_properties(device)
-        found += [f"{getattr(properties, 'multi_processor_count', '?')} multiprocessors"]
+        hardware += [f"{getattr(properties, 'multi_processor_count', '?')} multiprocessors"]
     versions = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         versions += [f"cuDNN {torch.backends.cudnn.version()}"]
-    return ", ".join([device.type, *(found or [platform.machine()]), *versions])
+    return ", ".join([device.type, *(hardware or [platform.machine()]), *versions])
 
 
 def measure_sums(device: torch.device, rank: int, size: int, store: str) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def measure_sums(device: torch.device, rank: int, size: int, store: str) -> dict
         seconds += [time.perf_counter() - began] * (number >= WARM_UP)
     distributed.destroy_process_group()
     problem = f"{wrong:,} of {count:,} elements" if wrong else None
-    found = {"backend": backend, "bytes": 4 * count, "seconds": statistics.median(seconds)}
-    return found | {"devices": size, "wrong": problem}
+    measured = {"backend": backend, "bytes": 4 * count, "seconds": statistics.median(seconds)}
+    return measured | {"devices": size, "wrong": problem}
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ def train(device: torch.device = CPU) -> dict[str, str]:
     network = build_network().to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     drawn = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(CLASSES, (SAMPLES,))
-    samples, labels = (it.to(device) for it in drawn)
+    samples, labels = (tensor.to(device) for tensor in drawn)
     note("input", samples)
     for step in range(1, STEPS + 1):
         values = samples
@@ -97,13 +97,17 @@ def kind_of(core: int, root: Path = Path("/")) -> str:
     of caches, by which kernels choose blocks: they differ between the cores of hybrid processors.
     """
     cores = (root / "proc/cpuinfo").read_text().split("\n\n")
-    own = "".join(it for it in cores if re.search(rf"^processor\s*: {core}$", it, re.MULTILINE))
+    cpu_info = "".join(
+        entry for entry in cores if re.search(rf"^processor\s*: {core}$", entry, re.MULTILINE)
+    )
     names = "model name|cpu family|model|CPU implementer|CPU part"
-    found = [f"{name} {it}" for name, it in re.findall(rf"(?m)^({names})\s*: (.*)$", own)]
+    fields = [
+        f"{name} {value}" for name, value in re.findall(rf"(?m)^({names})\s*: (.*)$", cpu_info)
+    ]
     caches = sorted((root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*/size"))
     sizes = "/".join(path.read_text().strip() for path in caches)
     versions = [f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability()]
-    return ", ".join([os.uname().machine, *found, f"caches {sizes}", *versions])
+    return ", ".join([os.uname().machine, *fields, f"caches {sizes}", *versions])
 
 
 def repeat(compute: Callable[[], dict[str, str]], kind: str, seconds: float) -> dict[str, Any]:

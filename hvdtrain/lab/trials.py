@@ -73,8 +73,8 @@ class Training:
         """Return the variables of a run."""
         if not self.is_script:
             return {}
-        given = json.loads(os.environ.get(LOOP_OPTIONS, "{}"))
-        return {LOOP_OPTIONS: json.dumps({**given, **options})}
+        loop_options = json.loads(os.environ.get(LOOP_OPTIONS, "{}"))
+        return {LOOP_OPTIONS: json.dumps({**loop_options, **options})}
 
 
 @contextlib.contextmanager
@@ -95,11 +95,11 @@ class Trial:
         self.path = folder / name
         self._log = folder / f"{name}.log"
         self._mark = f"{os.getpid()}-{name}"
-        place = {"resume": "auto", "output": str(folder), "experiment": name}
-        self._options = place | options
-        own = {MARK: self._mark, "PATH": search_path(os.environ)}
+        chosen = {"resume": "auto", "output": str(folder), "experiment": name}
+        self._options = chosen | options
+        variables = {MARK: self._mark, "PATH": search_path(os.environ)}
         # As `hvdtrain launch` does: sets have one order in all processes.
-        self._environment = {"PYTHONHASHSEED": "0"} | os.environ | own
+        self._environment = {"PYTHONHASHSEED": "0"} | os.environ | variables
         self.start(training, workers)
 
     def start(self, training: Training, workers: int) -> None:
@@ -132,10 +132,10 @@ class Trial:
 
     def summary(self) -> dict[str, str]:
         """Return the content of the run's summary.json; empty if it has none, or is cut off."""
-        found: dict[str, str] = {}
+        summary: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.path / "summary.json").read_text("utf-8"))
-        return found
+            summary = json.loads((self.path / "summary.json").read_text("utf-8"))
+        return summary
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -156,8 +156,8 @@ class Trial:
             return None
         lines = log.splitlines()
         for number, line in enumerate(lines):
-            if found := REFUSED.match(line):
-                text, prefix = [line[found.end() :]], found[1] or ""
+            if match := REFUSED.match(line):
+                text, prefix = [line[match.end() :]], match[1] or ""
                 for further in lines[number + 1 :]:
                     if not further.startswith(prefix):
                         break

@@ -33,7 +33,7 @@ def verify_resume(training: Training, *, workers: int, cuts: int, seed: int) -> 
         expected = reference.summary()["params_sha256"]
         say(f"uninterrupted: {expected}")
         hashes = _interrupted_hashes(training, workers, scratch, cuts, random.Random(seed))
-    different = sum(found != expected for found in hashes)
+    different = sum(digest != expected for digest in hashes)
     say(
         f"{counted(cuts, 'cut')} in {counted(len(hashes), 'run')} on {counted(workers, 'worker')} "
         f"({training.controller if workers > 1 else 'without Horovod'}): "
@@ -105,10 +105,10 @@ class InterruptedTrial(Trial):
 
     def _workers(self) -> dict[int, int]:
         """Return the process ids of running workers, by rank."""
-        found = {}
+        pids = {}
         for pid, environment in marked(MARK, self._mark).items():
             command = command_of(pid)
             if self._training.mark in command and not re.search("horovodrun|mpirun", command):
                 rank = environment.get("HOROVOD_RANK") or environment.get("OMPI_COMM_WORLD_RANK")
-                found[int(rank or 0)] = pid
-        return found
+                pids[int(rank or 0)] = pid
+        return pids

@@ -23,10 +23,10 @@ def resolves_here(name: str) -> bool:
 def addresses_of(name: str) -> list[str]:
     """Return the IPv4 addresses that a name stands for; empty where only ssh knows it."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        addrinfos = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return sorted({str(address[0]) for *_, address in found})
+    return sorted({str(address[0]) for *_, address in addrinfos})
 
 
 LONGEST_NAME = 253  # characters of a host name (RFC 1035)

@@ -152,8 +152,8 @@ class Channel:
             proven = is_proof(introduction.get("proof"), self._token, "agent", challenge)
             if not proven or rank in self._agents or not 0 <= rank < self.workers:
                 raise ConnectionLost("not an agent of this job")
-            own = str(introduction.get("challenge"))
-            connection.send({"proof": prove(self._token, "launcher", own)})
+            agent_challenge = str(introduction.get("challenge"))
+            connection.send({"proof": prove(self._token, "launcher", agent_challenge)})
         except (ConnectionLost, TypeError, ValueError, OverflowError):
             self._drop(connection)
             return

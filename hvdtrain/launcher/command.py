@@ -109,7 +109,9 @@ def horovodrun_environment(
 ) -> dict[str, str]:
     """Return `settings`, what horovodrun needs of `environment`, and `ssh_folder` first on PATH."""
     needed = (
-        PASSED_ON | {f"HOROVOD_{it}" for it in SETTINGS} | {f"NCCL_{it}" for it in NCCL_SETTINGS}
+        PASSED_ON
+        | {f"HOROVOD_{name}" for name in SETTINGS}
+        | {f"NCCL_{name}" for name in NCCL_SETTINGS}
     )
     kept = {
         name: value
@@ -117,8 +119,8 @@ def horovodrun_environment(
         if name in needed or name.startswith(PASSED_ON_PREFIXES)
     }
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
-    own = {"PATH": path, "PYTHONUNBUFFERED": "1"}
-    return {**settings, **_with_usable_tmpdir(kept), **python_path(environment), **own}
+    overrides = {"PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**settings, **_with_usable_tmpdir(kept), **python_path(environment), **overrides}
 
 
 def _with_usable_tmpdir(variables: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +128,7 @@ def _with_usable_tmpdir(variables: Mapping[str, str]) -> dict[str, str]:
     there, while Python takes another folder.
     """
     usable = is_writable(variables.get("TMPDIR", "/tmp"))
-    return {name: it for name, it in variables.items() if usable or name != "TMPDIR"}
+    return {name: value for name, value in variables.items() if usable or name != "TMPDIR"}
 
 
 def search_path(environment: Mapping[str, str]) -> str:
@@ -174,8 +176,8 @@ def find_controller(wanted: str, hosts: int = 1) -> Controller:
         return Controller("mpi", "faster on one host than Gloo" if wanted == "auto" else "")
     if wanted == "auto":
         return Controller("gloo", "Open MPI is not installed")
-    found = f"{mpirun} is not Open MPI's" if mpirun else "there is no mpirun on PATH"
-    raise UsageError(f"--controller=mpi: {found}; use --controller gloo")
+    reason = f"{mpirun} is not Open MPI's" if mpirun else "there is no mpirun on PATH"
+    raise UsageError(f"--controller=mpi: {reason}; use --controller gloo")
 
 
 @cache
@@ -233,12 +235,12 @@ def worker_environment(
     applies to the host where launch was called; other hosts have their own.
     """
     if login is not None:
-        own = {name: it for name, it in environment.items() if name not in LOGIN_NAMES}
-        environment = own | dict(login)
-    place = Topology.from_environment(environment)
+        kept = {name: value for name, value in environment.items() if name not in LOGIN_NAMES}
+        environment = kept | dict(login)
+    topology = Topology.from_environment(environment)
     local_size = environment.get("HOROVOD_LOCAL_SIZE")
     local_size = local_size or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if not place.launched or not local_size:
+    if not topology.launched or not local_size:
         raise UsageError("agents are started by `hvdtrain launch`, through horovodrun")
     of_host = {
         name: value
@@ -252,9 +254,9 @@ def worker_environment(
         if name not in HOST_NAMES | of_other_hosts and not name.startswith(HOST_PREFIXES)
     }
     of_job = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
         "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
@@ -274,5 +276,5 @@ def worker_environment(
         for name, interface in own_interfaces(environment).items()
     }
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
-    own = {name: value for name, value in environment.items() if name not in defaults}
-    return own | defaults | of_user | of_host | chosen | of_job
+    of_agent = {name: value for name, value in environment.items() if name not in defaults}
+    return of_agent | defaults | of_user | of_host | chosen | of_job

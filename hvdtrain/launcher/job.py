@@ -159,17 +159,19 @@ class LaunchJob:
             ticket = Ticket(job, self._orders(token, start).as_text())
             stack.callback(remove_ticket, job)
             slots = slots_by_host(hosts, plan.workers)
-            found = preflight(hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots)
+            report = preflight(
+                hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots
+            )
             self._placed = ()
-            stack.callback(self._withdraw, job, hosts, found, ssh, channel)
-            plan = self._place(hosts, found, start)
+            stack.callback(self._withdraw, job, hosts, report, ssh, channel)
+            plan = self._place(hosts, report, start)
             channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
             self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
             supervisor = Supervisor(
                 command=horovodrun_argv(horovodrun_options(plan, ssh), agent_argv(job)),
                 environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
-                | master_of(self._plan.interface, plan.hosts, found),
+                | master_of(self._plan.interface, plan.hosts, report),
                 channel=channel,
                 logs=self._logs,
                 limits=plan.limits,
@@ -182,11 +184,11 @@ class LaunchJob:
                 return supervisor.run()
 
     def _withdraw(
-        self, job: str, hosts: Sequence[Host], found: Preflight, ssh: SshSetup, channel: Channel
+        self, job: str, hosts: Sequence[Host], report: Preflight, ssh: SshSetup, channel: Channel
     ) -> None:
         """Remove the ticket from the hosts where no agent has joined, which would have done so."""
         joined = {self._host_of(rank) for rank in channel.admitted}
-        left = [host for host in hosts if host.address in found.facts.keys() - joined]
+        left = [host for host in hosts if host.address in report.facts.keys() - joined]
         withdraw([host for host in left if not is_local(host)], ssh, job)
 
     def _orders(self, token: str, start: int) -> Orders:
@@ -206,11 +208,11 @@ class LaunchJob:
             },
         )
 
-    def _place(self, hosts: Sequence[Host], found: Preflight, start: int) -> JobPlan:
+    def _place(self, hosts: Sequence[Host], report: Preflight, start: int) -> JobPlan:
         """Return the plan of this start: the first needs every host, a restart --min-np slots."""
         plan = self._plan
-        problems = [item for item in found.findings if item.status == "fail"]
-        for item in found.findings:
+        problems = [item for item in report.findings if item.status == "fail"]
+        for item in report.findings:
             if item.status == "warn":
                 self._notify(f"warning: {explain(item)}")
         if problems and not start:
@@ -225,7 +227,7 @@ class LaunchJob:
             )
         for item in problems:
             self._notify(f"left out: {explain(item)}")
-        workers, interface = min(plan.workers, slots), plan.interface or found.interface
+        workers, interface = min(plan.workers, slots), plan.interface or report.interface
         placed = take_slots(fit, workers)
         return replace(plan, workers=workers, hosts=placed, interface=interface)
 
@@ -242,10 +244,10 @@ def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
         return "127.0.0.1"
     if interface is None:
         return ANYWHERE
-    own = [address for name, address in interfaces() if name == interface]
-    if not own:
+    addresses = [address for name, address in interfaces() if name == interface]
+    if not addresses:
         raise PreflightError(f"--network-interface={interface}: has no IPv4 address here")
-    return own[0]
+    return addresses[0]
 
 
 def explain(finding: Finding) -> str:
@@ -254,14 +256,14 @@ def explain(finding: Finding) -> str:
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
-def master_of(chosen: str | None, hosts: Sequence[Host], found: Preflight) -> dict[str, str]:
+def master_of(chosen: str | None, hosts: Sequence[Host], report: Preflight) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port.
 
     Unless the user has `chosen` an interface, workers also use theirs towards this address.
     """
-    address = first_address(hosts, found.facts)
-    own = {} if chosen or len(hosts) == 1 else {TOWARDS: address}
-    return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS)), **own}
+    address = first_address(hosts, report.facts)
+    towards = {} if chosen or len(hosts) == 1 else {TOWARDS: address}
+    return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS)), **towards}
 
 
 def horovodrun_options(plan: JobPlan, ssh: SshSetup) -> HorovodrunOptions:

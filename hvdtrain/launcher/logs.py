@@ -49,7 +49,7 @@ class Logs:
             return
         self._follows = False
         with suppress(OSError):  # on another file system they stay
-            folder = next(it for it in _numbered(Path(run, "logs")) if not it.exists())
+            folder = next(path for path in _numbered(Path(run, "logs")) if not path.exists())
             before = self.folder
             folder.mkdir()
             for name in [HOROVODRUN, *(self.path(rank).name for rank in self._files)]:

@@ -76,7 +76,7 @@ def programs_folder(executable: bool = True) -> str:
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:
     """Return pid -> environment of processes started with name=value, in whatever session."""
-    found = {}
+    environments = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
@@ -84,8 +84,8 @@ def marked(name: str, value: str) -> dict[int, dict[str, str]]:
             continue  # gone, or another user's
         if f"{name}={value}".encode() in variables:
             pairs = (variable.decode(errors="replace").partition("=") for variable in variables)
-            found[int(folder.name)] = {key: text for key, _, text in pairs}
-    return found
+            environments[int(folder.name)] = {key: text for key, _, text in pairs}
+    return environments
 
 
 def command_of(pid: int) -> str:
@@ -118,8 +118,8 @@ def has_ended(pid: int) -> bool:
 def remove_sessions_of_dead_mpiruns() -> None:
     """Remove what this user's mpiruns have left in TMPDIR that were killed on this machine."""
     name = socket.gethostname()
-    for known in {name, name.partition(".")[0]}:
-        folder = Path(os.environ.get("TMPDIR", "/tmp"), f"ompi.{known}.{os.getuid()}")
+    for host_name in {name, name.partition(".")[0]}:
+        folder = Path(os.environ.get("TMPDIR", "/tmp"), f"ompi.{host_name}.{os.getuid()}")
         for session in folder.glob("pid.*"):
             if not Path("/proc", session.name.removeprefix("pid.")).exists():
                 shutil.rmtree(session, ignore_errors=True)
@@ -145,10 +145,10 @@ def descendants(pid: int) -> list[int]:
             continue  # gone
         if state not in "ZX":
             children.setdefault(int(parent), []).append(int(folder.name))
-    found = children.get(pid, [])
-    for below in found:  # the list grows in the loop
-        found += children.get(below, [])
-    return found
+    pids = children.get(pid, [])
+    for below in pids:  # the list grows in the loop
+        pids += children.get(below, [])
+    return pids
 
 
 def id_within(pid: int) -> int:

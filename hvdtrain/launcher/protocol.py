@@ -110,10 +110,10 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
     connection = Connection(sock)
     try:
         challenge = str(connection.receive_one().get("challenge"))
-        own = secrets.token_hex(16)
+        agent_challenge = secrets.token_hex(16)
         proof = prove(token, "agent", challenge)
-        connection.send(introduction | {"proof": proof, "challenge": own})
-        if not is_proof(connection.receive_one().get("proof"), token, "launcher", own):
+        connection.send(introduction | {"proof": proof, "challenge": agent_challenge})
+        if not is_proof(connection.receive_one().get("proof"), token, "launcher", agent_challenge):
             raise ConnectionLost("the peer does not hold this job's token")
     except ConnectionLost:
         connection.close()
@@ -127,10 +127,10 @@ def prove(token: str, side: str, challenge: str) -> str:
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
-def is_proof(given: object, token: str, side: str, challenge: str) -> bool:
+def is_proof(proof: object, token: str, side: str, challenge: str) -> bool:
     """Check a proof, as bytes: for text that is not ASCII, hmac.compare_digest raises TypeError."""
     expected = prove(token, side, challenge).encode()
-    return hmac.compare_digest(str(given).encode("utf-8", "replace"), expected)
+    return hmac.compare_digest(str(proof).encode("utf-8", "replace"), expected)
 
 
 def _read(line: bytes) -> Message:
@@ -183,8 +183,8 @@ def read_ticket(job: str, environment: Mapping[str, str] = os.environ) -> dict[s
         with contextlib.suppress(OSError, ValueError):
             status = path.stat()
             if status.st_uid == os.getuid() and not status.st_mode & 0o077:
-                found = json.loads(path.read_text("utf-8"))
-                return found if isinstance(found, dict) else None
+                content = json.loads(path.read_text("utf-8"))
+                return content if isinstance(content, dict) else None
     return None
 
 
@@ -228,7 +228,7 @@ class Orders:
     @property
     def folder(self) -> str:
         """Return the working directory by the first of its paths that this host has."""
-        return next((it for it in self.folders if Path(it).is_dir()), self.folders[-1])
+        return next((folder for folder in self.folders if Path(folder).is_dir()), self.folders[-1])
 
     @property
     def ring_token(self) -> str:
@@ -243,11 +243,11 @@ def read_orders(job: str) -> tuple[Orders, tuple[str, int], dict[str, str] | Non
     """Return orders, launcher address and the login's variables (`command.login_of`) from this
     host's ticket; PreflightError without it.
     """
-    found = read_ticket(job)
-    if found is None:
+    content = read_ticket(job)
+    if content is None:
         raise PreflightError(
             f"job {job} has left no orders on {socket.gethostname()}. Agents are started by "
             "`hvdtrain launch` alone"
         )
-    address, port = found["channel"]
-    return Orders(**json.loads(found["ticket"])), (address, port), found.get("login")
+    address, port = content["channel"]
+    return Orders(**json.loads(content["ticket"])), (address, port), content.get("login")

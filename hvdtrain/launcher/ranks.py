@@ -49,7 +49,7 @@ class Rank:
     put_down: bool = False  # killed by the launcher, after the job had failed
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """Return 'rank 1 on alpha', as used in messages."""
         return f"rank {self.number}" + (f" on {self.host}" if self.host else "")
 

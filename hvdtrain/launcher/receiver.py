@@ -73,7 +73,7 @@ def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
 
     `left_out`: names directly in the folder. Raises OSError.
     """
-    found: Files = {"": ["d", stat.S_IMODE(Path(root).stat().st_mode)]}
+    files: Files = {"": ["d", stat.S_IMODE(Path(root).stat().st_mode)]}
     folders = [""]
     for folder in folders:
         with os.scandir(f"{root}/{folder}") as entries:
@@ -83,14 +83,14 @@ def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
                 if not folder and (name.startswith(OWN) or name in left_out):
                     continue
                 if stat.S_ISLNK(state.st_mode):
-                    found[name] = ["l", str(Path(entry.path).readlink())]
+                    files[name] = ["l", str(Path(entry.path).readlink())]
                 elif stat.S_ISDIR(state.st_mode):
-                    found[name] = ["d", mode]
+                    files[name] = ["d", mode]
                     folders.append(f"{name}/")
                 elif stat.S_ISREG(state.st_mode):
-                    found[name] = ["f", mode, state.st_size, state.st_mtime_ns]
+                    files[name] = ["f", mode, state.st_size, state.st_mtime_ns]
         progress.add()
-    return found
+    return files
 
 
 def digest(files: Mapping[str, Any]) -> str:
@@ -172,7 +172,9 @@ class Copy:
     def begin(self) -> None:
         """Make the folders. Raises StageError if another command stages it."""
         while (above := existing(self.path)) != self.path.parent:
-            self._made.append(next(it for it in self.path.parents if it.parent == above))
+            self._made.append(
+                next(folder for folder in self.path.parents if folder.parent == above)
+            )
             self._made[-1].mkdir()
         self.beside.mkdir(mode=0o700, exist_ok=True)
         self.lock()
@@ -206,7 +208,9 @@ class Copy:
 
     def complete(self) -> None:
         """Add links, unchanged files, those that jobs have made, modes and the mark."""
-        made_here = {it: entry for it, entry in self._old.items() if it not in self._mark["files"]}
+        made_here = {
+            name: entry for name, entry in self._old.items() if name not in self._mark["files"]
+        }
         both = made_here | self.files
         for name, entry in both.items():
             target = self.beside / name
@@ -279,8 +283,8 @@ def compare(copies: Collection[Copy]) -> dict[str, Any]:
         if needed > free:
             paths = ", ".join(str(copy.path) for copy in on_it)
             problems.append(f"{paths}: {needed:,} bytes are needed, and {free:,} are free there")
-    flags = {it: "".join("01"[name in it.needed] for name in it.files) for it in copies}
-    return {"needed": {str(it.path): flags[it] for it in copies}, "problems": problems}
+    flags = {copy: "".join("01"[name in copy.needed] for name in copy.files) for copy in copies}
+    return {"needed": {str(copy.path): flags[copy] for copy in copies}, "problems": problems}
 
 
 def receive(copies: Collection[Copy], stream: IO[bytes]) -> None:
@@ -322,7 +326,7 @@ def remove(path: Path) -> list[str]:
     if mark is None:
         return []
     staged, actual = mark["files"], listing(path)
-    ours = [it for it in actual if it in staged or CACHE in it.split("/")]
+    ours = [name for name in actual if name in staged or CACHE in name.split("/")]
     for name in ours:
         if actual[name][0] == "d":
             (path / name).chmod(0o700)  # it may be write-protected
@@ -362,7 +366,7 @@ def main() -> None:
             request = json.loads(line)
             paths = {Path(path): value for path, value in request.get("paths", {}).items()}
             if request["do"] == "look":
-                states = {str(path): look(path, known) for path, known in paths.items()}
+                states = {str(path): look(path, at_launcher) for path, at_launcher in paths.items()}
                 progress.answer(states=states, **system())
             elif request["do"] == "compare":
                 copies = [Copy(path, files) for path, files in paths.items()]
@@ -371,9 +375,15 @@ def main() -> None:
                 receive(copies, stream)
                 progress.answer(staged=True)
             elif request["do"] == "remove":
-                own = [it for it, known in paths.items() if it.exists() and identity(it) != known]
-                used = [user for path in own for user in users_of(path)]
-                progress.answer(used=used, left={} if used else {str(it): remove(it) for it in own})
+                unshared = [
+                    path
+                    for path, at_launcher in paths.items()
+                    if path.exists() and identity(path) != at_launcher
+                ]
+                used = [user for path in unshared for user in users_of(path)]
+                progress.answer(
+                    used=used, left={} if used else {str(path): remove(path) for path in unshared}
+                )
     except (OSError, StageError, tarfile.TarError) as error:
         progress.answer(errors={"stage": str(error)})
 

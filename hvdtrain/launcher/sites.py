@@ -104,8 +104,8 @@ def _expand_counts(text: str, hosts: int, variable: str) -> list[int]:
         if len(counts) > hosts:
             break
     if len(counts) != hosts:
-        found = "more hosts" if len(counts) > hosts else counted(len(counts), "host")
-        raise UsageError(f"{where}: covers {found}, but {NODE_LIST} has {hosts}; {INSTEAD}")
+        covered = "more hosts" if len(counts) > hosts else counted(len(counts), "host")
+        raise UsageError(f"{where}: covers {covered}, but {NODE_LIST} has {hosts}; {INSTEAD}")
     return counts
 
 

@@ -83,9 +83,9 @@ class SshSetup:
 
     def __enter__(self) -> SshSetup:
         runs_programs = in_job() or not all(is_local(host) for host in self._hosts)
-        place = programs_folder(runs_programs)
-        _remove_abandoned(Path(place))
-        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
+        parent = programs_folder(runs_programs)
+        _remove_abandoned(Path(parent))
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
         self.path = Path(self._folder.name)
         self._lock = (self.path / "config").open("w", encoding="utf-8")
         _hold(self._lock)
@@ -145,12 +145,12 @@ class SshSetup:
         return "\n".join([*lines, _CONFIGURATION_END])
 
 
-def _remove_abandoned(place: Path) -> None:
+def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of this user's launchers that were killed: nobody holds their locks."""
-    for folder in place.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            found = folder.stat()
-            if found.st_uid != os.getuid() or time.time() - found.st_mtime < ABANDONED_AFTER_S:
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < ABANDONED_AFTER_S:
                 continue
             with (folder / "config").open("a") as file:
                 _hold(file)

@@ -88,26 +88,30 @@ class Staging:
     def refuse(self) -> None:
         """Raise PreflightError if there are problems."""
         if failed(self.findings):
-            lines = format_findings(it for it in self.findings if it.status == "fail")
+            lines = format_findings(
+                finding for finding in self.findings if finding.status == "fail"
+            )
             raise PreflightError(f"no host was changed:\n{lines}")
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Facts]:
         """Return the answers to the requests, by host; note each host without one."""
-        return self._gather(requests, lambda it: self._answer(it, requests[it.host.address]))
+        return self._gather(
+            requests, lambda session: self._answer(session, requests[session.host.address])
+        )
 
     def send(self, files: Mapping[str, Mapping[str, int]]) -> dict[str, Facts]:
         """Send files, given by their absolute names and bytes for each host; return the answers of
         hosts where they are in place, and note each other one.
         """
         self._sizes = {host: sum(sizes.values()) for host, sizes in files.items()}
-        return self._gather(files, lambda it: self._send(it, files[it.host.address]))
+        return self._gather(files, lambda session: self._send(session, files[session.host.address]))
 
     def _gather(
         self, hosts: Collection[str], work: Callable[[ProbeSession], Facts | Finding]
     ) -> dict[str, Facts]:
         answers = on_all(work, {host: self.sessions[host] for host in hosts})
-        self.findings += [it for it in answers.values() if isinstance(it, Finding)]
-        return {host: it for host, it in answers.items() if isinstance(it, Facts)}
+        self.findings += [answer for answer in answers.values() if isinstance(answer, Finding)]
+        return {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
 
     def _answer(
         self, session: ProbeSession, request: Mapping[str, Any] | None = None
@@ -116,17 +120,17 @@ class Staging:
         host = session.host
         wait = session.answer if request is None else partial(session.ask, request)
         try:
-            while "moved" in (found := wait(time.monotonic() + NO_PROGRESS_S)).values:
+            while "moved" in (answer := wait(time.monotonic() + NO_PROGRESS_S)).values:
                 wait = session.answer
-                self._show(host.address, found.values["moved"])
+                self._show(host.address, answer.values["moved"])
         except NoAnswer as failure:
             if failure.exit_code in COMMAND_NOT_FOUND:
                 text = f"there is no {PYTHON}, which this environment needs{failure.last_words}"
                 fix = "install the same Python there, or make the environment with one that is"
                 return Finding("python", "fail", host.address, text, fix)
             return explain(host, self._ssh.by_hand(host), failure)
-        errors = "; ".join(found.errors.values())
-        return Finding(CHECK, "fail", host.address, errors) if errors else found
+        errors = "; ".join(answer.errors.values())
+        return Finding(CHECK, "fail", host.address, errors) if errors else answer
 
     def _send(self, session: ProbeSession, files: Collection[str]) -> Facts | Finding:
         with tempfile.TemporaryFile() as names:
@@ -140,14 +144,14 @@ class Staging:
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is the launcher's to handle
             )
-            found = self._answer(session)
+            answer = self._answer(session)
             words = tar.communicate()[1].decode(errors="replace").partition("\n")[0]
         if tar.returncode > 0:
             return Finding(CHECK, "fail", session.host.address, f"not copied: {words}")
-        if isinstance(found, Facts):
+        if isinstance(answer, Facts):
             session.send("commit")
-            found = self._answer(session)
-        return found
+            answer = self._answer(session)
+        return answer
 
     def _show(self, host: str, moved: int) -> None:
         """Print the progress of all hosts, at most every SHOW_S."""
@@ -188,11 +192,18 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
             files = {path: listed.result() for path, listed in listings.items()}
         except OSError as error:
             raise PreflightError(f"{error.filename}: cannot be read: {error.strerror}") from error
-        digests = {path: receiver.digest(found) for path, found in files.items()}
+        digests = {path: receiver.digest(listing) for path, listing in files.items()}
         compare = {}
         for host, state in states.items():
-            digests_there = {path: it.get("digest") for path, it in state.values["states"].items()}
-            others = [path for path, it in digests_there.items() if it not in (None, digests[path])]
+            digests_there = {
+                path: folder_state.get("digest")
+                for path, folder_state in state.values["states"].items()
+            }
+            others = [
+                path
+                for path, digest in digests_there.items()
+                if digest not in (None, digests[path])
+            ]
             if others:
                 compare[host] = {"do": "compare", "paths": {path: files[path] for path in others}}
             else:
@@ -217,7 +228,9 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
 def problems_of(state: Facts) -> list[str]:
     """Return why a host cannot take the copies: another system, another home, what is there."""
     there, here, states = state.values, receiver.system(), state.values["states"]
-    problems = [it["problem"] for it in states.values() if "problem" in it]
+    problems = [
+        folder_state["problem"] for folder_state in states.values() if "problem" in folder_state
+    ]
     if there["abi"] != here["abi"]:
         text = f"its Python is {there['abi']}, and this environment is for {here['abi']}"
         problems.append(text)

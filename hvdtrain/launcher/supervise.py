@@ -161,8 +161,8 @@ class Supervisor:
         requested = self._requested()
         if requested and not self._signals_passed_on:
             # Workers do not handle SIGHUP, the signal of a closed terminal.
-            known = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
-            self._broadcast({"signal": known})
+            stop_signal = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
+            self._broadcast({"signal": stop_signal})
             self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop")
         self._signals_passed_on = len(requested)
         return self._signals_passed_on

@@ -66,7 +66,7 @@ class Evidence:
         left = [rank for rank in self.ranks if rank.state == "ended"]
         self.standstill = [explain_silence(rank) for rank in silent[:OTHERS_SHOWN]]
         self.standstill += [f"{explain_silence(rank)} (waits)" for rank in others[:OTHERS_SHOWN]]
-        self.standstill += [f"{rank.place} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
+        self.standstill += [f"{rank.label} {explain_end(rank)}" for rank in left[:OTHERS_SHOWN]]
 
 
 def judge(seen: Evidence) -> JobOutcome:
@@ -148,7 +148,7 @@ def explain_silence(rank: Rank) -> str:
     state = SUSPENDED_STATES.get(rank.process_state, "silent")
     where = f", in phase {rank.phase}" if rank.speaks else ""
     where += f" of step {rank.step}" if rank.step else ""
-    return f"{rank.place}: {state}{where}, for {rank.silent_s:.0f} s"
+    return f"{rank.label}: {state}{where}, for {rank.silent_s:.0f} s"
 
 
 def _explain_stop(seen: Evidence) -> str:
@@ -162,7 +162,7 @@ def _explain_failure(seen: Evidence, first: Rank) -> str:
     why = " while others were still at work: all ranks must make the same number of steps"
     where = f", in phase {first.phase} of step {first.step}" if first.step else ""
     how = f", the first to fail{where}" if first.has_failed else f"{where}{why}"
-    lines = [f"{first.place} {explain_end(first)}{how}"]
+    lines = [f"{first.label} {explain_end(first)}{how}"]
     if first.memory and first.exit_code != -signal.SIGKILL:
         lines[0] += f"; {first.memory}"
     last = first.last_lines[-1] if first.last_lines else ""
@@ -173,7 +173,7 @@ def _explain_failure(seen: Evidence, first: Rank) -> str:
     after = [rank for rank in seen.ranks if rank.has_failed and rank is not first]
     killed = [rank.number for rank in after if rank.exit_code == -signal.SIGKILL]
     others = sorted((r for r in after if r.number not in killed), key=lambda rank: rank.ended_s)
-    lines += [f"then {rank.place} {explain_end(rank)}" for rank in others[:OTHERS_SHOWN]]
+    lines += [f"then {rank.label} {explain_end(rank)}" for rank in others[:OTHERS_SHOWN]]
     if others[OTHERS_SHOWN:]:
         lines.append(f"then {name_ranks([rank.number for rank in others[OTHERS_SHOWN:]])}")
     if killed:
@@ -188,9 +188,9 @@ def _explain_standstill(seen: Evidence) -> str:
     lines = [f"no progress for {seen.limits.of(slowest):g} s ({flag})", *seen.standstill]
     for rank in seen.ranks:
         if frames := _main_thread((seen.stacks or {}).get(rank.number, [])):
-            lines += [f"{rank.place}, Python stacks:", *_quoted(frames)]
+            lines += [f"{rank.label}, Python stacks:", *_quoted(frames)]
         else:
-            lines.append(f"{rank.place} returned no Python stacks")
+            lines.append(f"{rank.label} returned no Python stacks")
     return "\n".join([*lines, f"logs, with all stacks: {seen.log_folder}"])
 
 
@@ -209,8 +209,8 @@ def _explain_horovodrun(seen: Evidence) -> str:
     text = "horovodrun ended while its workers were running"
     ended = [int(number) for number in _SSH_LOST.findall("\n".join(seen.horovodrun_lines))]
     if ended and ended[-1] < len(seen.ranks):
-        place = seen.ranks[ended[-1]].place
-        text = f"the ssh connection that started {place} was lost (ssh's exit code 255)"
+        label = seen.ranks[ended[-1]].label
+        text = f"the ssh connection that started {label} was lost (ssh's exit code 255)"
     return f"{text}{_reason(seen)}. {_horovodrun_output(seen)}"
 
 
@@ -223,8 +223,8 @@ def _reason(seen: Evidence) -> str:
         if line.startswith(_TASK_FAILED):
             return f": {following}"
     # ssh's words stand above the frame in which mpirun explains what it means.
-    own = list(itertools.takewhile(lambda line: not line.startswith("-----"), lines))
-    return f": {own[0]}" if own and len(own) < len(lines) else ""
+    ssh_lines = list(itertools.takewhile(lambda line: not line.startswith("-----"), lines))
+    return f": {ssh_lines[0]}" if ssh_lines and len(ssh_lines) < len(lines) else ""
 
 
 def _horovodrun_output(seen: Evidence) -> str:

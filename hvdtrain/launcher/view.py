@@ -104,9 +104,9 @@ def render(watch: Watch) -> RenderableType:
         width = len("exchange") if title == "phase" else None
         table.add_column(title, justify=side, min_width=width)  # type: ignore[arg-type]
     for rank in watch.ranks[:RANKS_SHOWN]:
-        own = f"{rank.busy_s:.3f}" if rank.busy_s is not None else ""
+        busy = f"{rank.busy_s:.3f}" if rank.busy_s is not None else ""
         note = describe(rank, rank.number in slow)
-        row = (str(rank.number), rank.host, str(rank.step), rank.phase, own, note)
+        row = (str(rank.number), rank.host, str(rank.step), rank.phase, busy, note)
         table.add_row(*map(Text, row))
     parts: list[RenderableType] = [Text(headline(watch), style="bold")]
     if total := watch.figures.get("total_steps"):
@@ -119,7 +119,7 @@ def render(watch: Watch) -> RenderableType:
 
 
 def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
-    worst = [r.place for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
+    worst = [r.label for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
     named = f": look at {', '.join(worst[:HIDDEN_NAMED])}" if worst else ""
     rest = len(worst) - HIDDEN_NAMED
     return f"and {len(ranks)} more{named}" + (f", and {rest} of the others" if rest > 0 else "")

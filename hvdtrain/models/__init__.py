@@ -103,13 +103,13 @@ def _build(name: str, shape: Shape, classes: int) -> object:
         build = plugins.import_callable("--model", name)
         return plugins.call("--model", name, build, shape, classes)
     models = import_torchvision().models  # importing it takes a second
-    known: list[str] = models.list_models(module=models)
-    if name in known:
+    available: list[str] = models.list_models(module=models)
+    if name in available:
         model = models.get_model(name, weights=None, num_classes=classes, **_settings(name, shape))
         if shape[0] != COLOURS:
             _change_input_channels(model, shape[0])
         return model
-    near = closest(name, [*NAMES, *known])
+    near = closest(name, [*NAMES, *available])
     raise UsageError(
         f"--model={name}: unknown"
         + (f" (did you mean {near}?)" if near else "")

@@ -29,7 +29,7 @@ def use_channels_last(model: nn.Module) -> None:
 def _with_channels_last(
     model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(_laid_out, inputs)), {name: _laid_out(it) for name, it in named.items()}
+    return tuple(map(_laid_out, inputs)), {name: _laid_out(value) for name, value in named.items()}
 
 
 def _laid_out(value: Any) -> Any:

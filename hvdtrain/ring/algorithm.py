@@ -153,10 +153,10 @@ def chain_transfers(values: Array, position: int, size: int, reduce: Reduce) -> 
     `values`: one-dimensional, overwritten by the reduction over this position and all before.
     """
     arriving = np.empty(min(_chunk_length(values), values.size), values.dtype)
-    for sent, own in _chunks_along(values, position, size):
-        arrived = arriving[: own.size]
+    for sent, chunk in _chunks_along(values, position, size):
+        arrived = arriving[: chunk.size]
         yield Transfer(sent, arrived)
-        reduce(arrived, own, out=own)
+        reduce(arrived, chunk, out=chunk)
 
 
 def _chunks_along(buffer: Array, position: int, size: int) -> Iterator[tuple[Array, Array]]:
@@ -204,9 +204,9 @@ def reduce_scatter(
     reduce = reduction(op, buffer.dtype)
     transfers = reduce_scatter_transfers(buffer, buffer, segments, transport.rank, reduce)
     run_transfers(transfers, transport)
-    own = segments[(transport.rank + 1) % transport.size]
-    finish(op, buffer[own], transport.size)
-    return own
+    segment = segments[(transport.rank + 1) % transport.size]
+    finish(op, buffer[segment], transport.size)
+    return segment
 
 
 def all_gather(buffer: Array, segments: Segments, transport: Transport) -> None:

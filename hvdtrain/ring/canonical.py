@@ -159,12 +159,12 @@ def canonical_all_reduce(
         if share.shape != (length,) or share.dtype != dtype:
             raise ValueError(f"a share is {share.dtype}{share.shape}, must be {dtype}({length},)")
     nothing = np.zeros(length, dtype)
-    own = exponents(nothing, virtual_workers)
+    local_exponents = exponents(nothing, virtual_workers)
     total = np.zeros(length, MULTIPLES[nothing.dtype].integers)
     for share in shares:
-        np.maximum(own, exponents(share, virtual_workers), out=own)
+        np.maximum(local_exponents, exponents(share, virtual_workers), out=local_exponents)
     flag = np.int32(not all(np.isfinite(share).all() for share in shares))
-    agreed = all_reduce(np.append(own, flag), transport, op="max")
+    agreed = all_reduce(np.append(local_exponents, flag), transport, op="max")
     for share in shares:
         total += to_integers(share, agreed[:-1], virtual_workers)
     all_reduce(total, transport, out=total)

@@ -30,7 +30,7 @@ Array = NDArray[Any]
 class Reduce(Protocol):
     """A function that combines this rank's values with the received ones."""
 
-    def __call__(self, own: Array, arrived: Array, /, *, out: Array) -> object: ...
+    def __call__(self, local: Array, arrived: Array, /, *, out: Array) -> object: ...
 
 
 OPERATIONS: dict[str, Reduce] = {

@@ -118,12 +118,12 @@ def gloo_segments(length: int, itemsize: int, size: int) -> tuple[slice, ...]:
     return tuple(blocks[(1 - position) % size] for position in range(size))
 
 
-def gloo_half_sum(own: Array, arrived: Array, /, *, out: Array) -> None:
+def gloo_half_sum(local: Array, arrived: Array, /, *, out: Array) -> None:
     """Add float16 values with Gloo's defect (see the module). All three: float16, equal lengths."""
-    total = own + arrived
-    encoded = own.view(np.uint16).astype(np.float32).astype(np.float16)
+    total = local + arrived
+    encoded = local.view(np.uint16).astype(np.float32).astype(np.float16)
     lost = total.view(np.uint16) == encoded.view(np.uint16)
-    np.copyto(out, np.where(lost, own, total))
+    np.copyto(out, np.where(lost, local, total))
 
 
 def recursive_doubling(terms: Sequence[Array]) -> Array:
@@ -136,7 +136,7 @@ def recursive_doubling(terms: Sequence[Array]) -> Array:
     sums = [terms[2 * pair] + terms[2 * pair + 1] for pair in range(extra)]
     sums += terms[2 * extra :]
     while len(sums) > 1:
-        sums = [sums[place] + sums[place + 1] for place in range(0, len(sums), 2)]
+        sums = [sums[index] + sums[index + 1] for index in range(0, len(sums), 2)]
     return sums[0]
 
 
@@ -152,9 +152,9 @@ KNOWN_ORDERS = {order.name: order for order in (GLOO_RING, OPEN_MPI_RING, MPI_RI
 
 def order_named(name: str) -> KnownOrder | None:
     """Return the order of a name; None if it is unknown."""
-    found = re.fullmatch(r"(.+) over hosts of ([2-9]|[1-9]\d+)", name)
-    order = KNOWN_ORDERS.get(found[1] if found else name)
-    return order.by_host(int(found[2])) if order and found else order
+    match = re.fullmatch(r"(.+) over hosts of ([2-9]|[1-9]\d+)", name)
+    order = KNOWN_ORDERS.get(match[1] if match else name)
+    return order.by_host(int(match[2])) if order and match else order
 
 
 def known_order(
@@ -258,41 +258,41 @@ def _add_by_host(
     last ones add the sums of the hosts, and all others pass on what arrives. `finish` is called on
     complete sums.
     """
-    size, place = transport.size, transport.rank % order.per_host
+    size, local_rank = transport.size, transport.rank % order.per_host
     slices = _slices_of_hosts(source, size // order.per_host, order)
     by_host = list(chain.from_iterable(slices))
-    values = np.concatenate([source[it] for it in by_host])
-    ends = accumulate(sum(it.stop - it.start for it in own) for own in slices)
-    run_transfers(chain_transfers(values, place, order.per_host, add), transport)
+    values = np.concatenate([source[part] for part in by_host])
+    ends = accumulate(sum(part.stop - part.start for part in parts) for parts in slices)
+    run_transfers(chain_transfers(values, local_rank, order.per_host, add), transport)
     segments = [slice(0, 0)] * size
     for host, (start, stop) in enumerate(pairwise([0, *ends])):
         last = (host + 1) * order.per_host - 1
         segments[order.position(last, size)] = slice(start, stop)
-    total, reduce = np.empty_like(values), add if place == order.per_host - 1 else _pass_on
+    total, reduce = np.empty_like(values), add if local_rank == order.per_host - 1 else _pass_on
     position = order.position(transport.rank, size)
     transfers = all_reduce_transfers(values, total, segments, position, reduce, finish)
     run_transfers(transfers, transport, order.backwards)
     start = 0
-    for it in by_host:
-        stop = start + it.stop - it.start
-        result[it], start = total[start:stop], stop
+    for part in by_host:
+        stop = start + part.stop - part.start
+        result[part], start = total[start:stop], stop
 
 
 def _slices_of_hosts(source: Array, hosts: int, order: KnownOrder) -> list[list[slice]]:
     """Return, for each host, the slices of `source` whose sums over hosts begin there."""
-    found: list[list[slice]] = [[] for _ in range(hosts)]
+    slices: list[list[slice]] = [[] for _ in range(hosts)]
     most = BY_HOST_PIECE_BYTES // source.itemsize
     for begin in range(0, source.size, most):
         for part in split_evenly(min(most, source.size - begin), order.per_host):
             first = begin + part.start
             segments = order.segments(part.stop - part.start, source.itemsize, hosts)
-            for position, it in enumerate(segments):
+            for position, segment in enumerate(segments):
                 host = order.position(position, hosts)  # its own inverse
-                found[host].append(slice(first + it.start, first + it.stop))
-    return found
+                slices[host].append(slice(first + segment.start, first + segment.stop))
+    return slices
 
 
-def _pass_on(own: Array, arrived: Array, /, *, out: Array) -> None:
+def _pass_on(local: Array, arrived: Array, /, *, out: Array) -> None:
     np.copyto(out, arrived)
 
 

@@ -26,18 +26,18 @@ def balance(
     `before`: the weights with which the run was started, kept for the same number of ranks: they
     decide which rank computes what. Without them the speeds are measured.
     """
-    given = before
+    weights = before
     if before is None or len(before.split(",")) != exchange.size:
-        given = None
+        weights = None
         if exchange.size > 1:
             job = agree(
                 exchange,
                 "balance",
                 lambda: prepare(config, global_batch_size, source, exchange, topology),
             )
-            given = ",".join(map(str, measure_weights(job, exchange)))
-    if exchange.rank == 0 and given:
-        say(f"rank weights: {given} ({'as before' if given == before else 'measured'})")
-    config = replace(config, batch=replace(config.batch, rank_weights=given))
+            weights = ",".join(map(str, measure_weights(job, exchange)))
+    if exchange.rank == 0 and weights:
+        say(f"rank weights: {weights} ({'as before' if weights == before else 'measured'})")
+    config = replace(config, batch=replace(config.batch, rank_weights=weights))
     shares = share_out(config, exchange.size)
     return config, replace(source, shares=shares, valid_shares=shares)

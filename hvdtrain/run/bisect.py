@@ -38,7 +38,7 @@ def bisect(
     Returns the report: "wrong" lists the runs whose trace is not what their replay gives.
     """
     wrong: list[str] = []
-    found = []
+    replayed = []
     for letter, run, config in zip("AB", runs, configs, strict=True):
         try:
             replayer = _replayer(run, config, agreed + 1, last)
@@ -46,13 +46,13 @@ def bisect(
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
             return {"wrong": [letter]}
-        found.append(computed(replayer.records(agreed + 1, last)))
-        reason = _first_wrong(run, found[-1], replayer.names)
+        replayed.append(computed(replayer.records(agreed + 1, last)))
+        reason = _first_wrong(run, replayed[-1], replayer.names)
         steps = f"steps {agreed + 1} to {last}" if last > agreed + 1 else f"step {last}"
         text = f"bisect: {letter}, {steps}, computed again from {place_of(start)}: "
         say(text + (f"its trace is not what this gives: {reason}" if reason else "as recorded"))
         wrong += [letter] if reason else []
-    for ours, theirs in zip(*found, strict=False):
+    for ours, theirs in zip(*replayed, strict=False):
         if parting := first_difference(ours, theirs, replayer.names):
             say(f"bisect: they part at step {ours.step}: {parting.what}: {parting.text}")
             first = _name_first(runs, configs, ours.step, parting)
@@ -74,13 +74,13 @@ def _replayer(run: RecordedRun, config: TrainConfig, first: int, last: int) -> R
 
 
 def _first_wrong(
-    run: RecordedRun, found: Sequence[TraceRecord], names: Sequence[str]
+    run: RecordedRun, replayed: Sequence[TraceRecord], names: Sequence[str]
 ) -> str | None:
     """Return how the first record that is not found again differs from the run's own."""
     recorded = {record.step: record for record in run.records}
-    for record in found:
-        own = recorded.get(record.step)
-        if own and (parting := first_difference(own, record, names)):
+    for record in replayed:
+        expected = recorded.get(record.step)
+        if expected and (parting := first_difference(expected, record, names)):
             return f"step {record.step}: {parting.what}: {parting.text}"
     return None
 
@@ -100,7 +100,7 @@ def _name_first(
         computed(replayer.advance(step, passes[-1]))
         samples.append(_sample_digests(replayer.job, step, passes[-1].indices))
     if parting.what == "data order":
-        return _first_place(*(it.indices.tolist() for it in passes))
+        return _first_place(*(digests.indices.tolist() for digests in passes))
     if parting.share is None:
         return None
     if parting.what == "data":
@@ -111,9 +111,9 @@ def _name_first(
 
 def _first_place(one: Sequence[int], other: Sequence[int]) -> str:
     """Return where two global batches first have different samples."""
-    for place, (ours, theirs) in enumerate(zip(one, other, strict=False)):
+    for index, (ours, theirs) in enumerate(zip(one, other, strict=False)):
         if ours != theirs:
-            text = f"at place {place} of the global batch: samples {ours} and {theirs}"
+            text = f"at place {index} of the global batch: samples {ours} and {theirs}"
             return f"the order differs first {text}"
     return f"global batches of {len(one)} and {len(other)} samples"
 
@@ -129,10 +129,10 @@ def _other_samples(one: Mapping[int, str], other: Mapping[int, str]) -> str:
 
 def _sample_digests(job: Job, step: int, indices: Indices) -> dict[int, str]:
     """Return the digest of each sample of a step's batch, read one by one, by its number."""
-    found = {}
+    digests = {}
     epoch = (step - 1) // job.sampler.steps_per_epoch
     for number in indices.tolist():
         digest = BatchDigest()
         digest.add(job.feed.split.batch(np.array([number]), epoch))
-        found[number] = text_of(digest.words())
-    return found
+        digests[number] = text_of(digest.words())
+    return digests

@@ -84,12 +84,12 @@ class Console:
 
 
 def _evaluated(evaluation: Evaluation) -> str:
-    shown = {n: it for n, it in evaluation.metrics.items() if n != "accuracy_top5"}
+    shown = {n: value for n, value in evaluation.metrics.items() if n != "accuracy_top5"}
     return f"valid {_figures(evaluation.loss, shown)}"
 
 
 def _figures(loss: float, metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {it:.4f}" for name, it in {"loss": loss, **metrics}.items())
+    return ", ".join(f"{name} {value:.4f}" for name, value in {"loss": loss, **metrics}.items())
 
 
 def gpu_figures(gpu: Mapping[str, float]) -> str:
@@ -119,7 +119,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     if virtual:
         workers += f" for {counted(len(shares), kind)}"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
-    optimizer = " and ".join(type(it).__name__.lower() for it in job.optimizers)
+    optimizer_names = " and ".join(type(optimizer).__name__.lower() for optimizer in job.optimizers)
     peak_lr = max(float(group["lr"]) for group in job.optimizers[0].param_groups)
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
     ends = (0, job.total_steps - 1)
@@ -135,7 +135,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
             f"{counted(torch.get_num_threads(), 'compute thread')} each",
             f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
-            f"  update   {optimizer}, learning rate {rates}{peak_lr:.4g}",
+            f"  update   {optimizer_names}, learning rate {rates}{peak_lr:.4g}",
             *([] if job.model.training else [EVALUATED]),
             *_notes_on_workers(job.model, len(shares), kind),
         ]

@@ -25,7 +25,7 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    visible = [it for it in find_devices() if it.type in ACCELERATORS]
+    visible = [device for device in find_devices() if device.type in ACCELERATORS]
     setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     seen = f"{len(visible)} visible (CUDA_VISIBLE_DEVICES={setting})"
     if not visible:
@@ -59,9 +59,9 @@ def check_devices(device: torch.device, exchange: Exchange) -> None:
     NCCL refuses a GPU with several ranks, unless its own variable permits it.
     """
     unit = "" if device.type == "cpu" else str(getattr(_properties(device), "uuid", ""))
-    own = (device.type, socket.gethostname(), unit)
-    devices = exchange.all_gather_object(own, "hvdtrain.devices")
-    sharing = [rank for rank, other in enumerate(devices) if unit and other == own]
+    identity = (device.type, socket.gethostname(), unit)
+    devices = exchange.all_gather_object(identity, "hvdtrain.devices")
+    sharing = [rank for rank, other in enumerate(devices) if unit and other == identity]
 
     def check() -> None:
         if device.type != devices[0][0]:
@@ -85,9 +85,9 @@ def describe(device: torch.device) -> str:
     """Return what the bits of results depend on in a device; the CPU is described elsewhere."""
     if device.type == "cpu":
         return "cpu"
-    own = _properties(device)
+    gpu = _properties(device)
     return (
-        f"{own.name}, compute capability {own.major}.{own.minor}, {own.multi_processor_count} "
+        f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} "
         f"multiprocessors, cuDNN {torch.backends.cudnn.version()}, products of float32 in "
         f"{torch.get_float32_matmul_precision()} precision, TF32 in convolutions "
         f"{'on' if torch.backends.cudnn.allow_tf32 else 'off'}"

@@ -68,15 +68,21 @@ class Circumstances:
     @classmethod
     def of(cls, runs: Sequence[RecordedRun], states: Sequence[Mapping[str, Any]]) -> Circumstances:
         """Compare configurations and summaries; `states`: a checkpoint of each, for the data."""
-        known = train_options()
+        options = train_options()
         # An option that is newer than a run had its default value.
-        configs = [{name: it.default for name, it in known.items()} | run.config for run in runs]
+        configs = [
+            {name: option.default for name, option in options.items()} | run.config for run in runs
+        ]
         scheduled = any(config["sched"] != "constant" for config in configs)
-        learning = [it for it in known if known[it].learns or (scheduled and it in LENGTH)]
-        options = _pairs(configs, learning)
-        installed = [it.summary.get("machine", {}) | it.summary.get("versions", {}) for it in runs]
+        learning = [
+            name for name in options if options[name].learns or (scheduled and name in LENGTH)
+        ]
+        differing = _pairs(configs, learning)
+        installed = [
+            run.summary.get("machine", {}) | run.summary.get("versions", {}) for run in runs
+        ]
         return cls(
-            options={f"--{name.replace('_', '-')}": pair for name, pair in options.items()},
+            options={f"--{name.replace('_', '-')}": pair for name, pair in differing.items()},
             versions=_pairs(installed, dict.fromkeys([*installed[0], *installed[1]])),
             workers=_pairs([run.summary for run in runs], ("world_size", "controller")),
             data=_data_lines(states),
@@ -86,26 +92,28 @@ class Circumstances:
     def lines(self) -> list[str]:
         """Return what to print: what differs, and what is the same."""
         note = " (should not matter: --virtual-workers)" if self.virtual else ""
-        found = {
+        differences = {
             "configuration": _named(self.options),
             "versions": _named(self.versions),
             "workers": [f"{text}{note}" for text in _named(self.workers)],
             "data": self.data,
         }
-        lines = [f"  {kind:13}  {text}" for kind, texts in found.items() for text in texts]
-        equal = ", ".join(kind for kind, texts in found.items() if not texts)
+        lines = [f"  {kind:13}  {text}" for kind, texts in differences.items() for text in texts]
+        equal = ", ".join(kind for kind, texts in differences.items() if not texts)
         return [*lines, f"  {'the same':13}  {equal}"] if equal else lines
 
     def reasons(self) -> list[str]:
         """Return the differences that may be the cause of others."""
         named = {"configurations": self.options, "versions": self.versions}
-        found = [
-            f"their {it} differ in {', '.join(_named(named[it]))}" for it in named if named[it]
+        reasons = [
+            f"their {kind} differ in {', '.join(_named(named[kind]))}"
+            for kind in named
+            if named[kind]
         ]
-        found += [f"their data differ: {line}" for line in self.data]
+        reasons += [f"their data differ: {line}" for line in self.data]
         if self.workers and not self.virtual:
-            found.append("without --virtual-workers other workers round differently")
-        return found
+            reasons.append("without --virtual-workers other workers round differently")
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Traces:
     @classmethod
     def of(cls, one: RecordedRun, other: RecordedRun, names: Sequence[str]) -> Traces:
         """Compare the records of each step, in order."""
-        ours, theirs = ({it.step: it for it in run.records} for run in (one, other))
+        ours, theirs = ({record.step: record for record in run.records} for run in (one, other))
         common, broken = sorted(ours.keys() & theirs.keys()), []
         for run in (one, other):
             try:
@@ -136,15 +144,15 @@ class Traces:
         return cls(common, agreed, None, None, broken)
 
     def lines(self) -> list[str]:
-        found = [f"  {'trace':13}  {text}" for text in self.broken]
+        lines = [f"  {'trace':13}  {text}" for text in self.broken]
         if self.parting:
             before = f"step {self.agreed} agrees" if self.agreed else "the first that is recorded"
             text = f"step {self.step} differs first ({before}): {self.parting.what}: "
-            found.append(f"  {'trace':13}  {text}{self.parting.text}")
+            lines.append(f"  {'trace':13}  {text}{self.parting.text}")
         elif self.common:
             steps = f"all {counted(len(self.common), 'step')} that both recorded agree"
-            found.append(f"  {'trace':13}  {steps}, the last is step {self.agreed}")
-        return found
+            lines.append(f"  {'trace':13}  {steps}, the last is step {self.agreed}")
+        return lines
 
 
 def _verdict(
@@ -197,16 +205,16 @@ def _verdict(
 
 def _read(paths: Sequence[Path]) -> list[RecordedRun]:
     """Return the runs. Raises UsageError with the problems of all."""
-    found: list[RecordedRun] = []
+    runs: list[RecordedRun] = []
     problems: list[str] = []
     for path in paths:
         try:
-            found.append(RecordedRun(path, needs_trace=False))
+            runs.append(RecordedRun(path, needs_trace=False))
         except UsageError as error:
             problems += error.problems
     if problems:
         raise UsageError(*problems)
-    return found
+    return runs
 
 
 def _newest_state(run: RecordedRun) -> dict[str, Any]:
@@ -224,9 +232,9 @@ def _parameter_names(runs: Sequence[RecordedRun], states: Sequence[Mapping[str, 
     """Return the names of the trainable parameters, or numbers if no checkpoint has them."""
     count = max((len(run.records[0].reduced) for run in runs if run.records), default=0)
     for state in states:
-        found = [it for it in state.get("parameters", ()) if it not in state["frozen"]]
-        if len(found) == count:
-            return found
+        names = [name for name in state.get("parameters", ()) if name not in state["frozen"]]
+        if len(names) == count:
+            return names
     return [f"parameter {number}" for number in range(count)]
 
 
@@ -247,16 +255,20 @@ def _data_lines(states: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _same_end(runs: Sequence[RecordedRun]) -> bool | None:
     """Return whether the final parameters agree; None if the runs ended at different steps."""
-    one, other = ((it.summary.get("steps"), it.summary.get("params_sha256")) for it in runs)
+    one, other = ((run.summary.get("steps"), run.summary.get("params_sha256")) for run in runs)
     return one == other if one[0] == other[0] and one[1] and other[1] else None
 
 
 def _pairs(both: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Pairs:
     """Return the values that differ, by name."""
     one, other = both
-    return {it: (one.get(it), other.get(it)) for it in names if one.get(it) != other.get(it)}
+    return {
+        name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
+    }
 
 
 def _named(pairs: Pairs) -> list[str]:
-    shown = {it: ["not given" if value is None else value for value in pairs[it]] for it in pairs}
+    shown = {
+        name: ["not given" if value is None else value for value in pairs[name]] for name in pairs
+    }
     return [f"{name.replace('_', ' ')}: {one} and {other}" for name, (one, other) in shown.items()]

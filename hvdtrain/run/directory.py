@@ -82,7 +82,7 @@ class RunDirectory:
                 ) from error
             if not reopen:
                 # The job that held the lock may have ended just now.
-                self._refuse_occupied(own_lock=True)
+                self._refuse_occupied(holds_lock=True)
                 self._clear_leavings()
             undo.pop_all()
         self._streams: dict[str, IO[str]] = {}
@@ -175,12 +175,12 @@ class RunDirectory:
         was removed, its checkpoints have it.
         """
         self._lock.seek(0)
-        if found := self._lock.read(64).strip():
-            return found
-        found = self._id_of_checkpoints() or secrets.token_hex(16)
-        self._lock.write(found + "\n")
+        if run_id := self._lock.read(64).strip():
+            return run_id
+        run_id = self._id_of_checkpoints() or secrets.token_hex(16)
+        self._lock.write(run_id + "\n")
         self._lock.flush()
-        return found
+        return run_id
 
     def _id_of_checkpoints(self) -> str | None:
         # Imports torch, which the launcher does without.
@@ -216,8 +216,8 @@ class RunDirectory:
         self._lock.close()
         self._lock = lock
 
-    def _refuse_occupied(self, own_lock: bool = False) -> None:
-        held = occupants(self.path, own_lock)
+    def _refuse_occupied(self, holds_lock: bool = False) -> None:
+        held = occupants(self.path, holds_lock)
         if held:
             what = "a run" if CONFIG in held else f"files ({', '.join(held[:3])}, ...)"
             kind = RunExists if CONFIG in held else UsageError
@@ -229,7 +229,7 @@ class RunDirectory:
     def _clear_leavings(self) -> None:
         from hvdtrain.train.checkpoint import Checkpoints
 
-        held = [it for name in LEAVINGS if os.path.lexists(it := self.path / name)]
+        held = [leaving for name in LEAVINGS if os.path.lexists(leaving := self.path / name)]
         if held:
             say(f"{self.path} holds a run that ended without a checkpoint: starting it again")
         with self._naming_failures():
@@ -296,9 +296,9 @@ def folder_of_job(folder: Path, job: str) -> Path | None:
     """Return the folder, `folder` or a numbered one, of the run that a job has begun; or None."""
     pattern = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
     for path in folder.parent.glob(f"{glob.escape(folder.name)}*"):
-        own = path / JOB_FILE
+        job_file = path / JOB_FILE
         with suppress(OSError, ValueError):
-            if pattern.fullmatch(path.name) and read_text(own).split() == [job]:
+            if pattern.fullmatch(path.name) and read_text(job_file).split() == [job]:
                 return path
     return None
 
@@ -314,11 +314,11 @@ def _names(folder: Path) -> Iterator[Path]:
         yield folder.with_name(f"{folder.name}-{number}")
 
 
-def occupants(folder: Path, own_lock: bool = False) -> list[str]:
+def occupants(folder: Path, holds_lock: bool = False) -> list[str]:
     """Return the names in a folder that prevent its use for a new run.
 
     There are none if its run has died, without checkpoint and result. Logs and hidden files do not
-    count. `own_lock`: this process holds the lock of the folder.
+    count. `holds_lock`: this process holds the lock of the folder.
     """
     try:
         names = {entry.name for entry in folder.iterdir()}
@@ -326,7 +326,7 @@ def occupants(folder: Path, own_lock: bool = False) -> list[str]:
         return []
     held = {name for name in names if name[0] != "." and name not in KEPT}
     died = {LOCK, CONFIG} <= names and held <= set(LEAVINGS) and not _keeps_anything(folder)
-    return [] if died and (own_lock or not _is_live(folder)) else sorted(held)
+    return [] if died and (holds_lock or not _is_live(folder)) else sorted(held)
 
 
 def _is_live(run: Path) -> bool:
@@ -350,8 +350,8 @@ def _keeps_anything(run: Path) -> bool:
         return True
     for name, written in FOLDERS.items():
         folder = run / name
-        found = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
-        if any(not written.fullmatch(path.name) for path in found):
+        entries = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
+        if any(not written.fullmatch(path.name) for path in entries):
             return True
     try:
         status = read_json(run / SUMMARY).get("status")

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.files import json_ready, make_folder, why_not_written
@@ -17,6 +15,9 @@ from hvdtrain.log import complain
 from hvdtrain.run.directory import AUDITS, METRICS, TENSORBOARD, RunDirectory
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 NO_FIGURES: Mapping[str, float] = {}
 
@@ -39,6 +40,8 @@ class TensorBoardFiles:
     def __init__(self, folder: Path, resumed_from: int) -> None:
         """`resumed_from`: the step to resume from; later scalars are dropped."""
         self._folder = folder
+        from torch.utils.tensorboard import SummaryWriter  # slow, and only for rank 0
+
         self._writer: SummaryWriter | None = None
         with self._tolerating():
             make_folder(folder)
@@ -113,14 +116,14 @@ class EventLog:
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """Write one line for an epoch; `evaluation`: None if it was not due."""
         record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
-        found = self._evaluation(totals, evaluation) if evaluation else {}
-        self._directory.append(METRICS, record | found)
+        fields = self._evaluation(totals, evaluation) if evaluation else {}
+        self._directory.append(METRICS, record | fields)
 
     def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
         """Write one line for an evaluation within an epoch."""
         at = {"step": totals.step, "epoch": totals.epoch, "samples_seen": totals.samples_seen}
-        found = self._evaluation(totals, evaluation)
-        self._directory.append(METRICS, {"kind": "evaluation", **at, **found})
+        fields = self._evaluation(totals, evaluation)
+        self._directory.append(METRICS, {"kind": "evaluation", **at, **fields})
 
     def _evaluation(self, totals: Totals, evaluation: Evaluation) -> dict[str, Any]:
         """Write an evaluation's file and scalars; return its fields of a line."""

@@ -205,11 +205,11 @@ class RunLedger(Ledger):
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
-        found = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
+        figure = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
         name, best = f"valid_{self._task.best}", self._summary["best"]
         sign = 1 if self._task.best_is_highest else -1
-        if best is None or sign * found > sign * best[name]:
-            self._summary["best"] = {"step": step, "epoch": self._summary["epochs"], name: found}
+        if best is None or sign * figure > sign * best[name]:
+            self._summary["best"] = {"step": step, "epoch": self._summary["epochs"], name: figure}
 
     def check_saved(self) -> None:
         self._checkpoints.check()
@@ -241,8 +241,8 @@ class RunLedger(Ledger):
         if self._ended:
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
-        found = (status for kind, status in statuses.items() if isinstance(error, kind))
-        self._summary |= {"status": next(found, "failed"), "ended": moment()}
+        matching = (status for kind, status in statuses.items() if isinstance(error, kind))
+        self._summary |= {"status": next(matching, "failed"), "ended": moment()}
         cause = take_cause(self._directory.path)
         is_peer = isinstance(error, PeerFailure)
         self._summary["error"] = cause if is_peer and cause else _describe(error)

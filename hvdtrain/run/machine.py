@@ -15,12 +15,12 @@ from hvdtrain.run.devices import describe
 
 def versions() -> dict[str, str]:
     """Return the versions of hvdtrain, Python and the libraries that compute and exchange."""
-    found = {"hvdtrain": __version__, "python": platform.python_version()}
-    found["torch"] = str(torch.__version__)
+    by_package = {"hvdtrain": __version__, "python": platform.python_version()}
+    by_package["torch"] = str(torch.__version__)
     for package in ("horovod", "mpi4py"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            by_package[package] = importlib.metadata.version(package)
+    return by_package
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -52,16 +52,16 @@ class GpuMeter:
         if self._device.type == "cpu":
             return {}
         module = torch.get_device_module(self._device)
-        found: dict[str, float] = {
+        figures: dict[str, float] = {
             "memory_mib": module.max_memory_allocated(self._device) >> 20,
         }
         module.reset_peak_memory_stats(self._device)
         if self._has_utilisation:
             try:
-                found["utilisation_percent"] = module.utilization(self._device)
+                figures["utilisation_percent"] = module.utilization(self._device)
             except Exception:  # no library, another version of it, or the driver permits no reading
                 self._has_utilisation = False
-        return found
+        return figures
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -36,16 +36,16 @@ class MlflowRecord:
 
     def open(self) -> str:
         held = self._directory.read_tracker("mlflow").get("run_id")
-        found = self._find(held) if held else None
-        if found:
-            self._run, self._steps = found.info.run_id, {}
+        existing = self._find(held) if held else None
+        if existing:
+            self._run, self._steps = existing.info.run_id, {}
             self._client.update_run(self._run, status="RUNNING")
         else:
             name = self._directory.path.name
             created = self._client.create_run(self._experiment(), run_name=name)
             self._run = created.info.run_id
             self._directory.write_tracker("mlflow", {"run_id": self._run})
-        self._add_options(found.data.params if found else {})
+        self._add_options(existing.data.params if existing else {})
         return f"run {self._run} in {self._client.tracking_uri}"
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -63,26 +63,26 @@ class MlflowRecord:
     def _find(self, run: str) -> Any:
         """Return a run with its parameters; None if the store does not have it (any more)."""
         try:
-            found = self._client.get_run(run)
+            existing = self._client.get_run(run)
         except self._missing as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return None
-        return found if found.info.lifecycle_stage == "active" else None
+        return existing if existing.info.lifecycle_stage == "active" else None
 
     def _experiment(self) -> str:
-        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return given
+        if experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return experiment_id
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except self._missing:  # another job may have created it just now
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _add_options(self, held: Mapping[str, str]) -> None:
         """Add the options as parameters, which cannot change: those that have, as tags."""

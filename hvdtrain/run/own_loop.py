@@ -122,9 +122,11 @@ class Loop:
         optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
         whole = as_one(model)
         problems += optimizer_problems(whole, optimizers, state)
-        loaders = [it for it in (train, valid) if isinstance(it, DataLoader)]
-        problems += [f"hvdtrain.Loop: {text}" for it in loaders if (text := order_problem(it))]
-        if not save_frozen and all(it.requires_grad for it in whole.parameters()):
+        loaders = [loader for loader in (train, valid) if isinstance(loader, DataLoader)]
+        problems += [
+            f"hvdtrain.Loop: {text}" for loader in loaders if (text := order_problem(loader))
+        ]
+        if not save_frozen and all(p.requires_grad for p in whole.parameters()):
             problems.append("hvdtrain.Loop: save_frozen=False: no parameter is frozen")
         names = ("loss", *(metrics if valid_metrics is None else valid_metrics))
         if best not in names:
@@ -264,8 +266,8 @@ class Loop:
 
         Both are added in float64. NaN if there is nothing to count.
         """
-        own = torch.tensor([float(total), float(count)], dtype=torch.float64)
-        both = self.exchange.sum_later(own, "hvdtrain.loop.mean")()
+        local_sums = torch.tensor([float(total), float(count)], dtype=torch.float64)
+        both = self.exchange.sum_later(local_sums, "hvdtrain.loop.mean")()
         return float(both[0] / both[1])
 
     def all_gather(self, features: torch.Tensor) -> torch.Tensor:
@@ -322,20 +324,20 @@ def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
             "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
             "be measured before: give weights, such as '1,1,2'"
         )
-    for place, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced)):
+    for source, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced)):
         for name in names:
             if name not in OPTIONS:
                 near = nearest(name, OPTIONS)
                 hint = f": did you mean {near}?" if near in OPTIONS else ". See help(hvdtrain.Loop)"
                 if name in train_options() or near not in (None, *OPTIONS):
                     hint = ": model, data, optimizer and learning rate are the script's own"
-                problems.append(f"{place}: unknown option {name!r}{hint}")
-    known = {}
-    for name, given in {**options, **replaced}.items():
+                problems.append(f"{source}: unknown option {name!r}{hint}")
+    parsed = {}
+    for name, value in {**options, **replaced}.items():
         if name in OPTIONS:
             try:
-                known[name] = from_python(name, given)
+                parsed[name] = from_python(name, value)
             except ValueError as error:
                 problems.append(f"hvdtrain.Loop: {error}")
-    config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **known}, problems)
+    config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **parsed}, problems)
     return config, "experiment" in options and "experiment" not in replaced

@@ -211,8 +211,8 @@ def _make_optimizer(
     `batch`: samples of a global batch, for --scale-lr.
     """
     name, settings = config.model.task, config.optimizer
-    own = plugins.call("--task", name, task.build_optimizer, model) if name else None
-    if own is None:
+    optimizer = plugins.call("--task", name, task.build_optimizer, model) if name else None
+    if optimizer is None:
         lr = scaled_lr(settings.lr, settings.scale_lr, batch, settings.lr_base_batch_size)
         return build_optimizer(
             settings.opt,
@@ -227,15 +227,15 @@ def _make_optimizer(
             decays_all=settings.decay_norm_bias,
         )
     where = f"--task={name}: build_optimizer"
-    if not isinstance(own, torch.optim.Optimizer):
-        raise UsageError(f"{where} returned {type(own).__name__}, expected a torch optimizer")
-    if reason := UNSUITABLE.get(type(own).__name__.lower()):
-        raise UsageError(f"{where} returned {type(own).__name__}, which {reason}")
-    known = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(it) not in known for it in parameters_of(own))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"{where} returned {type(optimizer).__name__}, expected a torch optimizer")
+    if reason := UNSUITABLE.get(type(optimizer).__name__.lower()):
+        raise UsageError(f"{where} returned {type(optimizer).__name__}, which {reason}")
+    model_ids = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(parameter) not in model_ids for parameter in parameters_of(optimizer))
     if foreign:
         raise UsageError(f"{where}: {counted(foreign, 'parameter')} of it are not the model's")
-    return own
+    return optimizer
 
 
 def _make_schedule(
@@ -327,15 +327,17 @@ def _try_once(
     # To reach the share of a later rank, samples in order would be read for a long time.
     samples = min(len(split), len(source.shares.weights)) if in_order(split) else len(split)
     parts = [source.shares.of_all(samples, share) for share in shares[:1]]
-    own = np.array([number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64)
-    if len(own) == 0:
+    indices = np.array(
+        [number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64
+    )
+    if len(indices) == 0:
         return
     try:
         read = ("--task", name) if name else ("--data", config.data.data)
-        batch = to_device(plugins.call(*read, split.batch, own), device)
+        batch = to_device(plugins.call(*read, split.batch, indices), device)
     except BadSample as error:
         raise UsageError(str(error)) from error
-    tried = len(batch[1]) if may_skip(split) else len(own)
+    tried = len(batch[1]) if may_skip(split) else len(indices)
     if tried > 0:  # otherwise none of these samples can be read, but others may be
         used = ("--task", name) if name else ("--model", config.model.model)
         try:

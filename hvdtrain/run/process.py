@@ -73,16 +73,16 @@ def report_failure(error: Exception, topology: Topology) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
         time.sleep(GRACE_S)
-    place = f" on {topology.place}" if topology.size > 1 else ""
+    location = f" on {topology.rank_and_host}" if topology.size > 1 else ""
     if isinstance(error, HvdtrainError):
         kind = "" if isinstance(error, Stopped) else ": error"
-        complain(f"hvdtrain{kind}{place}: {error}")
+        complain(f"hvdtrain{kind}{location}: {error}")
         return error.exit_code
     if _is_refusal(error) and (reason := cgroups.explain_full()):
-        complain(f"hvdtrain: error{place}: {type(error).__name__}: {error}: {reason}")
+        complain(f"hvdtrain: error{location}: {type(error).__name__}: {error}: {reason}")
         return EXIT_FAILED
     trace = "".join(traceback.format_exception(error)).rstrip()
-    complain(f"hvdtrain: failed{place}: {type(error).__name__}: {error}\n{trace}")
+    complain(f"hvdtrain: failed{location}: {type(error).__name__}: {error}\n{trace}")
     return EXIT_FAILED
 
 

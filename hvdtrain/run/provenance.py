@@ -39,16 +39,16 @@ def provenance(
 
 def ranks_by_host(hosts: Sequence[str]) -> dict[str, str]:
     """Return the ranks of each host as text: {"alpha": "0-3", "beta": "4-6,9"}."""
-    found: dict[str, list[list[int]]] = {}
+    ranges_by_host: dict[str, list[list[int]]] = {}
     for rank, host in enumerate(hosts):
-        ranges = found.setdefault(host, [])
+        ranges = ranges_by_host.setdefault(host, [])
         if ranges and ranges[-1][1] == rank - 1:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
     return {
         host: ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-        for host, ranges in found.items()
+        for host, ranges in ranges_by_host.items()
     }
 
 

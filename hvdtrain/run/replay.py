@@ -58,8 +58,8 @@ class Choice:
 
         `steps`: that can be computed again, ascending, of so many that are `recorded`.
         """
-        found = [step for step in steps if self.first <= step <= self.last]
-        if not found:
+        chosen = [step for step in steps if self.first <= step <= self.last]
+        if not chosen:
             text = f"--steps={self.first}-{self.last}: none of these is recorded; recorded are "
             if len(steps) < recorded:
                 text = (
@@ -70,9 +70,9 @@ class Choice:
                 )
             ends = f" from {steps[0]} to {steps[-1]}" if steps else ""
             raise UsageError(f"{text}{counted(len(steps), 'step')}{ends}")
-        if self.sample is not None and self.sample < len(found):
-            found = sorted(random.Random(self.seed).sample(found, self.sample))
-        return found
+        if self.sample is not None and self.sample < len(chosen):
+            chosen = sorted(random.Random(self.seed).sample(chosen, self.sample))
+        return chosen
 
 
 def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) -> int:
@@ -103,7 +103,7 @@ def _replay(
 ) -> Generator[Step, None, int]:
     """Yield the steps to compute again; return the exit code."""
     each = stretches(run)
-    possible = [step for it in each for step in it.computable(run.checkpoints)]
+    possible = [step for stretch in each for step in stretch.computable(run.checkpoints)]
     steps = choice.of(possible, len(run.records))
     agreed: list[int] = []
     report: dict[str, Any] = {"run": str(run.path), "steps": agreed, "difference": None}
@@ -115,10 +115,10 @@ def _replay(
         )
         check_checkpoints(run)
         for stretch in each:
-            own = [step for step in steps if step in stretch.steps]
-            if own:
+            stretch_steps = [step for step in steps if step in stretch.steps]
+            if stretch_steps:
                 replayer = Replayer(run, config, stretch, script)
-                yield from replayer.compare(own, agreed)
+                yield from replayer.compare(stretch_steps, agreed)
     except ReplayMismatch as error:
         report["difference"] = str(error)
         write_json(arguments["json"], report)
@@ -128,7 +128,7 @@ def _replay(
     shares, parameters = len(first.batches), len(first.parameters)
     gradients = f"gradients ({counted(shares, 'share')} of {counted(parameters, 'parameter')})"
     end = ", update"
-    if not all(it.add_alike for it in each):
+    if not all(stretch.add_alike for stretch in each):
         end = (
             "; the sums of the gradients within the bound of rounding (their order is not known, "
             "so updates could not be compared)"
@@ -145,14 +145,14 @@ def config_of(
     run: RecordedRun, arguments: dict[str, Any], overrides: Sequence[str] = ()
 ) -> TrainConfig:
     """Return the run's configuration for one process. Raises UsageError if it cannot have one."""
-    known = train_options()
-    stored = {name: value for name, value in run.config.items() if name in known}
-    given = {name: arguments[name] for name in overrides if arguments.get(name) is not None}
+    options = train_options()
+    stored = {name: value for name, value in run.config.items() if name in options}
+    explicit = {name: arguments[name] for name in overrides if arguments.get(name) is not None}
     if not arguments["trust_code"]:
-        left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in given}
+        left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in explicit}
         refuse_code_of(run.path, left, run.config.get("script"))
     alone = {"resume": None, "rank_weights": None, "workers": 0}
-    config = build_config(stored | alone | given)
+    config = build_config(stored | alone | explicit)
     problems = []
     if config.data.data_placement != "shared":
         problems.append(
@@ -197,7 +197,7 @@ class Replayer:
         if stretch.ranks > 1:
             self._simulate(config.run.seed)
         self._state = self._new_state()
-        self.names = [name for name, it in job.model.named_parameters() if it.requires_grad]
+        self.names = [name for name, p in job.model.named_parameters() if p.requires_grad]
 
     def compare(self, steps: Sequence[int], agreed: list[int]) -> Iterator[Step]:
         """Compare these recorded steps with what they give now; add those that agree to `agreed`.
@@ -209,20 +209,20 @@ class Replayer:
         for step in steps:
             groups.setdefault(self._start_of(step), []).append(step)
         recorded = {record.step: record for record in self._run.records}
-        for start, own in groups.items():
-            self.start_before(own[0])
-            for step in own:
-                (found,) = yield from self.records(step, step)
+        for start, group in groups.items():
+            self.start_before(group[0])
+            for step in group:
+                (replayed,) = yield from self.records(step, step)
                 bounds = self._simulated.bounds if self._simulated else None
-                parting = first_difference(recorded[step], found, self.names, bounds)
+                parting = first_difference(recorded[step], replayed, self.names, bounds)
                 if parting:
                     raise ReplayMismatch(
                         f"step {step}, computed from {place_of(start)}: {parting.what}: "
                         f"{parting.text} (recorded, and computed again). "
                         + self._since(recorded, start, step)
                     )
-            say(f"from {place_of(start)}: {_named(own)} agreed")
-            agreed += own
+            say(f"from {place_of(start)}: {_named(group)} agreed")
+            agreed += group
 
     def start_before(self, step: int) -> int:
         """Continue from the nearest checkpoint before `step`, if any, and return its step, or 0.
@@ -236,12 +236,12 @@ class Replayer:
 
     def records(self, first: int, last: int) -> Generator[Step, None, list[TraceRecord]]:
         """Compute up to and including step `last`; return the records from step `first` on."""
-        found: list[TraceRecord] = []
+        records: list[TraceRecord] = []
         is_due = range(first, last + 1).__contains__
         setting, keeps_sums = self._stretch.setting, not self._stretch.add_alike
-        tracer = Tracer(self.job, self._exchange, setting, is_due, found.append, keeps_sums)
+        tracer = Tracer(self.job, self._exchange, setting, is_due, records.append, keeps_sums)
         yield from self.advance(last, tracer)
-        return found
+        return records
 
     def advance(self, last: int, audit: Audit) -> Iterator[Step]:
         """Compute up to and including step `last`, each step with the audit."""
@@ -265,7 +265,7 @@ class Replayer:
         self.job = replace(job, feed=replace(job.feed, shares=shares), workers=ranks)
 
     def _start_of(self, step: int) -> int:
-        return max(it for it in (0, *self._run.checkpoints) if it < step)
+        return max(start for start in (0, *self._run.checkpoints) if start < step)
 
     def _describe_origin(self) -> str:
         """Return why the trace does not begin with the run's configuration and these data."""
@@ -287,7 +287,7 @@ class Replayer:
 
     def _since(self, recorded: dict[int, TraceRecord], start: int, step: int) -> str:
         """Return which steps may have caused a difference at `step`."""
-        before = max([start, *(it for it in recorded if start <= it < step)])
+        before = max([start, *(earlier for earlier in recorded if start <= earlier < step)])
         if before == step - 1:
             return "The steps before it agree"
         return f"The cause may be in any step from {before + 1} on: those between are not recorded"
@@ -317,13 +317,13 @@ def check_checkpoints(run: RecordedRun) -> None:
         if step not in records:
             continue
         weights, state = _load_all(path)
-        names = [it for it in state["parameters"] if it not in state["frozen"]]
+        names = [name for name in state["parameters"] if name not in state["frozen"]]
         for held in (state["model"], *([weights] if not state["update"]["average"] else [])):
-            own = [text_of(digest_of(held[name])) for name in names]
-            pairs = zip(names, own, records[step].parameters, strict=True)
-            if wrong := [name for name, found, recorded in pairs if found != recorded]:
+            actual = [text_of(digest_of(held[name])) for name in names]
+            pairs = zip(names, actual, records[step].parameters, strict=True)
+            if wrong := [name for name, digest, recorded in pairs if digest != recorded]:
                 raise ReplayMismatch(
-                    f"{path}: {wrong[0]} ({len(wrong)} of {len(own)} parameters) is not that of "
+                    f"{path}: {wrong[0]} ({len(wrong)} of {len(actual)} parameters) is not that of "
                     f"the record of step {step}"
                 )
 

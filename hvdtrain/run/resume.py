@@ -80,9 +80,9 @@ class Resumable:
         self.directory.forget_after(state["step"] if state else 0)
         self.directory.restart_trace(state["progress"].get("trace") if state else None)
         best = state["progress"]["summary"].get("best") if state else None
-        own = self.checkpoint and self.checkpoint.resolve().parent == folder.resolve()
+        in_folder = self.checkpoint and self.checkpoint.resolve().parent == folder.resolve()
         Checkpoints(folder, keep=1).repair(
-            resumed=self.checkpoint.name if self.checkpoint and own else None,
+            resumed=self.checkpoint.name if self.checkpoint and in_folder else None,
             best=name_of(best["step"]) if best else None,
         )
 
@@ -113,14 +113,14 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
 
 
 def refuse_changed_data(
-    config: TrainConfig, found: Resumable | None, source: Source, given: str
+    config: TrainConfig, resumable: Resumable | None, source: Source, chooser: str
 ) -> None:
     """Raise UsageError on rank 0, naming the differences, unless the data are those of the run.
 
     The order of samples depends on their number, so other data would repeat and skip samples.
-    `given`: what has chosen the data.
+    `chooser`: what has chosen the data.
     """
-    state = found.resumed.state if found else None
+    state = resumable.resumed.state if resumable else None
     if state is None:
         return
     old, new = state.get("data"), source.fingerprints
@@ -138,19 +138,19 @@ def refuse_changed_data(
             if (changed := _change(old[host][part], new[host][part], split if whole else None))
         ]
     if problems:
-        problems = [f"{given}: the data have changed since the checkpoint: {p}" for p in problems]
+        problems = [f"{chooser}: the data have changed since the checkpoint: {p}" for p in problems]
         taken = f", with --pretrained {config.folder} to take over its weights"
         problems[-1] += ". Resume with the data as they were, or start another --experiment"
-        problems[-1] += taken * given.startswith("--")  # of a command: scripts load them themselves
+        problems[-1] += taken * chooser.startswith("--")  # a command: scripts load them themselves
         raise UsageError(*problems)
 
 
 def _change(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | None:
     """Return a description of the change of a split, or None. `split`: the new one, if known."""
-    if found := difference(old, new, split):
-        return found
-    found = changed_values(old.get(SKETCH), new.get(SKETCH), split)
-    return f"{counted(new['samples'], 'sample')} as before, which now {found}" if found else None
+    if change := difference(old, new, split):
+        return change
+    change = changed_values(old.get(SKETCH), new.get(SKETCH), split)
+    return f"{counted(new['samples'], 'sample')} as before, which now {change}" if change else None
 
 
 def refuse_changed_build(
@@ -186,8 +186,8 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
         )
         return weights, {name: state[name] for name in needed if name in state}
 
-    found = agree(exchange, "last_state", read)
-    weights, state = exchange.broadcast_object(found, "hvdtrain.last_state")
+    loaded = agree(exchange, "last_state", read)
+    weights, state = exchange.broadcast_object(loaded, "hvdtrain.last_state")
     load_model(script.model, weights)
     load_optimizers(state, script.model, script.optimizers, script.further_state)
     return evaluation_in(state)
@@ -205,9 +205,9 @@ def recorded_config(folder: Path) -> dict[str, Any]:
         reason = f"{path}: {getattr(error, 'strerror', None) or error}"
     for checkpoint in Checkpoints(folder / CHECKPOINTS, keep=1).complete():
         with suppress(DamagedCheckpoint, LookupError, ValueError):
-            found = known_options(read_manifest(checkpoint)["takeaway"]["config"])
+            recorded = known_options(read_manifest(checkpoint)["takeaway"]["config"])
             say(f"resume: {reason}; taken from {checkpoint.name}, and written again")
-            return found
+            return recorded
     raise UsageError(f"--resume: {reason}, and no checkpoint has the configuration")
 
 

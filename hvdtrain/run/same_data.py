@@ -18,47 +18,52 @@ ADVICE = (
 
 
 def refuse_other_data(
-    exchange: Exchange, data: Splits, known: dict[str, Fingerprint], hosts: Sequence[int]
+    exchange: Exchange, data: Splits, fingerprints: dict[str, Fingerprint], hosts: Sequence[int]
 ) -> None:
     """Collective: raise AgreedFailure, naming the ranks, unless all of a host have the same data.
 
-    `known`: of this rank's splits. `hosts`: the number of each rank's host; all 0 where hosts must
-    have the same.
+    `fingerprints`: of this rank's splits. `hosts`: the number of each rank's host; all 0 where
+    hosts must have the same.
     """
     names = ("samples", "texts", "digest", SKETCH)
-    own = {part: {it: one.get(it) for it in names} for part, one in known.items()}
-    everyone = exchange.all_gather_object(own, "hvdtrain.data_of_ranks")
+    local_fields = {
+        part: {name: one.get(name) for name in names} for part, one in fingerprints.items()
+    }
+    everyone = exchange.all_gather_object(local_fields, "hvdtrain.data_of_ranks")
     first = hosts.index(hosts[exchange.rank])
 
     def check() -> None:
         splits = {"train": data.train, "valid": data.valid}
-        found = {it: difference(everyone[first][it], own[it], splits[it]) for it in own}
-        if problems := [f"the {part} data {text}" for part, text in found.items() if text]:
-            problems = [f"{it}, unlike on rank {first}" for it in problems]
+        differences = {
+            part: difference(everyone[first][part], local_fields[part], splits[part])
+            for part in local_fields
+        }
+        if problems := [f"the {part} data {text}" for part, text in differences.items() if text]:
+            problems = [f"{problem}, unlike on rank {first}" for problem in problems]
             problems[-1] += f". {ADVICE}"
             raise UsageError(*problems)
 
     agree(exchange, "data_of_ranks", check)
 
 
-def difference(expected: dict[str, Any], own: dict[str, Any], split: Split) -> str | None:
+def difference(expected: dict[str, Any], actual: dict[str, Any], split: Split) -> str | None:
     """Return how a split differs from what is expected, or None.
 
     Values of samples that are not the same when they are read once more, as they come from a
     generator of the data set's own, cannot be compared.
     """
-    if own["samples"] != expected["samples"]:
-        return f"have {counted(own['samples'], 'sample')} instead of {expected['samples']:,}"
-    if (own["texts"], own["digest"]) != (expected["texts"], expected["digest"]):
-        return f"have {counted(own['samples'], 'sample')} with other names or labels"
-    return changed_values(expected.get(SKETCH), own.get(SKETCH), split)
+    if actual["samples"] != expected["samples"]:
+        return f"have {counted(actual['samples'], 'sample')} instead of {expected['samples']:,}"
+    if (actual["texts"], actual["digest"]) != (expected["texts"], expected["digest"]):
+        return f"have {counted(actual['samples'], 'sample')} with other names or labels"
+    return changed_values(expected.get(SKETCH), actual.get(SKETCH), split)
 
 
-def changed_values(expected: Any, own: Any, split: Split | None) -> str | None:
+def changed_values(expected: Any, actual: Any, split: Split | None) -> str | None:
     """Return that samples have other values than expected, or None."""
-    if not expected or not own or alike(expected, own):
+    if not expected or not actual or alike(expected, actual):
         return None
-    if split is not None and own != sketch_of(split):  # here, reading repeats to the bit
+    if split is not None and actual != sketch_of(split):  # here, reading repeats to the bit
         complain(
             "the data set draws from a random generator of its own: its samples differ each time "
             "that they are read, so what is learned depends on the number of workers. Draw from "

@@ -81,7 +81,7 @@ class Script:
 def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """Return one module; of a compiled model, the one that was compiled."""
     if isinstance(model, Mapping):
-        return torch.nn.ModuleDict({name: as_one(it) for name, it in model.items()})
+        return torch.nn.ModuleDict({name: as_one(module) for name, module in model.items()})
     original = getattr(model, "_orig_mod", model)
     if not isinstance(original, torch.nn.Module):
         raise UsageError(f"hvdtrain.Loop: a model is a {type(model).__name__}, not a torch module")
@@ -99,32 +99,36 @@ def optimizer_problems(
     """
     if not optimizers:
         return ["hvdtrain.Loop: there is no optimizer"]
-    if foreign := [it for it in optimizers if not isinstance(it, torch.optim.Optimizer)]:
+    if foreign := [
+        optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)
+    ]:
         return [f"hvdtrain.Loop: an optimizer is a {type(foreign[0]).__name__}, not one of torch"]
     problems = [*_parameter_problems(model)]
-    if nameless := [it for it in state if not _is_stateful(it)]:
+    if nameless := [stateful for stateful in state if not _is_stateful(stateful)]:
         problems.append(
             f"hvdtrain.Loop: state has {nameless[0]!r:.60}, which has no state_dict() and "
             "load_state_dict(): give objects such as schedules"
         )
-    named = {id(it): name for name, it in model.named_parameters() if it.requires_grad}
+    named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     owned: set[int] = set()
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if reason := UNSUITABLE.get(kind.lower()):
             problems.append(f"hvdtrain.Loop: {kind} {reason}")
-        own = parameters_of(optimizer)
-        if others := sum(it.requires_grad and id(it) not in named for it in own):
+        parameters = parameters_of(optimizer)
+        if others := sum(p.requires_grad and id(p) not in named for p in parameters):
             problems.append(
                 f"hvdtrain.Loop: {counted(others, 'parameter')} of {kind} are not of the models "
                 "that it was given"
             )
-        if shared := [named[id(it)] for it in own if id(it) in owned and id(it) in named]:
+        if shared := [named[id(p)] for p in parameters if id(p) in owned and id(p) in named]:
             problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
-        owned |= {id(it) for it in own}
+        owned |= {id(p) for p in parameters}
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        kept = [it for it in state if getattr(it, "optimizer", None) is optimizer]
-        if (scheduled and not kept) or any(it not in kept for it in _plateaus_of(optimizer)):
+        kept = [stateful for stateful in state if getattr(stateful, "optimizer", None) is optimizer]
+        if (scheduled and not kept) or any(
+            schedule not in kept for schedule in _plateaus_of(optimizer)
+        ):
             problems.append(
                 f"hvdtrain.Loop: {kind} has a learning rate schedule that would begin anew after a "
                 "resume: give state=[schedule]"
@@ -140,14 +144,15 @@ def optimizer_problems(
 
 def _parameter_problems(model: torch.nn.Module) -> Iterator[str]:
     """Yield what is wrong with parameters, on any number of workers."""
-    for name, it in model.named_parameters():
-        if isinstance(it, UninitializedParameter):
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
             yield (
                 f"hvdtrain.Loop: the parameter {name} has no shape yet, as its layer is lazy: call "
                 "the model once with a batch before, and make the optimizer after that"
             )
         elif any(
-            size > 1 and not stride for size, stride in zip(it.shape, it.stride(), strict=True)
+            size > 1 and not stride
+            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         ):
             yield (
                 f"hvdtrain.Loop: elements of the parameter {name} share memory, so that it cannot "
@@ -156,7 +161,7 @@ def _parameter_problems(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _is_stateful(one: object) -> bool:
-    return all(callable(getattr(one, it, None)) for it in ("state_dict", "load_state_dict"))
+    return all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:
@@ -165,8 +170,8 @@ def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:
     for holder in [*holders]:
         if isinstance(holder, dict) and holder.get("optimizer") is optimizer:  # of attributes
             holders += gc.get_referrers(holder)
-    found = [it for it in holders if issubclass(type(it), ReduceLROnPlateau)]
-    return [it for it in found if it.optimizer is optimizer]
+    plateaus = [holder for holder in holders if issubclass(type(holder), ReduceLROnPlateau)]
+    return [plateau for plateau in plateaus if plateau.optimizer is optimizer]
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]
@@ -197,11 +202,11 @@ def run_script(command: Sequence[str], direction: Direction, run: Path, loop: in
     the ones before it make no steps. Raises UsageError if there is no such script, or no such loop.
     """
     global loops
-    path, found = Path(command[0]), []
+    path, exit_codes = Path(command[0]), []
 
     def directed(script: Script) -> Generator[Step, None, int]:
-        found.append((yield from direction(script)))
-        return found[0]
+        exit_codes.append((yield from direction(script)))
+        return exit_codes[0]
 
     if not path.is_file():
         raise UsageError(
@@ -210,13 +215,13 @@ def run_script(command: Sequence[str], direction: Direction, run: Path, loop: in
         )
     before = sys.argv[:], [*sys.path], loops
     loops = Loops(direction=directed, directed=loop)
-    sys.argv[:] = [str(it) for it in command]
+    sys.argv[:] = [str(argument) for argument in command]
     sys.path.insert(0, str(path.parent))
     try:
         runpy.run_path(str(path), run_name="__main__")
     except LoopEnded:
-        if found:
-            return found[0]
+        if exit_codes:
+            return exit_codes[0]
         raise UsageError(f"{run}: {path} left its loop before the end of its steps") from None
     finally:
         sys.argv[:], sys.path[:], loops = before

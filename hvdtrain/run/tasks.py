@@ -55,19 +55,19 @@ class Source:
     valid_shares: SharesLike
     fingerprints: list[Fingerprints]  # one, or with parts one per host
 
-    def sampler(self, global_batch_size: int, seed: int, given: BatchConfig) -> GlobalBatchSampler:
+    def sampler(self, global_batch_size: int, seed: int, batch: BatchConfig) -> GlobalBatchSampler:
         """Return the sampler of the training samples. Raises UsageError if the batch exceeds them.
 
-        `given`: the flags that determine `global_batch_size`.
+        `batch`: the flags that determine `global_batch_size`.
         """
         samples = len(self.data.train)
         if global_batch_size > samples:
             text = f"--global-batch-size={global_batch_size}"
-            if given.batch_size is not None:
+            if batch.batch_size is not None:
                 kind = "virtual worker" if isinstance(self.shares, VirtualShares) else "worker"
                 workers = counted(len(self.shares.weights), kind)
-                text = f"--batch-size={given.batch_size}: on {workers} that is {global_batch_size}"
-            elif given.global_batch_size is None:
+                text = f"--batch-size={batch.batch_size}: on {workers} that is {global_batch_size}"
+            elif batch.global_batch_size is None:
                 text += " (the default)"
             raise UsageError(
                 f"{text}: {self.data.name} has only {counted(samples, 'sample')} to train on. "
@@ -103,15 +103,15 @@ def find_source(
             )
         return task, data, _fingerprints(data, config, script)
 
-    task, data, known = agree(exchange, "data", build)
+    task, data, fingerprints = agree(exchange, "data", build)
     if not shared:
         weights, virtual = config.batch.weights(exchange.size), config.batch.virtual_workers
-        source = _place(task, data, known, hosts, weights, virtual, exchange)
-        refuse_other_data(exchange, data, known, hosts)
+        source = _place(task, data, fingerprints, hosts, weights, virtual, exchange)
+        refuse_other_data(exchange, data, fingerprints, hosts)
         return source
-    refuse_other_data(exchange, data, known, [0] * exchange.size)
+    refuse_other_data(exchange, data, fingerprints, [0] * exchange.size)
     shares = share_out(config, exchange.size)
-    return Source(task, data, (), shares, shares, [known])
+    return Source(task, data, (), shares, shares, [fingerprints])
 
 
 def share_out(config: TrainConfig, workers: int) -> SharesLike:
@@ -123,11 +123,13 @@ def share_out(config: TrainConfig, workers: int) -> SharesLike:
 def _fingerprints(data: Splits, config: TrainConfig, script: Script | None) -> Fingerprints:
     user = ("--task", config.model.task) if config.model.task else ("--data", config.data.data)
     parts = {"train": data.train, "valid": data.valid}
-    known = {part: plugins.call(*user, partial(fingerprint, it)) for part, it in parts.items()}
+    fingerprints = {
+        part: plugins.call(*user, partial(fingerprint, split)) for part, split in parts.items()
+    }
     if script or config.model.task or plugins.is_plugin(config.data.data):
         for part, split in parts.items():
-            known[part][SKETCH] = sketch_of(split)
-    return known
+            fingerprints[part][SKETCH] = sketch_of(split)
+    return fingerprints
 
 
 def hosts_of(local_ranks: Sequence[int]) -> list[int]:
@@ -138,16 +140,16 @@ def hosts_of(local_ranks: Sequence[int]) -> list[int]:
 def _place(
     task: Task,
     data: Splits,
-    known: Fingerprints,
+    fingerprints: Fingerprints,
     hosts: list[int],
     weights: Sequence[float],
     virtual: int | None,
     exchange: Exchange,
 ) -> Source:
     """Collective: return the parts of all hosts as one data set."""
-    own = (task.takeaway().get("classes"), len(data.train), len(data.valid))
-    all_parts = exchange.all_gather_object(own, "hvdtrain.parts")
-    all_known = exchange.all_gather_object(known, "hvdtrain.fingerprints")
+    local_part = (task.takeaway().get("classes"), len(data.train), len(data.valid))
+    all_parts = exchange.all_gather_object(local_part, "hvdtrain.parts")
+    all_fingerprints = exchange.all_gather_object(fingerprints, "hvdtrain.fingerprints")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
     agree(
         exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights, virtual)
@@ -162,7 +164,9 @@ def _place(
     parts = tuple(all_parts[rank][1] for rank in firsts)
     note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
     whole = replace(data, train=placed[0], valid=placed[1], note=note)
-    return Source(task, whole, parts, shares[0], shares[1], [all_known[rank] for rank in firsts])
+    return Source(
+        task, whole, parts, shares[0], shares[1], [all_fingerprints[rank] for rank in firsts]
+    )
 
 
 def _placed_shares(
@@ -175,8 +179,10 @@ def _placed_shares(
     host_of_worker = [host for host, count in enumerate(of_hosts) for _ in range(count)]
     counts: list[int] = []
     for host, count in enumerate(of_hosts):
-        own = [it for it, other in zip(weights, hosts, strict=True) if other == host]
-        counts += Shares(len(own), own).sizes(count)
+        host_weights = [
+            weight for weight, other in zip(weights, hosts, strict=True) if other == host
+        ]
+        counts += Shares(len(host_weights), host_weights).sizes(count)
     return VirtualShares(PlacedShares(lengths, host_of_worker, (1.0,) * virtual), counts)
 
 

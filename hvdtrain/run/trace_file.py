@@ -40,10 +40,10 @@ class TraceFile:
         """
         self._directory = directory
         self.head: Head = head or {"step": 0, "records": 0, "sha256": origin}
-        found = origin
+        digest = origin
         for record in read_trace(directory.path):
-            found = digest_of(record)
-        if found != self.head["sha256"]:
+            digest = digest_of(record)
+        if digest != self.head["sha256"]:
             raise UsageError(
                 f"--resume: {directory.path / TRACE} does not end with the record of step "
                 f"{self.head['step']}, as the checkpoint says: it was cut or changed. Restore it, "
@@ -70,10 +70,13 @@ def origin_of(config: Mapping[str, Any], fingerprints: Sequence[Mapping[str, Any
     so are sketches of samples, which are not the same to the bit everywhere.
     """
     options = train_options()
-    learns = {name: it.default for name, it in options.items() if it.learns}
+    learns = {name: option.default for name, option in options.items() if option.learns}
     learning = {n: v for n, v in config.items() if n in learns and v != learns[n]}
     data = [
-        {part: {k: v for k, v in known.items() if k != SKETCH} for part, known in one.items()}
+        {
+            part: {k: v for k, v in fingerprint.items() if k != SKETCH}
+            for part, fingerprint in one.items()
+        }
         for one in fingerprints
     ]
     return digest_of({"options": learning, "data": data})
@@ -127,10 +130,15 @@ class RecordedRun:
         self.records = [_as_record(record) for record in self._chain]
         # Later ones than the last are of a run that was resumed from an earlier one.
         kept = Checkpoints(path / "checkpoints", keep=1)
-        found = {int(it.name.partition("-")[2]): it for it in reversed(kept.complete())}
+        by_step = {
+            int(checkpoint.name.partition("-")[2]): checkpoint
+            for checkpoint in reversed(kept.complete())
+        }
         newest = kept.last_step()
         self.checkpoints = {
-            step: it for step, it in found.items() if newest is None or step <= newest
+            step: checkpoint
+            for step, checkpoint in by_step.items()
+            if newest is None or step <= newest
         }
 
     def check(self) -> None:
@@ -150,20 +158,20 @@ class RecordedRun:
                 heads[f"{path}"] = read_manifest(path)["takeaway"].get("trace")
             except DamagedCheckpoint as error:
                 raise ReplayMismatch(str(error)) from error
-        for place, head in heads.items():
+        for owner, head in heads.items():
             if not head:
                 continue
             if not _is_head(head):
-                raise ReplayMismatch(f"{place}: its trace is not what a run writes: {head}")
+                raise ReplayMismatch(f"{owner}: its trace is not what a run writes: {head}")
             if head["records"] > len(digests):
                 raise ReplayMismatch(
-                    f"{file}: was cut: it has {counted(len(digests), 'record')}, but {place} names "
+                    f"{file}: was cut: it has {counted(len(digests), 'record')}, but {owner} names "
                     f"{head['records']}, to step {head['step']}"
                 )
             if digests[head["records"] - 1] != head["sha256"]:
                 raise ReplayMismatch(
                     f"{file}:{head['records']}: is not the record of step {head['step']} that "
-                    f"{place} names: the trace was changed, or belongs to another run"
+                    f"{owner} names: the trace was changed, or belongs to another run"
                 )
 
 
@@ -187,8 +195,10 @@ class Stretch:
 
     def computable(self, checkpoints: Iterable[int]) -> list[int]:
         """Return the steps that can be computed again from these checkpoints, or the beginning."""
-        starts = {it for it in (0, *checkpoints) if it >= self.setting.since}
-        near = (max((it for it in starts if it < step), default=None) for step in self.steps)
+        starts = {start for start in (0, *checkpoints) if start >= self.setting.since}
+        near = (
+            max((start for start in starts if start < step), default=None) for step in self.steps
+        )
         pairs = zip(self.steps, near, strict=True)
         return [
             step
@@ -200,23 +210,25 @@ class Stretch:
 def stretches(run: RecordedRun) -> list[Stretch]:
     """Return the stretches of a run, in order; a resume may begin another one."""
     is_virtual = run.config.get("virtual_workers") is not None
-    found: list[Stretch] = []
+    result: list[Stretch] = []
     for record in run.records:
         ranks = 1 if is_virtual else len(record.batches)
-        if found and (found[-1].setting, found[-1].ranks) == (record.setting, ranks):
-            found[-1] = replace(found[-1], steps=[*found[-1].steps, record.step])
+        if result and (result[-1].setting, result[-1].ranks) == (record.setting, ranks):
+            result[-1] = replace(result[-1], steps=[*result[-1].steps, record.step])
         else:
-            found.append(Stretch(record.setting, ranks, [record.step]))
-    return found
+            result.append(Stretch(record.setting, ranks, [record.step]))
+    return result
 
 
 def stretch_of(run: RecordedRun, first: int, last: int) -> Stretch:
     """Return the stretch of all steps from `first` to `last`. Raises UsageError if one process
     cannot compute them again.
     """
-    found = stretches(run)
-    held = [it for it in found if any(first <= step <= last for step in it.steps)] or found[-1:]
-    start = max(it for it in (0, *run.checkpoints) if it < first)
+    recorded = stretches(run)
+    held = [
+        stretch for stretch in recorded if any(first <= step <= last for step in stretch.steps)
+    ] or recorded[-1:]
+    start = max(step for step in (0, *run.checkpoints) if step < first)
     reason = ""
     if len(held) > 1 or start < held[0].setting.since:
         reason = "it was resumed with another setting on the way"
@@ -233,19 +245,19 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     """
     if not isinstance(values, dict) or not isinstance(values["previous"], str):
         raise TypeError("not an object with the SHA-256 of the previous record")
-    own = {name: value for name, value in values.items() if name not in ("previous", FIELD)}
-    record = TraceRecord(**own | {"setting": Setting(**own["setting"])})
+    fields = {name: value for name, value in values.items() if name not in ("previous", FIELD)}
+    record = TraceRecord(**fields | {"setting": Setting(**fields["setting"])})
     setting = record.setting
     if not isinstance(setting.order, str | None):
         raise TypeError(f"its order of additions is {setting.order!r}")
     whole = (record.step, setting.total_steps, setting.threads, setting.since, setting.bucket_bytes)
-    if not all(type(it) is int and it >= 0 for it in whole) or setting.threads < 1:
+    if not all(type(number) is int and number >= 0 for number in whole) or setting.threads < 1:
         raise ValueError(f"step and setting: {whole}")
     if not after < record.step <= setting.total_steps:
         raise ValueError(f"step {record.step} after step {after}, of {setting.total_steps}")
     rows = [record.reduced, record.parameters, *record.gradients]
     texts = [record.samples, *record.batches, *(text for row in rows for text in row)]
-    if not all(isinstance(it, str) for it in texts):
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError("a digest is not a text")
     if len(record.gradients) != len(record.batches) or len({len(row) for row in rows}) != 1:
         raise ValueError("the numbers of its shares, or of its parameters, do not agree")

@@ -103,8 +103,8 @@ def check_trackers(names: str | None) -> None:
     problems = []
     for name in names.split(",") if names else ():
         # A folder of that name in the current one, such as wandb's own, counts as no library.
-        found = [importlib.util.find_spec(module) for module in _libraries(name)]
-        if not all(spec is not None and spec.origin for spec in found):
+        specs = [importlib.util.find_spec(module) for module in _libraries(name)]
+        if not all(spec is not None and spec.origin for spec in specs):
             problems.append(
                 f"--log-to={names}: the library of {name} is not installed on the host of rank 0: "
                 f"pip install 'hvdtrain[{name}]'"

@@ -76,36 +76,38 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         if not arguments["trust_code"]:
             refuse_code_of(source, {}, command)
         replaced = [name for name in overrides if arguments.get(name) is not None]
-        if given := [name for name in replaced if name != "device"]:
+        if refused := [name for name in replaced if name != "device"]:
             raise UsageError(
-                f"--{given[0].replace('_', '-')}: {source} is the run of a script, which decides "
+                f"--{refused[0].replace('_', '-')}: {source} is the run of a script, which decides "
                 "that itself: leave it out"
             )
         loop = takeaway["config"].get("loop", 1)
-        return run_script(command, lambda it: _of_script(it, weights, arguments), source, loop)
+        return run_script(
+            command, lambda script: _of_script(script, weights, arguments), source, loop
+        )
     try:
         stored = known_options(takeaway["config"])
     except ValueError as error:
         raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     config = build_config(_chosen(source, stored, overrides, arguments))
-    if (config.model.num_classes or 0) > sum(it.numel() for it in weights.values()):
+    if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
-    trained, own = takeaway.get("classes"), task.takeaway().get("classes")
-    if trained != own:
-        raise UsageError(f"--data={config.data.data}: {_other_classes(own, trained)}")
+    trained, classes = takeaway.get("classes"), task.takeaway().get("classes")
+    if trained != classes:
+        raise UsageError(f"--data={config.data.data}: {_other_classes(classes, trained)}")
     if config.model.task is None:
         _refuse_other_sizes(source, config.model.model, task.build_model, weights)
     model = _with_weights(build_model(task, config), weights, source)
-    found = _evaluate(model, task, build_data(task, config), config.model.device)
-    write_json(arguments["json"], found.plain() | {"classes": takeaway.get("classes")})
+    evaluation = _evaluate(model, task, build_data(task, config), config.model.device)
+    write_json(arguments["json"], evaluation.plain() | {"classes": takeaway.get("classes")})
     return EXIT_OK
 
 
-def _other_classes(own: Any, trained: Any) -> str:
+def _other_classes(classes: Any, trained: Any) -> str:
     """Return how the classes of data differ from those that a model was trained on."""
-    ours, theirs = (it if isinstance(it, list) else [it] for it in (own, trained))
+    ours, theirs = (names if isinstance(names, list) else [names] for names in (classes, trained))
     number, (name, other) = next(
         (number, pair)
         for number, pair in enumerate(zip_longest(ours, theirs))
@@ -125,8 +127,8 @@ def _of_script(
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
     model = _with_weights(script.model, weights, Path(arguments["source"]))
-    found = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], found.plain())
+    evaluation = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
+    write_json(arguments["json"], evaluation.plain())
     return EXIT_OK
 
 
@@ -134,19 +136,19 @@ def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str
     """Evaluate on one device, and print the result."""
     device = choose_device(device_name, Topology())
     model = model.to(device)
-    found = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
-    if found.samples == 0:
+    evaluation = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
+    if evaluation.samples == 0:
         raise HvdtrainError(f"none of the {len(data.valid):,} samples of {data.name} could be read")
-    bad = len(data.valid) - found.samples
+    bad = len(data.valid) - evaluation.samples
     skipped = f"; {bad:,} more could not be read, and were left out" if bad else ""
-    lines = [f"{data.name}, {counted(found.samples, 'sample')}{skipped}"]
-    lines.append(f"  loss {found.loss:.6g}")
-    lines += [f"  {name} {value:.4f}" for name, value in found.metrics.items()]
-    if accuracy := found.class_accuracy():
+    lines = [f"{data.name}, {counted(evaluation.samples, 'sample')}{skipped}"]
+    lines.append(f"  loss {evaluation.loss:.6g}")
+    lines += [f"  {name} {value:.4f}" for name, value in evaluation.metrics.items()]
+    if accuracy := evaluation.class_accuracy():
         seen = [part for part in accuracy if part is not None]
         lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
     say("\n".join(lines))
-    return found
+    return evaluation
 
 
 def predict(arguments: dict[str, Any]) -> int:
@@ -175,9 +177,9 @@ def predict(arguments: dict[str, Any]) -> int:
         inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
         with torch.no_grad():
             scores = model(inputs.to(device)).softmax(dim=1).tolist()
-        found = _print_best(read, scores, classes, arguments["top"])
-        predicted += len(found)
-        records += found if arguments["json"] else []
+        printed = _print_best(read, scores, classes, arguments["top"])
+        predicted += len(printed)
+        records += printed if arguments["json"] else []
     write_json(arguments["json"], records)
     bad = len(paths) - predicted
     if not predicted or (bad and not arguments["skip_bad_samples"]):
@@ -188,11 +190,11 @@ def predict(arguments: dict[str, Any]) -> int:
 
 def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
     """Return weights and takeaway of a run's or checkpoint's folder. Raises UsageError."""
-    place = find_weights(source)
-    if not place.is_dir():
+    path = find_weights(source)
+    if not path.is_dir():
         raise UsageError(f"{source}: a run's folder or a checkpoint's is needed, not weights alone")
     try:
-        return load_weights(place)
+        return load_weights(path)
     except DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
 
@@ -203,16 +205,16 @@ def _chosen(
     """Return `stored` with those of `names` replaced that the command line gives. Raises UsageError
     if the checkpoint alone names code to run, unless --trust-code is given.
     """
-    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    explicit = {name: arguments[name] for name in names if arguments.get(name) is not None}
     left = {
         f"--{name}": stored.get(name)
         for name in MAY_NAME_CODE
-        if name in names and name not in given
+        if name in names and name not in explicit
     }
     if not arguments["trust_code"]:
         refuse_code_of(source, left)
         refuse_data_of(source, left.get("--data"))
-    return stored | given
+    return stored | explicit
 
 
 def _check(source: Path, values: Takeaway, kinds: Mapping[str, Any]) -> None:
@@ -232,7 +234,7 @@ def _refuse_other_sizes(
         return
     try:
         with torch.device("meta"):
-            shapes = {key: it.shape for key, it in build().state_dict().items()}
+            shapes = {key: tensor.shape for key, tensor in build().state_dict().items()}
     except NotImplementedError:  # some networks of torchvision compute with their first values
         return
     wrong = [key for key, shape in shapes.items() if weights[key].shape != shape]
@@ -264,9 +266,9 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
         if lacking or takeaway["dtype"] not in DTYPES or len(shape) != 3 or min(shape) < 1:
             raise UsageError(f"{source}: its checkpoint is not what a run writes")
         try:
-            found = ImageFormat(**takeaway["images"])
-            replace(found, height=shape[1], width=shape[2])  # is as bounded
-            return found
+            image_format = ImageFormat(**takeaway["images"])
+            replace(image_format, height=shape[1], width=shape[2])  # is as bounded
+            return image_format
         except (TypeError, ValueError) as error:
             raise UsageError(f"{source}: its format of images is wrong: {error}") from error
     way_out = "take its weights into a script of yours: hvdtrain export"
@@ -285,13 +287,13 @@ def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
     )
 
 
-def _images(given: list[str]) -> list[Path]:
+def _images(names: list[str]) -> list[Path]:
     """Return the given files, and the images in and below the given folders. Raises UsageError,
     naming all paths that are missing or without images.
     """
     paths: list[Path] = []
     problems = []
-    for path in map(Path, given):
+    for path in map(Path, names):
         if path.is_dir():
             images, others = images_under(path)
             paths += map(Path, images)

@@ -51,6 +51,7 @@ from hvdtrain.run.trackers import check_trackers, open_trackers
 from hvdtrain.run.wording import as_options
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_back
+from hvdtrain.train.dynamo import defer_dynamo
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
@@ -89,6 +90,7 @@ def join_session(
         topology = topology.by_itself()
     pulse = Pulse.from_environment()
     keep_freed_memory()
+    defer_dynamo()
     if config.run.profile is not None:  # Horovod reads it when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     if not pulse.is_watched or script:  # otherwise the launcher's watchdog, which sees every rank
@@ -135,35 +137,37 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    found = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
+    resumable = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
     try:
-        with _run_or_none(config, session, found) as run:
+        with _run_or_none(config, session, resumable) as run:
             yield run
         session.pulse.finish()
     finally:
-        if found:  # a script may go on: the folder is not to stay locked
-            found.directory.close()
+        if resumable:  # a script may go on: the folder is not to stay locked
+            resumable.directory.close()
 
 
 @contextmanager
 def _run_or_none(
-    config: TrainConfig, session: Session, found: Resumable | None
+    config: TrainConfig, session: Session, resumable: Resumable | None
 ) -> Iterator[TrainingRun | None]:
     exchange = session.exchange
     resumed: Resumed | None = exchange.broadcast_object(
-        found.resumed if found else None, "hvdtrain.resumed"
+        resumable.resumed if resumable else None, "hvdtrain.resumed"
     )  # on rank 0 the same object, so that its state is there once
     if resumed and resumed.finished:
-        if found:
-            say(final_lines(resumed.finished, as_flat_dict(config), str(found.directory.path)))
+        if resumable:
+            say(final_lines(resumed.finished, as_flat_dict(config), str(resumable.directory.path)))
         yield None
         return
     batch_size = resumed.global_batch_size if resumed else config.batch.resolve(exchange.size)
     source = find_source(config, exchange, session.topology.local_rank, session.script)
     saved = resumed.state if resumed else None
     if saved:
-        given = _place_of_data(config, session.script)
-        agree(exchange, "same_data", lambda: refuse_changed_data(config, found, source, given))
+        chooser = _place_of_data(config, session.script)
+        agree(
+            exchange, "same_data", lambda: refuse_changed_data(config, resumable, source, chooser)
+        )
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
     topology, script = session.topology, session.script
@@ -179,10 +183,10 @@ def _run_or_none(
     order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
     job = job.distributed(exchange)
     state = _restored(saved, job, session)
-    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, found))
+    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, resumable))
     config = _named(config, exchange, directory)
     with kept():  # trackers may draw random numbers
-        ledger = _open_ledger(config, job, session, found, directory)
+        ledger = _open_ledger(config, job, session, resumable, directory)
     try:
         with exchange.peer_failures(), exits_as_failures(), ExitStack() as stack:
             yield _make_ready(config, job, state, order, session, ledger, stack)
@@ -259,8 +263,8 @@ def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
     if os.environ.get(RESTART, "0") == "0":
         return config
     run = config.run
-    if exchange.rank == 0 and (own := folder_of_job(config.folder, os.environ.get(JOB, ""))):
-        run = replace(run, experiment=own.name, resume="auto")
+    if exchange.rank == 0 and (folder := folder_of_job(config.folder, os.environ.get(JOB, ""))):
+        run = replace(run, experiment=folder.name, resume="auto")
     return replace(config, run=exchange.broadcast_object(run, "hvdtrain.own_run"))
 
 
@@ -274,7 +278,7 @@ def _open_ledger(
     config: TrainConfig,
     job: Job,
     session: Session,
-    found: Resumable | None,
+    resumable: Resumable | None,
     directory: RunDirectory | None,
 ) -> Ledger:
     """Collective: return the ledger; on rank 0, which has the directory, print the header first."""
@@ -284,13 +288,13 @@ def _open_ledger(
     def open_ledger() -> Ledger:
         if directory is None:
             return Ledger(config.folder, exchange.rank)
-        return _open_records(config, job, session, directory, found, hosts)
+        return _open_records(config, job, session, directory, resumable, hosts)
 
     return agree(exchange, "ledger", open_ledger)
 
 
 def _take_directory(
-    config: TrainConfig, exchange: Exchange, found: Resumable | None
+    config: TrainConfig, exchange: Exchange, resumable: Resumable | None
 ) -> RunDirectory | None:
     """Return the run directory on rank 0, None elsewhere.
 
@@ -298,8 +302,8 @@ def _take_directory(
     """
     if exchange.rank != 0:
         return None
-    if found:
-        return found.directory
+    if resumable:
+        return resumable.directory
     return new_directory(config.folder, numbered=config.run.resume is None)
 
 
@@ -314,13 +318,13 @@ def _open_records(
     job: Job,
     session: Session,
     directory: RunDirectory,
-    found: Resumable | None,
+    resumable: Resumable | None,
     hosts: Sequence[str],
 ) -> RunLedger:
     """Write the configuration, print the header and return the ledger of rank 0."""
     recorded = directory.last_step()
-    if found:
-        found.make_ready()
+    if resumable:
+        resumable.make_ready()
     resolved = as_flat_dict(config) | {
         "global_batch_size": job.sampler.global_batch_size,
         "batch_size": None,
@@ -343,7 +347,7 @@ def _open_records(
         directory,
         job,
         session.exchange,
-        resumed=found.resumed.state if found else None,
+        resumed=resumable.resumed.state if resumable else None,
         config=resolved,
         pulse=session.pulse,
         provenance=provenance(code, hosts, session.command),

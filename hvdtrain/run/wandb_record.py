@@ -34,15 +34,15 @@ class WandbRecord:
         if not held:
             self._recorded = 0
             self._directory.write_tracker("wandb", {"run_id": run_id})
-        given = self._wandb.setup().settings
-        is_chosen = given.mode != "online" or "WANDB_MODE" in os.environ
+        settings = self._wandb.setup().settings
+        is_chosen = settings.mode != "online" or "WANDB_MODE" in os.environ
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=self._directory.path.name,
             id=run_id,
             resume="allow",
             dir=str(self._directory.path),
-            mode=None if is_chosen or _has_login(given) else "offline",
+            mode=None if is_chosen or _has_login(settings) else "offline",
             reinit="create_new",  # a run of the user's own code stays apart
             # Output is in the run's folder already, and the console belongs to the progress.
             settings=self._wandb.Settings(silent=True, console="off"),

@@ -22,7 +22,10 @@ def in_words_of_script() -> Iterator[None]:
     try:
         yield
     except HvdtrainError as error:
-        error.args = tuple(as_options(it) if isinstance(it, str) else it for it in error.args)
+        error.args = tuple(
+            as_options(argument) if isinstance(argument, str) else argument
+            for argument in error.args
+        )
         if isinstance(error, UsageError):
             error.problems = tuple(map(as_options, error.problems))
         raise
@@ -34,16 +37,16 @@ def as_options(text: str) -> str:
     Flags of other commands, such as those of `doctor`, stay.
     """
     options = train_options()
-    return FLAG.sub(lambda found: _as_option(found, options), text)
+    return FLAG.sub(lambda match: _as_option(match, options), text)
 
 
-def _as_option(found: re.Match[str], options: dict[str, Option]) -> str:
-    name, value, word = found[1].replace("-", "_"), found[2], found[3]
+def _as_option(match: re.Match[str], options: dict[str, Option]) -> str:
+    name, value, word = match[1].replace("-", "_"), match[2], match[3]
     rest = "" if word is None else f" {word}"
     if name in OWN:
         return OWN[name] + rest
     if name not in OPTIONS:
-        return found[0]
+        return match[0]
     option = options[name]
     if option.type is bool:
         return f"{name}=True{rest}"

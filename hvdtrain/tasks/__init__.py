@@ -41,7 +41,7 @@ class Sums:
     ) -> Sums:
         """Return the sums of a batch whose loss and metrics are means over its samples."""
         count = float(samples)
-        return cls(loss * count, count, {n: it * count for n, it in (metrics or {}).items()})
+        return cls(loss * count, count, {n: mean * count for n, mean in (metrics or {}).items()})
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def valid_metrics_of(task: Task) -> tuple[str, ...]:
     return task.metrics if task.valid_metrics is None else task.valid_metrics
 
 
-def as_sums(found: Any, task: Task, training: bool) -> Sums:
+def as_sums(result: Any, task: Task, training: bool) -> Sums:
     """Return the result of a task for a batch. Raises TrainingError unless it is a `Sums`."""
-    if not isinstance(found, Sums):
+    if not isinstance(result, Sums):
         name = _name_of(task, training)
-        raise TrainingError(f"{name} returned {type(found).__name__}, expected hvdtrain.Sums")
-    return found
+        raise TrainingError(f"{name} returned {type(result).__name__}, expected hvdtrain.Sums")
+    return result
 
 
 def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
@@ -135,11 +135,11 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
 
     Raises TrainingError unless it matches what the task declares.
     """
-    found, name = as_sums(sums, task, training), _name_of(task, training)
-    problems = "; ".join(_wrong_in(found, task, samples, training))
+    checked, name = as_sums(sums, task, training), _name_of(task, training)
+    problems = "; ".join(_wrong_in(checked, task, samples, training))
     if problems:
         raise TrainingError(f"{name}: {problems}")
-    return found
+    return checked
 
 
 def _name_of(task: Task, training: bool) -> str:

@@ -58,9 +58,10 @@ class Classification(Task):
         scores = self._scores(model, inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if isinstance(batch, Mixed):
-            own, others = (self._losses(scores, it) for it in (labels, batch.partner_labels))
+            losses = self._losses(scores, labels)
+            partner_losses = self._losses(scores, batch.partner_labels)
             shares = batch.shares.to(scores.dtype)
-            loss = (own * shares + others * (1 - shares)).sum()
+            loss = (losses * shares + partner_losses * (1 - shares)).sum()
             labels = torch.where(batch.shares >= 0.5, labels, batch.partner_labels)
         else:
             loss = self._losses(scores, labels, "sum")
@@ -83,12 +84,12 @@ class Classification(Task):
         """
         inputs, labels = batch[:2]
         scores, classes = self._scores(model, inputs), self.dataset.classes
-        losses, found, samples = [], [], max(1, MOST_SCORES // classes)
-        for part, own in zip(scores.split(samples), labels.split(samples), strict=True):
+        losses, predictions, samples = [], [], max(1, MOST_SCORES // classes)
+        for part, part_labels in zip(scores.split(samples), labels.split(samples), strict=True):
             exact = part.double()
-            losses.append(functional.cross_entropy(exact, own, reduction="sum"))
-            found.append(exact.topk(min(TOP_K, classes), dim=1).indices)
-        best = torch.cat(found)
+            losses.append(functional.cross_entropy(exact, part_labels, reduction="sum"))
+            predictions.append(exact.topk(min(TOP_K, classes), dim=1).indices)
+        best = torch.cat(predictions)
         right = best == labels[:, None]
         figures = {"accuracy": right[:, 0].sum(), "confusion": self._pairs(labels, best[:, 0])}
         if "accuracy_top5" in self.valid_metrics:

@@ -74,24 +74,24 @@ class Recorder(TorchDispatchMode):
         self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any], made: torch.Tensor
     ) -> None:
         arguments = func._schema.arguments
-        given = {it.name: it.default_value for it in arguments if it.has_default_value()}
-        given.update(zip((it.name for it in arguments), args, strict=False))
-        given.update(kwargs)
+        bound = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
+        bound.update(zip((arg.name for arg in arguments), args, strict=False))
+        bound.update(kwargs)
         tensors = [*tensors_in(args)]
-        inputs = [self._made.get(id(it)) for it in tensors]
-        known = [it for it in inputs if it is not None]
-        reduction = given.get("reduction")
-        if not known and name not in ("mean", "sum") and reduction not in (MEAN, SUM):
+        inputs = [self._made.get(id(tensor)) for tensor in tensors]
+        recorded = [operation for operation in inputs if operation is not None]
+        reduction = bound.get("reduction")
+        if not recorded and name not in ("mean", "sum") and reduction not in (MEAN, SUM):
             return  # a number that no loss is part of
         number = math.nan
-        if name in ("mul", "div") and len(known) == 1:
-            others = [it for it in args if self._made.get(id(it)) is None]
+        if name in ("mul", "div") and len(recorded) == 1:
+            others = [arg for arg in args if self._made.get(id(arg)) is None]
             single = not isinstance(others[0], torch.Tensor) or others[0].numel() == 1
             number = float(others[0]) if len(others) == 1 and single else math.nan
         self._held.append(made)
         self._made[id(made)] = Operation(
             name="".join(part.capitalize() for part in name.split("_")),
-            inputs=lambda: known or [None] * len(tensors),
+            inputs=lambda: recorded or [None] * len(tensors),
             reduction=reduction,
             number=number,
             is_of_one=bool(tensors) and tensors[0].numel() == 1,
@@ -103,7 +103,9 @@ def _of_graph(node: Any) -> Operation:
     size = getattr(node, "_saved_self_sym_sizes", None)
     return Operation(
         name=node.name().partition("Backward")[0],
-        inputs=lambda: [_of_graph(it) for it, _ in node.next_functions if it is not None],
+        inputs=lambda: [
+            _of_graph(grad_fn) for grad_fn, _ in node.next_functions if grad_fn is not None
+        ],
         reduction=getattr(node, "_saved_reduction", None),
         number=_number(node),
         is_of_one=size is not None and math.prod(size) == 1,
@@ -129,8 +131,8 @@ def _mean_at(operation: Operation | None, count: float, power: int, depth: int) 
     if name == "Sum" and len(added) == 1 and added[0] and added[0].name.startswith("Stack"):
         name, added = "Add", added[0].inputs()
     if name in ("Add", "Sub"):
-        found = [_mean_at(it, count, power, depth + 1) for it in added]
-        return found[0] if found and all(found) else None
+        means = [_mean_at(term, count, power, depth + 1) for term in added]
+        return means[0] if means and all(means) else None
     if name == "Mean" or reduction == MEAN:
         return name if power == 0 else None
     is_sum = name == "Sum" or reduction == SUM

@@ -37,17 +37,17 @@ def measure_weights(job: Job, exchange: Exchange) -> tuple[float, ...]:
             torch.accelerator.synchronize(job.device)
         seconds.append(time.perf_counter() - began_s)
     samples = sum(part.samples for part in loaded)
-    own = samples / statistics.median(seconds[WARM_UP:]) if samples else None
-    return as_weights(exchange.all_gather_object(own, "hvdtrain.balance.speeds"))
+    speed = samples / statistics.median(seconds[WARM_UP:]) if samples else None
+    return as_weights(exchange.all_gather_object(speed, "hvdtrain.balance.speeds"))
 
 
 def as_weights(speeds: Sequence[float | None]) -> tuple[float, ...]:
     """Return weights of two digits for these speeds; None, of a rank without samples, counts as the
     mean of the others.
     """
-    known = [speed for speed in speeds if speed]
-    if not known or min(known) >= max(known) * (1 - ALIKE):
+    measured = [speed for speed in speeds if speed]
+    if not measured or min(measured) >= max(measured) * (1 - ALIKE):
         return (1.0,) * len(speeds)
-    mean = statistics.fmean(known)
-    fastest = max(known)
+    mean = statistics.fmean(measured)
+    fastest = max(measured)
     return tuple(max(round((speed or mean) / fastest, 2), 0.01) for speed in speeds)

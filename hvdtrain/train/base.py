@@ -28,9 +28,9 @@ class Base:
         """Return the base of a model."""
         state = model.state_dict(keep_vars=True)
         frozen = {
-            name: it
-            for name, it in state.items()
-            if isinstance(it, torch.nn.Parameter) and not it.requires_grad
+            name: tensor
+            for name, tensor in state.items()
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         }
         return cls(tuple(frozen), tensors_sha256(frozen))
 
@@ -60,18 +60,18 @@ class Base:
         return kept
 
     def filled(
-        self, state: dict[str, Any], own: torch.nn.Module, prefix: str = ""
+        self, state: dict[str, Any], model: torch.nn.Module, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return a saved state with these parameters as the model `own` has them."""
-        values, filled = own.state_dict(), copy.copy(state)
+        """Return a saved state with these parameters as `model` has them."""
+        values, filled = model.state_dict(), copy.copy(state)
         filled.update({prefix + name: values[name].cpu() for name in self.names})
         return filled
 
 
 def saved_base(state: Mapping[str, Any]) -> Base | None:
     """Return the base that a checkpoint's state leaves out; None if it leaves nothing out."""
-    found = state.get("base")
-    return Base(tuple(found["names"]), found["sha256"]) if found else None
+    saved = state.get("base")
+    return Base(tuple(saved["names"]), saved["sha256"]) if saved else None
 
 
 def refuse_another_base(state: Mapping[str, Any], model: torch.nn.Module) -> None:

@@ -71,10 +71,10 @@ def _batch_norm(
     As in `torch.nn.functional.batch_norm`, only the running variance is unbiased.
     """
     if not training:
-        own: torch.Tensor = torch.nn.functional.batch_norm(
+        normalised: torch.Tensor = torch.nn.functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-        return own
+        return normalised
     mean, variance, count = _statistics(layer, input)
     if running_mean is not None and running_var is not None:
         running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
@@ -119,8 +119,8 @@ def normalises_over_batch(model: nn.Module) -> bool:
     """Return whether any layer normalises over the batch in its present mode: a frozen one, in
     evaluation mode, uses its running statistics.
     """
-    layers = [it for it in model.modules() if isinstance(it, _BatchNorm)]
-    return any(it.training or it.running_mean is None for it in layers)
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    return any(layer.training or layer.running_mean is None for layer in layers)
 
 
 def convert_to_sync(model: nn.Module, exchange: Exchange, every: bool = True) -> None:
@@ -146,7 +146,7 @@ def counting(model: nn.Module, samples: int) -> Iterator[None]:
     """Return a context of a pass over so many samples of this rank: without any, it gives the model
     one that stands in for them, so that synchronised layers take part, and add nothing.
     """
-    layers = [it for it in model.modules() if isinstance(it, SyncBatchNorm)] if not samples else []
+    layers = [m for m in model.modules() if isinstance(m, SyncBatchNorm)] if not samples else []
     for layer in layers:
         layer.counts = False
     try:
@@ -185,8 +185,8 @@ def averaged_statistics(
     if exchange.size == 1 or not buffers:
         yield model
         return
-    own = [buffer.clone() for buffer in buffers]
-    flat = torch.cat([buffer.reshape(-1).double() * own_weight for buffer in own])
+    local_buffers = [buffer.clone() for buffer in buffers]
+    flat = torch.cat([buffer.reshape(-1).double() * own_weight for buffer in local_buffers])
     flat = torch.cat([flat, flat.new_tensor([own_weight])])
     total = exchange.sum_later(flat, "hvdtrain.statistics")()
     averages = (total[:-1] / total[-1]).split([buffer.numel() for buffer in buffers])
@@ -195,5 +195,5 @@ def averaged_statistics(
             buffer.copy_(average.view_as(buffer))
         yield model
     finally:
-        for buffer, before in zip(buffers, own, strict=True):
+        for buffer, before in zip(buffers, local_buffers, strict=True):
             buffer.copy_(before)

@@ -109,8 +109,8 @@ def _unpacked_bytes(stream: IO[bytes], size: int) -> tuple[int, int]:
                 entries = archive.infolist()
         except MemoryError as error:
             raise Inflated("is an archive with too many entries") from error
-        unpacked = sum(it.file_size for it in entries)
-        pickled = sum(it.file_size for it in entries if "/data/" not in it.filename)
+        unpacked = sum(entry.file_size for entry in entries)
+        pickled = sum(entry.file_size for entry in entries if "/data/" not in entry.filename)
         _compare("entries, unpacked,", unpacked, size, most=most_bytes(size))
     stream.seek(0)
     return unpacked, pickled
@@ -129,22 +129,22 @@ def _bytes(number: int) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e8 else f"{number:,} bytes"
 
 
-def _extent(value: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+def _extent(value: Any, seen: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
     """Return the items of a structure and the bytes of its tensors, both as often as they occur.
 
-    `known`: of the structures that were met, by their id; None within one. Raises Inflated for a
+    `seen`: of the structures that were met, by their id; None within one. Raises Inflated for a
     structure that contains itself.
     """
     if isinstance(value, torch.Tensor):
-        return 1, sum(it.numel() * it.element_size() for it in _parts(value))
-    found = items_of(value)
-    if found is None:
+        return 1, sum(part.numel() * part.element_size() for part in _parts(value))
+    children = items_of(value)
+    if children is None:
         return 1, 0
-    if id(value) not in known:
-        known[id(value)] = None
-        each = [_extent(item, known) for item in found.values()]
-        known[id(value)] = 1 + sum(items for items, _ in each), sum(held for _, held in each)
-    extent = known[id(value)]
+    if id(value) not in seen:
+        seen[id(value)] = None
+        each = [_extent(item, seen) for item in children.values()]
+        seen[id(value)] = 1 + sum(items for items, _ in each), sum(held for _, held in each)
+    extent = seen[id(value)]
     if extent is None:
         raise Inflated("contains a list or dictionary that contains itself")
     return extent
@@ -184,11 +184,11 @@ def _memory(further_bytes: int) -> Iterator[None]:
     except (ImportError, OSError):
         yield
         return
-    found = re.search(r"VmData:\s*(\d+) kB", status)
+    match = re.search(r"VmData:\s*(\d+) kB", status)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [it for it in (soft, hard) if it != resource.RLIM_INFINITY]
-    if found:
-        limits.append((int(found[1]) << 10) + further_bytes)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    if match:
+        limits.append((int(match[1]) << 10) + further_bytes)
     if limits:
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     try:

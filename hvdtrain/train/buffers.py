@@ -34,13 +34,13 @@ def load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | No
     for name, held, key in _slots(model):
         if name not in buffers:
             continue
-        own, new = held[key], buffers[name]
+        old, new = held[key], buffers[name]
         if new is None:
             held[key] = None
-        elif own is not None and _is_plain(own) and _is_plain(new) and own.numel() == new.numel():
-            own.copy_(new.view_as(own))
+        elif old is not None and _is_plain(old) and _is_plain(new) and old.numel() == new.numel():
+            old.copy_(new.view_as(old))
         else:
-            device = own.device if own is not None else next(model.parameters()).device
+            device = old.device if old is not None else next(model.parameters()).device
             held[key] = new.to(device, copy=True)
 
 
@@ -55,12 +55,14 @@ def differing_buffers(model: torch.nn.Module, exchange: Exchange) -> list[str]:
     """
     if exchange.size == 1:
         return []
-    own = {
-        name: tensors_sha256({name: it}) for name, it in _others(model).items() if it is not None
+    digests = {
+        name: tensors_sha256({name: buffer})
+        for name, buffer in _others(model).items()
+        if buffer is not None
     }
-    each = exchange.all_gather_object(own, "hvdtrain.buffers")
+    each = exchange.all_gather_object(digests, "hvdtrain.buffers")
     names = dict.fromkeys(name for held in each for name in held)
-    return [name for name in names if any(it.get(name) != each[0].get(name) for it in each)]
+    return [name for name in names if any(held.get(name) != each[0].get(name) for held in each)]
 
 
 @contextmanager
@@ -71,8 +73,8 @@ def with_buffers_of_rank_0(model: torch.nn.Module, exchange: Exchange) -> Iterat
         yield
         return
     before = buffers_of(model)
-    own = {name: before.get(name) for name in names}
-    load_buffers(model, exchange.broadcast_object(copied_to_cpu(own), "hvdtrain.buffers.of_rank_0"))
+    differing = copied_to_cpu({name: before.get(name) for name in names})
+    load_buffers(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
     try:
         yield
     finally:
@@ -81,10 +83,10 @@ def with_buffers_of_rank_0(model: torch.nn.Module, exchange: Exchange) -> Iterat
 
 def _others(model: torch.nn.Module) -> Buffers:
     """Return the buffers of all layers but batch norm, by name."""
-    own = {
+    batch_norm = {
         f"{path}.{key}" if path else key
         for path, module in model.named_modules()
         if isinstance(module, _BatchNorm)
         for key in module._buffers
     }
-    return {name: held[key] for name, held, key in _slots(model) if name not in own}
+    return {name: held[key] for name, held, key in _slots(model) if name not in batch_norm}

@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange.distributed_optimizer import first_difference
 from hvdtrain.tensors import items_of
 
-Settings = dict[str, Any]  # plain values by their place
+Settings = dict[str, Any]  # plain values by their path
 # Of a group of parameters: what says how an update is computed, not which.
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable")
 TOLERANCE = 1e-9  # of settings, which processors may compute with other last bits
@@ -28,7 +28,10 @@ def built_of(
 ) -> dict[str, Any]:
     """Return types and settings of optimizers and further objects; plain values, to be saved."""
     groups = [[_chosen(group) for group in one.param_groups] for one in optimizers]
-    schedules = [it.state_dict() if isinstance(it, LRScheduler) else {} for it in further_state]
+    schedules = [
+        stateful.state_dict() if isinstance(stateful, LRScheduler) else {}
+        for stateful in further_state
+    ]
     return {
         "optimizers": [_named(*pair) for pair in zip(optimizers, groups, strict=True)],
         "state": [_named(*pair) for pair in zip(further_state, schedules, strict=True)],
@@ -51,7 +54,7 @@ def refuse_other_build(
             if len(built[kind]) != there:
                 problems.append(f"{kind}: there are {len(built[kind])}, and were {there}")
     if problems:
-        problems = [f"--resume: {it}" for it in problems]
+        problems = [f"--resume: {problem}" for problem in problems]
         problems[-1] += (
             ". A resumed run is the same experiment: build them as they were, or start another "
             "--experiment"
@@ -67,55 +70,55 @@ def _named(one: Any, settings: Any) -> dict[str, Any]:
     return {"kind": type(one).__name__, "settings": dict(_settings(settings, ""))}
 
 
-def _settings(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of a structure by place; others count by their type."""
+def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a structure by path; others count by their type."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     items = items_of(value)
     if items is not None:
-        yield f"{place} has", len(items)
+        yield f"{path} has", len(items)
         for key, item in items.items():
-            yield from _settings(item, f"{place}.{key}" if place else str(key))
+            yield from _settings(item, f"{path}.{key}" if path else str(key))
     elif value is None or isinstance(value, bool | int | float | str):
-        yield place, value if type(value) in (bool, int, str) or value is None else float(value)
+        yield path, value if type(value) in (bool, int, str) or value is None else float(value)
     else:
-        yield place, type(value).__name__
+        yield path, type(value).__name__
 
 
-def _of_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+def _of_model(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> Iterator[str]:
     left_out = set((state.get("base") or {}).get("names", ()))
     parameters = set(state.get("parameters", ()))
 
     def described(held: Mapping[str, Any]) -> list[str]:
         # A buffer may have changed its shape.
         return [
-            f"{name} {list(it.shape)} {it.dtype}" if name in parameters else name
-            for name, it in held.items()
-            if name not in left_out and isinstance(it, torch.Tensor)
+            f"{name} {list(tensor.shape)} {tensor.dtype}" if name in parameters else name
+            for name, tensor in held.items()
+            if name not in left_out and isinstance(tensor, torch.Tensor)
         ]
 
-    if found := first_difference(described(own), described(state["model"])):
+    if difference := first_difference(described(model_state), described(state["model"])):
         yield (
-            f"the model is another: tensor {found.number} of it is {found.here}, and was "
-            f"{found.there} when the checkpoint was saved"
+            f"the model is another: tensor {difference.number} of it is {difference.here}, and was "
+            f"{difference.there} when the checkpoint was saved"
         )
 
 
 def _of_objects(
     kind: str, what: str, there: Sequence[Settings], here: Sequence[Settings]
 ) -> Iterator[str]:
-    kinds = [[it["kind"] for it in held] for held in (here, there)]
+    kinds = [[entry["kind"] for entry in held] for held in (here, there)]
     if kinds[0] != kinds[1]:
-        names = [", ".join(it) or "none" for it in kinds]
+        names = [", ".join(side) or "none" for side in kinds]
         yield f"{kind}: they are {names[0]}, and were {names[1]} when the run began"
         return
     for number, (now, before) in enumerate(zip(here, there, strict=True)):
-        own, old = now["settings"], before["settings"]
-        for place in dict.fromkeys([*own, *old]):
-            if not _alike(own.get(place), old.get(place)):
+        current, old = now["settings"], before["settings"]
+        for path in dict.fromkeys([*current, *old]):
+            if not _alike(current.get(path), old.get(path)):
                 name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
                 yield (
-                    f"{what} {name}: {place} is {own.get(place)}, and was {old.get(place)} when "
+                    f"{what} {name}: {path} is {current.get(path)}, and was {old.get(path)} when "
                     "the run began"
                 )
                 break

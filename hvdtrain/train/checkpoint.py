@@ -109,8 +109,8 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         named = (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
-        found = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+        folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+        return sorted(folders, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
     def last_step(self) -> int | None:
         """Return the step of the checkpoint that `last` names; None without such a pointer."""
@@ -133,12 +133,12 @@ class Checkpoints:
         recorded in that checkpoint. A pointer to a missing checkpoint is removed.
         """
         for pointer, name in (("last", resumed), ("best", best)):
-            place = self.folder / pointer
+            path = self.folder / pointer
             if name is not None and (self.folder / name).is_dir():
-                if _pointed(place) != name:
-                    replace_file(place, [name, "\n"])
-            elif not (self.folder / (_pointed(place) or "none")).is_dir():
-                place.unlink(missing_ok=True)
+                if _pointed(path) != name:
+                    replace_file(path, [name, "\n"])
+            elif not (self.folder / (_pointed(path) or "none")).is_dir():
+                path.unlink(missing_ok=True)
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
@@ -164,15 +164,15 @@ class Checkpoints:
 
     def _prune(self) -> None:
         pointed = {_pointed(self.folder / name) for name in ("last", "best")}
-        own = [path for path in self.complete() if self._is_own(path)]
-        for path in own[self._keep :]:
+        checkpoints = [path for path in self.complete() if self._is_own(path)]
+        for path in checkpoints[self._keep :]:
             if path.name not in pointed:
                 # Renamed first, so that a partial removal does not look like a checkpoint.
                 _remove(path.rename(path.with_name(f".{path.name}.old")))
 
     def _is_own(self, path: Path) -> bool:
         """Return whether a folder is a checkpoint of this run, or what is left of one."""
-        if path.is_symlink() or any(it.name not in FILES for it in path.iterdir()):
+        if path.is_symlink() or any(inner.name not in FILES for inner in path.iterdir()):
             return False
         try:
             run = read_manifest(path).get("run")
@@ -219,11 +219,11 @@ def load_weights(
     manifest = _verify(path, verify)
     try:
         weights = read_safetensors(path / MODEL_FILE)
-        forms = {name: STORED[it] for name, it in manifest.get("forms", {}).items()}
+        forms = {name: STORED[form] for name, form in manifest.get("forms", {}).items()}
         size = manifest["files"][MODEL_FILE]["bytes"]
-        if sum(it.most_bytes(weights[name]) for name, it in forms.items()) > most_bytes(size):
+        if sum(kind.most_bytes(weights[name]) for name, kind in forms.items()) > most_bytes(size):
             raise Inflated("its sparse tensors would take far more memory than the file has")
-        weights |= {name: it.load(weights[name]) for name, it in forms.items()}
+        weights |= {name: kind.load(weights[name]) for name, kind in forms.items()}
         return weights, manifest.get("takeaway", {})
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
@@ -244,18 +244,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the verified manifest of a checkpoint. Raises DamagedCheckpoint, and UsageError for a
     newer format: its own digest is made alike in all formats.
     """
-    place = path / MANIFEST_FILE
+    manifest_path = path / MANIFEST_FILE
     try:
-        manifest = parse_json(read_text(place, follow=True))
+        manifest = parse_json(read_text(manifest_path, follow=True))
         if manifest.pop("manifest_sha256") != _digest_of(manifest):
-            raise DamagedCheckpoint(f"{place} is not what was written")
-        refuse_newer(place, manifest)
+            raise DamagedCheckpoint(f"{manifest_path} is not what was written")
+        refuse_newer(manifest_path, manifest)
         check(manifest, FIELDS[MANIFEST_FILE])
         manifest["files"][MODEL_FILE], manifest["files"][STATE_FILE]
     except KeyError as error:
-        raise DamagedCheckpoint(f"{place} lacks {error}") from error
+        raise DamagedCheckpoint(f"{manifest_path} lacks {error}") from error
     except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{place} cannot be read: {error}") from error
+        raise DamagedCheckpoint(f"{manifest_path} cannot be read: {error}") from error
     return manifest
 
 
@@ -322,16 +322,16 @@ def _sparse_bytes(stored: torch.Tensor) -> int:
 
 STORED = {
     "complex": _Stored(
-        torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex, lambda it: it.nbytes
+        torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex, lambda t: t.nbytes
     ),
     "sparse": _Stored(
-        lambda it: it.layout is torch.sparse_coo,
+        lambda t: t.layout is torch.sparse_coo,
         torch.Tensor.to_dense,
         torch.Tensor.to_sparse,
         _sparse_bytes,
     ),
     "sparse rows": _Stored(
-        lambda it: it.layout is torch.sparse_csr,
+        lambda t: t.layout is torch.sparse_csr,
         torch.Tensor.to_dense,
         torch.Tensor.to_sparse_csr,
         _sparse_bytes,
@@ -345,11 +345,13 @@ def _as_stored(
     """Return the weights as they are stored, and the form of those that are stored otherwise."""
     forms = {
         name: form
-        for name, it in weights.items()
+        for name, tensor in weights.items()
         for form, kind in STORED.items()
-        if kind.applies(it)
+        if kind.applies(tensor)
     }
-    stored = dict(weights) | {name: STORED[it].save(weights[name]) for name, it in forms.items()}
+    stored = dict(weights) | {
+        name: STORED[form].save(weights[name]) for name, form in forms.items()
+    }
     return stored, forms
 
 

@@ -37,7 +37,7 @@ class Evaluation:
 
     def plain(self) -> dict[str, Any]:
         """Return all fields as JSON holds them."""
-        return {**vars(self), "tables": {n: plain_table(it) for n, it in self.tables.items()}}
+        return {**vars(self), "tables": {n: plain_table(table) for n, table in self.tables.items()}}
 
     def class_accuracy(self) -> list[float | None] | None:
         """Return each class's accuracy, None without samples; or None, unless there is a table
@@ -107,8 +107,8 @@ def evaluate(
             row[SAMPLES] += loaded.samples
             row[COUNT] += sums.samples
             row[LOSS] += sums.loss.double().cpu()
-            for place, name in enumerate(names, start=4):
-                row[place] += sums.metrics[name].double().cpu()
+            for column, name in enumerate(names, start=4):
+                row[column] += sums.metrics[name].double().cpu()
             for name in task.tables:
                 tables.add(shares.row(share), name, sums.metrics[name])
     waits()
@@ -130,9 +130,9 @@ def evaluate(
 def _refuse_mean(sums: Any, recorder: Recorder) -> None:
     """Raise UsageError if the loss of a batch is a mean over it, where a sum is to be returned."""
     is_one = isinstance(sums, Sums) and isinstance(sums.loss, torch.Tensor)
-    if is_one and (found := recorder.mean_in(sums.loss, float(sums.samples))):
+    if is_one and (op := recorder.mean_in(sums.loss, float(sums.samples))):
         raise UsageError(
-            f"evaluate returns Sums(loss, count) with the mean of the losses of a batch ({found}), "
+            f"evaluate returns Sums(loss, count) with the mean of the losses of a batch ({op}), "
             f"and it takes their sum: the validation loss would be {float(sums.samples):g} times "
             "too small. Return Sums.of_means(loss, count, metrics), or make it a sum: "
             'reduction="sum"'
@@ -158,6 +158,6 @@ def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, i
     """Yield the samples of a rank, some at a time, after their share and number."""
     size = evaluation_batch(split)
     for share in shares.of_rank(rank):
-        own = shares.of_all(len(split), share)
-        for number, start in enumerate(range(own.start, own.stop, size)):
-            yield share, number, np.arange(start, min(start + size, own.stop))
+        share_range = shares.of_all(len(split), share)
+        for number, start in enumerate(range(share_range.start, share_range.stop, size)):
+            yield share, number, np.arange(start, min(start + size, share_range.stop))

@@ -26,8 +26,8 @@ from hvdtrain.exchange.differentiable import summed
 NAME = "hvdtrain.all_gather"
 
 
-class Place(NamedTuple):
-    """The place of a pass in its micro-batch."""
+class BatchSlice(NamedTuple):
+    """The slice of its micro-batch that a pass has."""
 
     share: int
     micro_batch: int
@@ -36,11 +36,11 @@ class Place(NamedTuple):
     all_samples: int
 
 
-def padded(features: torch.Tensor, place: Place) -> torch.Tensor:
+def padded(features: torch.Tensor, batch_slice: BatchSlice) -> torch.Tensor:
     """Return the features in their rows among those of all samples, all others zero."""
-    after = place.all_samples - place.first - place.samples
-    rows = [features.new_zeros(n, *features.shape[1:]) for n in (place.first, after)]
-    return torch.cat([rows[0], features[: place.samples], rows[1]])
+    after = batch_slice.all_samples - batch_slice.first - batch_slice.samples
+    rows = [features.new_zeros(n, *features.shape[1:]) for n in (batch_slice.first, after)]
+    return torch.cat([rows[0], features[: batch_slice.samples], rows[1]])
 
 
 class Gathering:
@@ -57,15 +57,15 @@ class Gathering:
     def begin_pass(self) -> None:
         self._calls = 0
 
-    def gather(self, features: torch.Tensor, place: Place) -> torch.Tensor:
+    def gather(self, features: torch.Tensor, batch_slice: BatchSlice) -> torch.Tensor:
         """Collective: return the features of all samples of the micro-batch, in their order."""
         name, self._calls = f"{NAME}.{self._calls}", self._calls + 1
-        rows = padded(features, place)
+        rows = padded(features, batch_slice)
         if not rows.dtype.is_floating_point:
             return self._exchange.sum_later(rows, name)()
-        return summed(rows, self._exchange, name, counts=place.samples > 0)
+        return summed(rows, self._exchange, name, counts=batch_slice.samples > 0)
 
-    def backward(self, loss: torch.Tensor, place: Place) -> None:
+    def backward(self, loss: torch.Tensor, batch_slice: BatchSlice) -> None:
         """Collective: make the gradients of a pass."""
         loss.backward()
 
@@ -86,71 +86,76 @@ class VirtualGathering(Gathering):
     shares: int
     _round: int = 0
     _calls: int = 0
-    _found: dict[tuple[int, int], _Gathered] = field(default_factory=dict)  # by micro-batch, call
+    # By micro-batch and call.
+    _gathered: dict[tuple[int, int], _Gathered] = field(default_factory=dict)
     _leaves: list[torch.Tensor] = field(default_factory=list)  # of this pass, by call
-    _own: list[torch.Tensor] = field(default_factory=list)
+    _local_features: list[torch.Tensor] = field(default_factory=list)
 
     def trials(self) -> Iterator[None]:
         """Collective: yield for each of two rounds, and exchange what they have found."""
         self._round = 0
-        self._found.clear()
+        self._gathered.clear()
         yield
-        for (micro_batch, call), it in sorted(self._found.items()):
+        for (micro_batch, call), gathered in sorted(self._gathered.items()):
             name = f"{NAME}.{micro_batch}.{call}"
-            it.features = self.exchange.sum_later(it.features, name)()
+            gathered.features = self.exchange.sum_later(gathered.features, name)()
         self._round = 1
         yield
-        for (micro_batch, call), it in sorted(self._found.items()):
-            if it.features.dtype.is_floating_point:
-                table = it.gradients
+        for (micro_batch, call), gathered in sorted(self._gathered.items()):
+            if gathered.features.dtype.is_floating_point:
+                table = gathered.gradients
                 if table is None:
-                    table = it.features.new_zeros(self.shares, *it.features.shape)
+                    table = gathered.features.new_zeros(self.shares, *gathered.features.shape)
                 name = f"{NAME}.{micro_batch}.{call}.backward"
-                it.gradients = self.exchange.sum_later(table, name)().sum(0)
+                gathered.gradients = self.exchange.sum_later(table, name)().sum(0)
         self._round = 2
 
     def begin_pass(self) -> None:
         self._calls = 0
-        self._leaves, self._own = [], []
+        self._leaves, self._local_features = [], []
 
-    def gather(self, features: torch.Tensor, place: Place) -> torch.Tensor:
-        key, self._calls = (place.micro_batch, self._calls), self._calls + 1
+    def gather(self, features: torch.Tensor, batch_slice: BatchSlice) -> torch.Tensor:
+        key, self._calls = (batch_slice.micro_batch, self._calls), self._calls + 1
         if self._round == 0:
-            rows = padded(features.detach(), place)
-            if key in self._found:
-                self._found[key].features += rows
+            rows = padded(features.detach(), batch_slice)
+            if key in self._gathered:
+                self._gathered[key].features += rows
             else:
-                self._found[key] = _Gathered(rows)
+                self._gathered[key] = _Gathered(rows)
             return rows
-        found = self._found[key].features
+        all_features = self._gathered[key].features
         if self._round == 2:
-            self._own.append(features)
-            return found
-        leaf = found.detach()
+            self._local_features.append(features)
+            return all_features
+        leaf = all_features.detach()
         self._leaves.append(leaf.requires_grad_(leaf.dtype.is_floating_point))
         return leaf
 
-    def backward(self, loss: torch.Tensor, place: Place) -> None:
+    def backward(self, loss: torch.Tensor, batch_slice: BatchSlice) -> None:
         if self._round == 1:
-            self._differentiate(loss, place)
+            self._differentiate(loss, batch_slice)
         if self._round < 2:
             return
-        own, gradients = [loss], [torch.ones_like(loss)]
-        for call, features in enumerate(self._own):
-            gradient = self._found[place.micro_batch, call].gradients
-            if features.requires_grad and gradient is not None and place.samples:
-                own.append(features)
-                gradients.append(gradient[place.first : place.first + place.samples])
-        torch.autograd.backward(own, gradients)
+        tensors, gradients = [loss], [torch.ones_like(loss)]
+        for call, features in enumerate(self._local_features):
+            gradient = self._gathered[batch_slice.micro_batch, call].gradients
+            if features.requires_grad and gradient is not None and batch_slice.samples:
+                tensors.append(features)
+                gradients.append(
+                    gradient[batch_slice.first : batch_slice.first + batch_slice.samples]
+                )
+        torch.autograd.backward(tensors, gradients)
 
-    def _differentiate(self, loss: torch.Tensor, place: Place) -> None:
-        leaves = {call: it for call, it in enumerate(self._leaves) if it.requires_grad}
-        if not leaves or not place.samples:
+    def _differentiate(self, loss: torch.Tensor, batch_slice: BatchSlice) -> None:
+        leaves = {call: leaf for call, leaf in enumerate(self._leaves) if leaf.requires_grad}
+        if not leaves or not batch_slice.samples:
             return
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        for call, gradient in zip(leaves, found, strict=True):
-            it = self._found[place.micro_batch, call]
-            if it.gradients is None:
-                it.gradients = it.features.new_zeros(self.shares, *it.features.shape)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for call, gradient in zip(leaves, gradients, strict=True):
+            gathered = self._gathered[batch_slice.micro_batch, call]
+            if gathered.gradients is None:
+                gathered.gradients = gathered.features.new_zeros(
+                    self.shares, *gathered.features.shape
+                )
             if gradient is not None:
-                it.gradients[place.share] = gradient
+                gathered.gradients[batch_slice.share] = gradient

@@ -38,7 +38,7 @@ class GradientGuard:
         if self._job.task.computes_loss:  # no code of a script runs between the passes
             return
         self._parameters = parameters_of(*optimizers)
-        self._gradients = [it.grad for it in self._parameters]
+        self._gradients = [p.grad for p in self._parameters]
         self._versions = _versions(self._gradients)
 
     def check(self) -> None:
@@ -47,12 +47,12 @@ class GradientGuard:
         """
         noted = self._parameters, self._gradients, self._versions
         self._parameters, self._gradients, self._versions = [], [], []
-        now, last = [it.grad for it in noted[0]], _versions(noted[1])
+        now, last = [p.grad for p in noted[0]], _versions(noted[1])
         if last == noted[2] and all(map(operator.is_, now, noted[1])):  # quick, of many tensors
             return
         for parameter, gradient, before, after in zip(*noted, last, strict=True):
             if parameter.grad is not gradient or after > before + self._copies:
-                names = {id(it): name for name, it in self._job.model.named_parameters()}
+                names = {id(p): name for name, p in self._job.model.named_parameters()}
                 raise UsageError(
                     f"step {self._step}: code has changed the gradient of "
                     f"{names.get(id(parameter), 'a parameter')} after step.backward(). Lines of "
@@ -63,7 +63,7 @@ class GradientGuard:
 
 
 def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
-    return [0 if it is None else it._version for it in gradients]
+    return [0 if gradient is None else gradient._version for gradient in gradients]
 
 
 @contextmanager

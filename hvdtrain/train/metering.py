@@ -65,35 +65,35 @@ class StepSums:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
         # Count that the loss is a mean over (usually samples); stop requests; ranks that have left
         # the loop; unreadable samples; seconds of each phase.
-        self._known = [[0.0] * LOSS for _ in range(rows)]
+        self._host_sums = [[0.0] * LOSS for _ in range(rows)]
         # Loss; losses that are not finite; metrics.
         width = METRICS_FROM - LOSS + len(metrics)
         self._computed = torch.zeros((rows, width), dtype=torch.float64, device=device)
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
-        self._total: Callable[[], torch.Tensor] = lambda: self.own
+        self._total: Callable[[], torch.Tensor] = lambda: self.local
 
     @property
-    def own(self) -> torch.Tensor:
+    def local(self) -> torch.Tensor:
         """Return the sums of this rank, on its device."""
         return self._rows().sum(0)
 
     @property
     def has_left(self) -> bool:
         """Return whether this rank has left the loop."""
-        return bool(self._known[0][LEFT])
+        return bool(self._host_sums[0][LEFT])
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
-        known, loss = self._known[row], sums.loss.detach()
-        known[COUNT] += sums.samples
-        known[BAD] += bad
-        computed = [loss, ~loss.isfinite(), *(sums.metrics[it].detach() for it in self._metrics)]
+        host_sums, loss = self._host_sums[row], sums.loss.detach()
+        host_sums[COUNT] += sums.samples
+        host_sums[BAD] += bad
+        computed = [loss, ~loss.isfinite(), *(sums.metrics[n].detach() for n in self._metrics)]
         self._computed[row] += torch.stack([value.double() for value in computed])
 
     def leave(self) -> None:
         """Note that this rank has left the loop."""
-        self._known[0][LEFT] = 1.0
+        self._host_sums[0][LEFT] = 1.0
 
     def start(
         self,
@@ -107,8 +107,8 @@ class StepSums:
 
         `part`: number of the update within the step.
         """
-        self._known[0][STOP] = float(stop_requested)
-        self._known[0][PHASES_FROM:] = phases_s
+        self._host_sums[0][STOP] = float(stop_requested)
+        self._host_sums[0][PHASES_FROM:] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
         rows = self._rows()
         read = Reader(rows.device)
@@ -130,8 +130,8 @@ class StepSums:
         self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
 
     def _rows(self) -> torch.Tensor:
-        known = torch.tensor(self._known, dtype=torch.float64)
-        return torch.cat([to_device(known, self._computed.device), self._computed], dim=1)
+        host_sums = torch.tensor(self._host_sums, dtype=torch.float64)
+        return torch.cat([to_device(host_sums, self._computed.device), self._computed], dim=1)
 
     def total(self) -> torch.Tensor:
         """Collective: wait for the reduction; return the sums over all ranks, on the CPU."""
@@ -146,7 +146,7 @@ class StepSums:
         """Collective: raise TrainingError, naming the ranks, unless all losses are finite."""
         if not self.total()[NOT_FINITE]:
             return
-        loss_sum, count, not_finite = self.own[[LOSS, COUNT, NOT_FINITE]].tolist()
+        loss_sum, count, not_finite = self.local[[LOSS, COUNT, NOT_FINITE]].tolist()
         own_loss = loss_sum / count if not_finite else None
         losses = exchange.all_gather_object(own_loss, "hvdtrain.not_finite")
         where = ", ".join(

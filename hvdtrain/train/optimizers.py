@@ -56,15 +56,15 @@ def build_optimizer(
     # With fp16, a fused step would detect infinite gradients only after it has made its state.
     wanted["fused"] = amp != "fp16"
     settings = {key: value for key, value in wanted.items() if key in accepted}
-    given = {"nesterov": nesterov or None, "betas": betas and tuple(betas), "eps": eps}
-    given |= {"weight_decay": None if decays_all else weight_decay}
-    missing = [key for key, value in given.items() if value is not None and key not in accepted]
+    chosen = {"nesterov": nesterov or None, "betas": betas and tuple(betas), "eps": eps}
+    chosen |= {"weight_decay": None if decays_all else weight_decay}
+    missing = [key for key, value in chosen.items() if value is not None and key not in accepted]
     if missing:
         flags = {"nesterov": "--nesterov", "betas": "--opt-betas", "eps": "--opt-eps"}
         flags["weight_decay"] = "--no-decay-norm-bias"
         names = " and ".join(flags[key] for key in missing)
         raise UsageError(f"{names}: --opt={name} has no {' and no '.join(missing)}")
-    settings |= {key: value for key, value in given.items() if value is not None}
+    settings |= {key: value for key, value in chosen.items() if value is not None}
     groups = model.parameters() if decays_all else _groups_by_decay(model, weight_decay)
     try:
         return optimizer_class(groups, **settings)
@@ -79,7 +79,7 @@ def _groups_by_decay(model: nn.Module, weight_decay: float) -> list[dict[str, An
     timm/optim/_param_groups.py, `param_groups_weight_decay`).
     """
     groups: list[dict[str, Any]] = [
-        {"params": [it for it in model.parameters() if it.ndim <= 1], "weight_decay": 0.0},
-        {"params": [it for it in model.parameters() if it.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
     ]
     return [group for group in groups if group["params"]]

@@ -37,19 +37,23 @@ def _bytes_of(value: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _array(content: torch.Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = np.load(io.BytesIO(content.numpy().tobytes()), allow_pickle=False)
-    return found
+    array: np.ndarray[Any, Any] = np.load(io.BytesIO(content.numpy().tobytes()), allow_pickle=False)
+    return array
 
 
 FORMS: dict[type, Form] = {
     np.ndarray: Form(_bytes_of, _array),
-    np.generic: Form(lambda it: _bytes_of(np.asarray(it)), lambda it: _array(it)[()]),
-    deque: Form(lambda it: [portable(list(it)), it.maxlen], lambda it: deque(native(it[0]), it[1])),
+    np.generic: Form(lambda scalar: _bytes_of(np.asarray(scalar)), lambda kept: _array(kept)[()]),
+    deque: Form(
+        lambda queue: [portable(list(queue)), queue.maxlen],
+        lambda kept: deque(native(kept[0]), kept[1]),
+    ),
     PosixPath: Form(str, Path),
     datetime.datetime: Form(datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     datetime.date: Form(datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.timedelta: Form(
-        lambda it: [it.days, it.seconds, it.microseconds], lambda it: datetime.timedelta(*it)
+        lambda delta: [delta.days, delta.seconds, delta.microseconds],
+        lambda kept: datetime.timedelta(*kept),
     ),
 }
 NAMES = {kind.__name__: form for kind, form in FORMS.items()}
@@ -57,31 +61,31 @@ NAMES = {kind.__name__: form for kind, form in FORMS.items()}
 
 def portable(state: Any) -> Any:
     """Return a state in the form in which it is kept."""
-    return changed(state, _kept, lambda it: _kind_of(it) is not None)
+    return changed(state, _kept, lambda value: _kind_of(value) is not None)
 
 
 def native(state: Any) -> Any:
     """Return the state that `portable` was given. Raises ValueError, TypeError or LookupError for
     a form that it does not make.
     """
-    return changed(state, _made, lambda it: type(it) is dict and KIND in it)
+    return changed(state, _made, lambda value: type(value) is dict and KIND in value)
 
 
-def refuse_unreadable(state: Any, place: str) -> None:
+def refuse_unreadable(state: Any, name: str) -> None:
     """Raise UsageError, naming the first part that a checkpoint could not give back, if any.
 
-    `place`: what the state is called in the message.
+    `name`: what the state is called in the message.
     """
     # Tensors are left out, as they take long.
-    found = _unreadable(changed(state, lambda it: torch.empty(0)), place)
-    if found:
+    problem = _unreadable(changed(state, lambda tensor: torch.empty(0)), name)
+    if problem:
         raise UsageError(
-            f"{found}, which a checkpoint cannot hold: its reader runs no code of a file. Keep "
+            f"{problem}, which a checkpoint cannot hold: its reader runs no code of a file. Keep "
             "numbers, texts, None, tensors, NumPy arrays, lists, tuples, sets or dicts of them"
         )
 
 
-def _unreadable(state: Any, place: str) -> str | None:
+def _unreadable(state: Any, name: str) -> str | None:
     try:
         stream = io.BytesIO()
         torch.save(portable(state), stream)
@@ -90,9 +94,9 @@ def _unreadable(state: Any, place: str) -> str | None:
         return None
     except Exception:  # a user's type may raise anything
         for key, item in (items_of(state) or {}).items():
-            if found := _unreadable(item, f"{place}[{key!r}]"):
-                return found
-        return f"{place} is of type {type(state).__qualname__}"
+            if problem := _unreadable(item, f"{name}[{key!r}]"):
+                return problem
+        return f"{name} is of type {type(state).__qualname__}"
 
 
 def _kind_of(value: Any) -> type | None:

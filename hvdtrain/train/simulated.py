@@ -46,7 +46,7 @@ class SimulatedRanks:
         """
         self._model, self._order, self._device = model, order, device
         self._messages = [list(message.values()) for message in messages]
-        self._parameters = [it for it in model.parameters() if it.requires_grad]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._states: list[WorkerState] = []
         for rank in range(size):
             seed_all(seed, rank)
@@ -81,17 +81,17 @@ class SimulatedRanks:
         self._take()
         each = [
             {
-                own: (torch.zeros_like(own) if it is None else it).cpu().numpy()
-                for own, it in zip(self._parameters, gradients, strict=True)
+                parameter: (torch.zeros_like(parameter) if grad is None else grad).cpu().numpy()
+                for parameter, grad in zip(self._parameters, gradients, strict=True)
             }
             for gradients in self._gradients
         ]
         if self._order:
             sums = self._sums_in_order(each, self._order)
         else:
-            terms = {it: [own[it] for own in each] for it in self._parameters}
-            self.bounds = [_bound(it) for it in terms.values()]
-            sums = {parameter: _precise_sum(it) for parameter, it in terms.items()}
+            terms = {p: [gradients[p] for gradients in each] for p in self._parameters}
+            self.bounds = [_bound(gradients) for gradients in terms.values()]
+            sums = {parameter: _precise_sum(gradients) for parameter, gradients in terms.items()}
         for parameter, total in sums.items():
             parameter.grad = laid_out_as(torch.from_numpy(total).to(self._device), parameter)
 
@@ -103,12 +103,12 @@ class SimulatedRanks:
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
         """Restore buffers and random generators, as each rank did (`RankWorker.restore`)."""
-        known = list(states)
-        if len(known) != len(self._first):
+        saved = list(states)
+        if len(saved) != len(self._first):
             averaged = buffers_of(self._model)
-            generators = [it["rng"] for it in [*known, *self._first[len(known) :]]]
-            known = [{"buffers": averaged, "rng": it} for it in generators[: len(self._first)]]
-        self._states, self._active = known, None
+            generators = [state["rng"] for state in [*saved, *self._first[len(saved) :]]]
+            saved = [{"buffers": averaged, "rng": rng} for rng in generators[: len(self._first)]]
+        self._states, self._active = saved, None
         return None
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
@@ -128,8 +128,8 @@ class SimulatedRanks:
         """Return the sum over ranks of each gradient; `each`: the gradients by rank."""
 
         def add(transport: Transport) -> list[Array]:
-            own = each[transport.rank]
-            joined = [np.concatenate([own[it].ravel() for it in part]) for part in self._messages]
+            grads = each[transport.rank]
+            joined = [np.concatenate([grads[p].ravel() for p in part]) for part in self._messages]
             return [reproduce(message, transport, order, "sum") for message in joined]
 
         transports = in_process_ring(len(each))
@@ -137,15 +137,15 @@ class SimulatedRanks:
             totals, *_ = pool.map(add, transports)  # the same on every rank
         sums = {}
         for parameters, total in zip(self._messages, totals, strict=True):
-            ends = np.cumsum([it.numel() for it in parameters])[:-1]
-            for it, part in zip(parameters, np.split(total, ends), strict=True):
-                sums[it] = part.reshape(it.shape)
+            ends = np.cumsum([p.numel() for p in parameters])[:-1]
+            for parameter, part in zip(parameters, np.split(total, ends), strict=True):
+                sums[parameter] = part.reshape(parameter.shape)
         return sums
 
     def _take(self) -> None:
         """Keep the gradients of the current rank, and leave none to the next one."""
         if self._current is not None:
-            self._gradients[self._current] = [it.grad for it in self._parameters]
+            self._gradients[self._current] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -159,8 +159,8 @@ class SimulatedRanks:
 
     def _keep(self) -> None:
         if self._active is not None:
-            own = {"buffers": buffers_of(self._model), "rng": rng_state(self._device)}
-            self._states[self._active] = own
+            state = {"buffers": buffers_of(self._model), "rng": rng_state(self._device)}
+            self._states[self._active] = state
 
 
 def _precise_sum(terms: Sequence[Array]) -> Array:
@@ -172,11 +172,11 @@ def _bound(terms: Sequence[Array]) -> float:
     """Return how far the sums of all elements of two sums of `terms` can differ: of one in any
     order, and of one that is rounded once.
     """
-    magnitudes = np.asarray(sum(np.abs(it) for it in _wide(terms)))
+    magnitudes = np.asarray(sum(np.abs(term) for term in _wide(terms)))
     by_element = sum_error_bound(magnitudes, len(terms) + 1, terms[0].dtype)
     of_total = gamma(max(magnitudes.size, 1), REFERENCE_DTYPE) * 2 * float(magnitudes.sum())
     return float(by_element.sum()) + of_total
 
 
 def _wide(terms: Sequence[Array]) -> Iterator[Array]:
-    return (it.astype(REFERENCE_DTYPE) for it in terms)
+    return (term.astype(REFERENCE_DTYPE) for term in terms)

@@ -52,16 +52,16 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "samples_seen": at.samples_seen,
             "parameters": [name for name, _ in job.model.named_parameters()],
             "optimizer_order": _names_in_order(job.model, job.optimizers[0]),
-            "frozen": [name for name, it in job.model.named_parameters() if not it.requires_grad],
+            "frozen": [name for name, p in job.model.named_parameters() if not p.requires_grad],
             "base": asdict(job.base) if job.base else None,
             "model": models.trained,
             "built": dict(job.built),
             "optimizer": _kept(job.optimizers[0].state_dict()),
             "further_optimizers": [
-                {"order": _names_in_order(job.model, it), "state": _kept(it.state_dict())}
-                for it in job.optimizers[1:]
+                {"order": _names_in_order(job.model, opt), "state": _kept(opt.state_dict())}
+                for opt in job.optimizers[1:]
             ],
-            "further_state": [_kept(it.state_dict()) for it in job.further_state],
+            "further_state": [_kept(stateful.state_dict()) for stateful in job.further_state],
             "update": models.update,
             "meter": at.meter.state_dict(),
             "evaluation": asdict(at.evaluation) if at.evaluation else None,
@@ -70,7 +70,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
             "data": list(job.fingerprints),
             "progress": progress,
         }
-        weights = {n: it for n, it in models.evaluated.items() if isinstance(it, torch.Tensor)}
+        weights = {n: t for n, t in models.evaluated.items() if isinstance(t, torch.Tensor)}
         snapshot = Snapshot(at.step, models.sha256, weights, state)
         problem = find_not_finite(state)
     problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
@@ -148,8 +148,8 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     for optimizer in optimizers:
         order = optimizer["order"]
         for number, held in optimizer["state"]["state"].items():
-            own = order[number] if number < len(order) else f"parameter {number}"
-            tensors |= {f"the optimizer's {key} of {own}": value for key, value in held.items()}
+            param = order[number] if number < len(order) else f"parameter {number}"
+            tensors |= {f"the optimizer's {key} of {param}": value for key, value in held.items()}
     if average := state["update"]["average"]:
         tensors |= {f"the moving average of {name}": average[AVERAGED + name] for name in trainable}
     for number, own_state in enumerate(state["ranks"]):
@@ -157,9 +157,9 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
         for name, value in own_state["buffers"].items():
             if name.endswith(RUNNING):
                 tensors[f"{name} of {kind} {number}"] = value
-    found = not_finite({name: it for name, it in tensors.items() if isinstance(it, torch.Tensor)})
-    more = f" (and {len(found) - 1} more)" if found[1:] else ""
-    return f"{found[0]} is not finite{more}" if found else None
+    faulty = not_finite({name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+    more = f" (and {len(faulty) - 1} more)" if faulty[1:] else ""
+    return f"{faulty[0]} is not finite{more}" if faulty else None
 
 
 def _optimizers_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def _optimizers_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _names_in_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, as its state numbers them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(it)] for it in parameters_of(optimizer)]
+    return [names[id(parameter)] for parameter in parameters_of(optimizer)]
 
 
 def load_optimizers(
@@ -187,16 +187,17 @@ def load_optimizers(
     """
     for optimizer, saved in zip(optimizers, _optimizers_of(state), strict=True):
         _add_groups(optimizer, model, saved)
-        own = _names_in_order(model, optimizer)
-        if found := first_difference(own, saved["order"] or own):
+        names = _names_in_order(model, optimizer)
+        if difference := first_difference(names, saved["order"] or names):
             raise UsageError(
-                f"--resume: parameter {found.number} of the optimizer is {found.here}, and was "
-                f"{found.there} when the checkpoint was saved. In every process, {KEEP_ORDER}"
+                f"--resume: parameter {difference.number} of the optimizer is {difference.here}, "
+                f"and was {difference.there} when the checkpoint was saved. In every process, "
+                f"{KEEP_ORDER}"
             )
         optimizer.load_state_dict(saved["state"])
         lay_out_state(optimizer)
-    for held, own in zip(further_state, state.get("further_state", []), strict=True):
-        held.load_state_dict(own)
+    for stateful, saved_state in zip(further_state, state.get("further_state", []), strict=True):
+        stateful.load_state_dict(saved_state)
 
 
 def _add_groups(
@@ -204,8 +205,8 @@ def _add_groups(
 ) -> None:
     """Add the groups of parameters that the run has added since it began (`add_param_group`)."""
     order, groups = saved["order"], saved["state"]["param_groups"]
-    own = _names_in_order(model, optimizer)
-    if not order or order[: len(own)] != own:
+    names = _names_in_order(model, optimizer)
+    if not order or order[: len(names)] != names:
         return  # other parameters: an error
     for group in groups[len(optimizer.param_groups) :]:
         added = [model.get_parameter(order[number]) for number in group["params"]]
@@ -225,7 +226,7 @@ def completed(
     UsageError if it has another.
     """
     refuse_another_base(state, model)
-    extra = {n: it for n, it in state["model"].items() if not isinstance(it, torch.Tensor)}
+    extra = {n: t for n, t in state["model"].items() if not isinstance(t, torch.Tensor)}
     base = saved_base(state)
     return base.filled(weights | extra, model) if base else weights | extra
 
@@ -239,8 +240,8 @@ def load_model(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
 
 def evaluation_in(state: Mapping[str, Any]) -> Evaluation | None:
     """Return the newest evaluation of a captured state; None if there was none."""
-    found = state.get("evaluation")
-    return Evaluation(**found) if found else None
+    saved = state.get("evaluation")
+    return Evaluation(**saved) if saved else None
 
 
 def restore(state: dict[str, Any], job: Job, at: State) -> str | None:

@@ -28,13 +28,13 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.tasks.means import mean_in
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
-from hvdtrain.train.gathering import Gathering, Place, VirtualGathering
+from hvdtrain.train.gathering import BatchSlice, Gathering, VirtualGathering
 from hvdtrain.train.guard import GradientGuard
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, LEFT, StepSums
 from hvdtrain.train.update import not_finite
 
-Places = tuple[int, ...]  # of optimizers among those of the job
+OptimizerIndices = tuple[int, ...]  # of optimizers among those of the job
 
 
 class Audit(Protocol):
@@ -95,10 +95,10 @@ class Step:
         self._weight = job.reduction.weight(exchange.size) / max(data.samples, 1)
         self._loaded: list[Loaded] = []  # read so far, for further passes over the same batches
         self._is_trial = False  # the passes make no gradients of parameters
-        self._own: list[Pass] = []  # of the current optimizers
+        self._passes_done: list[Pass] = []  # of the current optimizers
         self._pass: Pass | None = None  # which waits for its backward pass
-        self._active: Places | None = None  # the optimizers whose passes are made
-        self.first_trained: Places = ()  # those of the first passes
+        self._active: OptimizerIndices | None = None  # the optimizers whose passes are made
+        self.first_trained: OptimizerIndices = ()  # those of the first passes
         self._made: list[StepSums] = []  # of each update
         self._sums = StepSums(job.device)
         self._guard = GradientGuard(job, exchange, number)
@@ -146,35 +146,37 @@ class Step:
             raise UsageError(
                 f"step {self.number}: call step.update() after the passes over its batches"
             )
-        self._active = places = _places_of(optimizer, job.optimizers)
-        self.first_trained = self.first_trained or places
-        for trained in self._trained(places):
+        self._active = indices = _indices_of(optimizer, job.optimizers)
+        self.first_trained = self.first_trained or indices
+        for trained in self._trained(indices):
             trained.zero_grad()
         self._sums = StepSums(job.device, job.task.metrics, job.feed.shares.rows)
-        self._own = []
+        self._passes_done = []
         # The passes of a further optimizer draw other random numbers.
         drawn = len(self._made) * job.feed.micro_batches
-        job.workers.begin_step(places)
+        job.workers.begin_step(indices)
         if not self._made:
             self._audit.begin(self.number, self._data)
-        with _others_frozen(job, places):
+        with _others_frozen(job, indices):
             for _ in self._gathering.trials() if self._gathering else ():
                 self._is_trial = True
                 with job.workers.kept():
-                    for it in self._passes():
-                        job.workers.repeat_pass(self.number, it.share, it.number + drawn)
-                        yield from self._body(it, it.loaded.on(job.device))
+                    for pass_ in self._passes():
+                        job.workers.repeat_pass(self.number, pass_.share, pass_.number + drawn)
+                        yield from self._body(pass_, pass_.loaded.on(job.device))
             self._is_trial = False
-            for it in self._passes():
-                batch = it.loaded.on(job.device)
+            for pass_ in self._passes():
+                batch = pass_.loaded.on(job.device)
                 clock.enter("compute")
-                if it.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
+                if pass_.loaded.samples or job.feed.everyone:  # synchronised layers need every rank
                     self._guard.check()
-                    job.workers.begin_pass(self.number, it.share, it.number + drawn, it.is_last)
-                    self._audit.begin_pass(it.share, batch)
-                    yield from self._body(it, batch)
+                    job.workers.begin_pass(
+                        self.number, pass_.share, pass_.number + drawn, pass_.is_last
+                    )
+                    self._audit.begin_pass(pass_.share, batch)
+                    yield from self._body(pass_, batch)
                     if self._exchange.size > 1:  # to find the rank of a gradient that is not finite
-                        self._own.append(it._replace(number=it.number + drawn))
+                        self._passes_done.append(pass_._replace(number=pass_.number + drawn))
                 clock.enter("data")
 
     def backward(
@@ -196,31 +198,31 @@ class Step:
         leave some out. Raises UsageError unless there is one loss and a count, and TrainingError
         for metrics that were not declared.
         """
-        job, it = self.job, self._pass
-        if it is None:
+        job, pass_ = self.job, self._pass
+        if pass_ is None:
             raise UsageError(
                 f"step {self.number}: step.backward(mean=loss, count=count) is called once for "
                 "each batch"
             )
-        counted, given = self._counted(count), dict(metrics or {})
-        if not it.loaded.samples:  # the sample of the batch only stands in
-            counted, given = 0.0, {name: torch.zeros_like(value) for name, value in given.items()}
+        counted, metric_sums = self._counted(count), dict(metrics or {})
+        if not pass_.loaded.samples:  # the sample of the batch only stands in
+            counted, metric_sums = 0.0, {n: torch.zeros_like(t) for n, t in metric_sums.items()}
         loss = self._summed(loss, sum, mean, counted)
         self._pass = None
         if not job.task.computes_loss:
             nothing = torch.zeros((), device=job.device)
-            given = dict.fromkeys(job.task.metrics, nothing) | given
-        found = Sums(loss, counted, given)
-        found = check_sums(found, job.task, it.loaded.samples, training=True)
-        scaled = job.update.scale(found.loss * self._weight)
+            metric_sums = dict.fromkeys(job.task.metrics, nothing) | metric_sums
+        sums = Sums(loss, counted, metric_sums)
+        sums = check_sums(sums, job.task, pass_.loaded.samples, training=True)
+        scaled = job.update.scale(sums.loss * self._weight)
         if self._gathering is None:
             scaled.backward()
         else:
-            self._gathering.backward(scaled, self._place_of(it))
+            self._gathering.backward(scaled, self._slice_of(pass_))
         if self._is_trial:
             return
         self._guard.note(self._trained(self._active or ()))
-        self._sums.add(found, it.loaded.bad, job.feed.shares.row(it.share))
+        self._sums.add(sums, pass_.loaded.bad, job.feed.shares.row(pass_.share))
 
     def all_gather(self, features: torch.Tensor) -> torch.Tensor:
         """Collective: return the features of all samples of the micro-batch (`Loop.all_gather`)."""
@@ -229,13 +231,13 @@ class Step:
                 f"step {self.number}: loop.all_gather is called in the passes over step.batches(), "
                 "before step.backward(), in a loop with the option gathers=True"
             )
-        place = self._place_of(self._pass)
-        if len(features) != max(place.samples, 1):
+        batch_slice = self._slice_of(self._pass)
+        if len(features) != max(batch_slice.samples, 1):
             raise UsageError(
                 f"step {self.number}: loop.all_gather takes the features of each sample of the "
-                f"batch: {len(features)} rows for {max(place.samples, 1)} samples"
+                f"batch: {len(features)} rows for {max(batch_slice.samples, 1)} samples"
             )
-        return self._gathering.gather(features, place)
+        return self._gathering.gather(features, batch_slice)
 
     @property
     def offset(self) -> int:
@@ -244,18 +246,18 @@ class Step:
         """
         if self._pass is None:
             raise UsageError(f"step {self.number}: step.offset is of a pass over step.batches()")
-        return self._place_of(self._pass).first
+        return self._slice_of(self._pass).first
 
-    def _place_of(self, it: Pass) -> Place:
-        own, total = self.job.feed.extent(self.samples, it.share, it.number)
-        return Place(it.share, it.number, own.start, len(own), total)
+    def _slice_of(self, pass_: Pass) -> BatchSlice:
+        rows, total = self.job.feed.extent(self.samples, pass_.share, pass_.number)
+        return BatchSlice(pass_.share, pass_.number, rows.start, len(rows), total)
 
-    def _body(self, it: Pass, batch: Any) -> Iterator[Any]:
+    def _body(self, pass_: Pass, batch: Any) -> Iterator[Any]:
         """Yield the batch of a pass, whose body gives its loss to `backward`."""
-        self._pass = it
+        self._pass = pass_
         if self._gathering:
             self._gathering.begin_pass()
-        with counting(self.job.model, it.loaded.samples):
+        with counting(self.job.model, pass_.loaded.samples):
             yield batch
         self._refuse_missing_backward()
 
@@ -283,28 +285,32 @@ class Step:
         """Return the sum of the losses of a batch. Raises UsageError unless one of them is given,
         or if `loss` is a mean.
         """
-        losses = [it for it in (loss, total, mean) if it is not None]
+        losses = [tensor for tensor in (loss, total, mean) if tensor is not None]
         if len(losses) != 1:
             raise UsageError(
                 f"step {self.number}: step.backward takes one loss of the batch: sum=, or mean="
             )
-        (given,) = losses
+        (batch_loss,) = losses
         is_own = self._pass is None or self._pass.loaded.samples > 0
         if mean is None:
             looks = loss is not None and self._is_first and not self.job.task.computes_loss
-            if looks and isinstance(given, torch.Tensor) and (found := mean_in(given, count)):
+            if (
+                looks
+                and isinstance(batch_loss, torch.Tensor)
+                and (op := mean_in(batch_loss, count))
+            ):
                 raise UsageError(
                     f"step {self.number}: step.backward(loss, count) takes the sum of the losses "
-                    f"of a batch, and this is a mean ({found}): updates would be {count:g} times "
+                    f"of a batch, and this is a mean ({op}): updates would be {count:g} times "
                     "too small. Give step.backward(mean=loss, count=...), or make it a sum: "
                     'reduction="sum". If it is one, give step.backward(sum=loss, count=...)'
                 )
-            return given if is_own else given.nan_to_num() * 0.0
+            return batch_loss if is_own else batch_loss.nan_to_num() * 0.0
         if count == 0 and self.job.feed.everyone:
             return mean.nan_to_num() * 0.0  # through the model, whose layers wait for every rank
         if count == 0:  # a mean over nothing is not a number
-            trained = (it for it in self.job.model.parameters() if it.requires_grad)
-            return sum((it.sum() * 0.0 for it in trained), mean.new_zeros(()))
+            trained = (p for p in self.job.model.parameters() if p.requires_grad)
+            return sum((p.sum() * 0.0 for p in trained), mean.new_zeros(()))
         return mean * count
 
     def update(self) -> None:
@@ -330,12 +336,12 @@ class Step:
             job.update.rescale(optimizers, self._data.samples / counted if counted else 1.0)
         clock.enter("update")
         is_logged = number % job.intervals.log == 0
-        if found := job.update.not_finite(optimizers, measure=is_logged):
-            self._refuse_gradients(found)
+        if names := job.update.not_finite(optimizers, measure=is_logged):
+            self._refuse_gradients(names)
         sums.gradient_norm = job.update.apply(optimizers, measure=is_logged)
         self._made.append(sums)
 
-    def leave(self, trained: Places) -> None:
+    def leave(self, trained: OptimizerIndices) -> None:
         """Collective: leave the loop in place of this step, for which there are no batches.
 
         `trained`: the optimizers of its first passes on ranks that do not leave it. Raises
@@ -364,26 +370,26 @@ class Step:
         self._clock.leave()
         return sums
 
-    def _trained(self, places: Places) -> tuple[torch.optim.Optimizer, ...]:
-        return tuple(self.job.optimizers[place] for place in places)
+    def _trained(self, indices: OptimizerIndices) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(self.job.optimizers[index] for index in indices)
 
     def _passes(self) -> Iterator[Pass]:
         """Read and yield the passes of this rank, one after another."""
         data, keep = self._data, len(self.job.optimizers) > 1 or self._gathering is not None
-        for place, (share, number) in enumerate(data.passes):
+        for index, (share, number) in enumerate(data.passes):
             self.job.workers.seed(self.number, share, number, reading=True)
-            loaded = self._loaded[place] if place < len(self._loaded) else next(data.batches)
-            if keep and place == len(self._loaded):
+            loaded = self._loaded[index] if index < len(self._loaded) else next(data.batches)
+            if keep and index == len(self._loaded):
                 self._loaded.append(loaded)
-            yield Pass(share, number, place + 1 == len(data.passes), loaded)
+            yield Pass(share, number, index + 1 == len(data.passes), loaded)
 
     def _refuse_leavers(self) -> None:
         """Collective: raise TrainingError on all ranks if only some have left a script's loop."""
         if self.job.task.computes_loss or self._exchange.size == 1:
             return
-        left, own = int(self._sums.total()[LEFT]), self._sums.has_left
+        left, is_leaving = int(self._sums.total()[LEFT]), self._sums.has_left
         if 0 < left < self._exchange.size:
-            each = self._exchange.all_gather_object(own, "hvdtrain.left")
+            each = self._exchange.all_gather_object(is_leaving, "hvdtrain.left")
             ranks = [rank for rank, has_left in enumerate(each) if has_left]
             raise TrainingError(
                 f"{name_ranks(ranks)} left the loop before step {self.number}, and others did not. "
@@ -397,14 +403,14 @@ class Step:
                 "loss.backward(), for each of its batches"
             )
 
-    def _refuse_gradients(self, found: list[str]) -> NoReturn:
-        """Collective: raise TrainingError on all ranks for the parameters `found`.
+    def _refuse_gradients(self, names: list[str]) -> NoReturn:
+        """Collective: raise TrainingError on all ranks for the parameters `names`.
 
         Their reduced gradients are not finite. If a loss is not finite, that is reported as the
         cause.
         """
         job, exchange, step = self.job, self._exchange, self.number
-        faulty = exchange.size == 1 or self._own_are_faulty(found)
+        faulty = exchange.size == 1 or self._own_are_faulty(names)
         self._sums.check_losses(exchange, step)
         faulty_ranks = exchange.all_gather_object(faulty, "hvdtrain.own_gradients")
         ranks = [rank for rank, at_fault in enumerate(faulty_ranks) if at_fault]
@@ -416,8 +422,8 @@ class Step:
         if not ranks and job.reduction.compression != "none":
             advice = f"leave --compression={job.reduction.compression} out, which overflows early"
         raise TrainingError(
-            f"the gradient of {found[0]} is not finite at step {step} {where}, while the loss is "
-            f"({len(found)} of {parameters} parameters; the last is {found[-1]}). The step was not "
+            f"the gradient of {names[0]} is not finite at step {step} {where}, while the loss is "
+            f"({len(names)} of {parameters} parameters; the last is {names[-1]}). The step was not "
             f"applied, and nothing of it is saved. Lower --lr, or {advice}"
         )
 
@@ -429,13 +435,13 @@ class Step:
         if not job.task.computes_loss:
             return False
         parameters = [job.model.get_parameter(name) for name in names]
-        for it in self._own:
-            job.workers.repeat_pass(self.number, it.share, it.number)
-            with job.update.autocast(), counting(job.model, it.loaded.samples):
-                loss = job.task.loss(job.model, it.loaded.on(job.device)).loss
+        for pass_ in self._passes_done:
+            job.workers.repeat_pass(self.number, pass_.share, pass_.number)
+            with job.update.autocast(), counting(job.model, pass_.loaded.samples):
+                loss = job.task.loss(job.model, pass_.loaded.on(job.device)).loss
             gradients = torch.autograd.grad(loss * self._weight, parameters, allow_unused=True)
-            known = {str(i): it for i, it in enumerate(gradients) if it is not None}
-            faulty = faulty or bool(it.loaded.samples and not_finite(known))
+            present = {str(i): grad for i, grad in enumerate(gradients) if grad is not None}
+            faulty = faulty or bool(pass_.loaded.samples and not_finite(present))
         return faulty
 
 
@@ -444,8 +450,8 @@ def compute(step: Step) -> None:
     job = step.job
     for batch in step.batches():
         with job.update.autocast():
-            found = as_sums(job.task.loss(job.model, batch), job.task, training=True)
-        step.backward(found.loss, found.samples, found.metrics)
+            sums = as_sums(job.task.loss(job.model, batch), job.task, training=True)
+        step.backward(sums.loss, sums.samples, sums.metrics)
     step.update()
 
 
@@ -481,26 +487,26 @@ def _gathering_of(job: Job, exchange: Exchange) -> Gathering | None:
     return Gathering(exchange)
 
 
-def _places_of(
+def _indices_of(
     optimizer: torch.optim.Optimizer | None, optimizers: tuple[torch.optim.Optimizer, ...]
-) -> Places:
-    """Return the place of an optimizer (None: all). Raises UsageError unless it is one of them."""
-    found = tuple(n for n, it in enumerate(optimizers) if optimizer is None or it is optimizer)
-    if not found:
+) -> OptimizerIndices:
+    """Return the index of an optimizer (None: all). Raises UsageError unless it is one of them."""
+    indices = tuple(n for n, opt in enumerate(optimizers) if optimizer is None or opt is optimizer)
+    if not indices:
         raise UsageError(
             "step.batches(optimizer): it is none of the optimizers that the loop was given. Leave "
             "it out to train all of them by the same passes"
         )
-    return found
+    return indices
 
 
 @contextmanager
-def _others_frozen(job: Job, places: Places) -> Iterator[None]:
+def _others_frozen(job: Job, indices: OptimizerIndices) -> Iterator[None]:
     """Let only the parameters of these optimizers have gradients, if there are others."""
     frozen = []
-    if len(places) < len(job.optimizers):
-        own = set(map(id, parameters_of(*(job.optimizers[place] for place in places))))
-        frozen = [it for it in job.model.parameters() if it.requires_grad and id(it) not in own]
+    if len(indices) < len(job.optimizers):
+        trained_ids = set(map(id, parameters_of(*(job.optimizers[index] for index in indices))))
+        frozen = [p for p in job.model.parameters() if p.requires_grad and id(p) not in trained_ids]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

@@ -73,8 +73,8 @@ class TableSums:
         """
         if not self._shapes:
             return {}
-        own = {place: it.merged() for place, it in self._sparse.items()}
-        gathered = exchange.all_gather_object((set(self._dense), own), "hvdtrain.evaluate.entries")
+        local = set(self._dense), {key: entries.merged() for key, entries in self._sparse.items()}
+        gathered = exchange.all_gather_object(local, "hvdtrain.evaluate.entries")
         sparse: defaultdict[str, Entries] = defaultdict(Entries)
         for _, parts in gathered:  # by rank, and so by row: rows are those of successive ranks
             for (_, name), (places, values) in parts.items():
@@ -90,9 +90,9 @@ class TableSums:
         ordered = [name for name in self._shapes if name in names]
         if not ordered:
             return {}
-        own = [self._dense[it] if it in self._dense else self._zeros(it) for it in ordered]
-        total = exchange.sum_later(torch.cat(own, dim=1), "hvdtrain.evaluate.tables")().sum(0)
-        return dict(zip(ordered, total.split([it.shape[1] for it in own]), strict=True))
+        flat = [self._dense[name] if name in self._dense else self._zeros(name) for name in ordered]
+        total = exchange.sum_later(torch.cat(flat, dim=1), "hvdtrain.evaluate.tables")().sum(0)
+        return dict(zip(ordered, total.split([table.shape[1] for table in flat]), strict=True))
 
     def _zeros(self, name: str) -> torch.Tensor:
         return torch.zeros((self._rows, math.prod(self._shapes[name])), dtype=torch.float64)

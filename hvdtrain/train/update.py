@@ -68,9 +68,9 @@ class Update:
             self._norm = torch.nn.utils.get_total_norm(list(_joined(gradients)))
         if _all_finite(gradients if self._norm is None else [self._norm]):
             return []
-        own = set(map(id, parameters_of(*optimizers)))
-        named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in own}
-        return not_finite({name: it for name, it in named.items() if it is not None})
+        trained_ids = set(map(id, parameters_of(*optimizers)))
+        named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in trained_ids}
+        return not_finite({name: grad for name, grad in named.items() if grad is not None})
 
     def rescale(self, optimizers: Optimizers, factor: float) -> None:
         """Multiply all gradients by `factor`."""
@@ -116,7 +116,7 @@ class Update:
 
 
 def _gradients(optimizers: Optimizers) -> list[torch.Tensor]:
-    return [it.grad for it in parameters_of(*optimizers) if it.grad is not None]
+    return [p.grad for p in parameters_of(*optimizers) if p.grad is not None]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -134,10 +134,10 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     Memory is read once, and only small tensors are copied. On a device, where a sum for each tensor
     is a kernel to start, it is the norm of all elements, and the host waits once.
     """
-    given = list(tensors)
-    if given and given[0].device.type != "cpu":
-        return bool(torch.nn.utils.get_total_norm(list(map(_values, given))).isfinite())
-    sums = [_values(it).sum() for it in _joined(given)]
+    tensor_list = list(tensors)
+    if tensor_list and tensor_list[0].device.type != "cpu":
+        return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
+    sums = [_values(tensor).sum() for tensor in _joined(tensor_list)]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 

@@ -65,7 +65,7 @@ class Workers(Protocol):
     """The workers that this rank computes."""
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
-        """Collective: prepare the passes of a step that train some optimizers, by their places.
+        """Collective: prepare the passes of a step that train some optimizers, by their indices.
 
         The parameters that are trainable from now on may be others than in the step before.
         """
@@ -128,16 +128,16 @@ class RankWorker:
         """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
         self._model, self._optimizers, self._exchange = model, optimizers, exchange
         self._device, self._samples, self._distribute = device, samples, distribute
-        self._trainable = [Trainable(model, it) for it in optimizers]
+        self._trainable = [Trainable(model, optimizer) for optimizer in optimizers]
         self._trained: Sequence[torch.optim.Optimizer] = ()
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
-        self._trained = [self._optimizers[place] for place in optimizers]
-        for place, optimizer in zip(optimizers, self._trained, strict=True):
-            if self._trainable[place].has_changed(optimizer):
+        self._trained = [self._optimizers[index] for index in optimizers]
+        for index, optimizer in zip(optimizers, self._trained, strict=True):
+            if self._trainable[index].has_changed(optimizer):
                 self._exchange.retire(optimizer)
                 self._distribute(optimizer, adopt=False)
-                self._trainable[place] = Trainable(self._model, optimizer)
+                self._trainable[index] = Trainable(self._model, optimizer)
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         for optimizer in self._trained:
@@ -172,7 +172,7 @@ class RankWorker:
         if rank < len(states):
             set_rng_state(states[rank]["rng"], self._device)
         if len(states) != size:
-            synchronised = any(isinstance(it, SyncBatchNorm) for it in self._model.modules())
+            synchronised = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
             own_statistics = has_batch_norm(self._model) and not synchronised
             return _describe_loss(len(states), size, own_statistics)
         for model in models:
@@ -210,30 +210,30 @@ class VirtualWorkers:
     ) -> None:
         """Prepare sums and buffers. `batch`: samples of a full global batch, for statistics."""
         self._model, self._exchange, self._seed = model, exchange, seed
-        self._own = shares.of_rank(exchange.rank)
+        self._local_shares = shares.of_rank(exchange.rank)
         self._samples = shares.sizes(batch)
         self._optimizers, self._rows = optimizers, shares.rows
-        self._sums_of = [self._sums_for(place) for place in range(len(optimizers))]
+        self._sums_of = [self._sums_for(index) for index in range(len(optimizers))]
         self._sums: Sequence[CanonicalSums] = ()  # of the optimizers that are trained
-        self._buffers = {share: buffers_of(model) for share in self._own}
+        self._buffers = {share: buffers_of(model) for share in self._local_shares}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
         self._versions: list[int] = []  # of the parameters, when the step began
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
-    def _sums_for(self, place: int) -> CanonicalSums:
-        optimizer = self._optimizers[place]
-        return CanonicalSums(self._model, optimizer, self._rows, self._exchange, place)
+    def _sums_for(self, index: int) -> CanonicalSums:
+        optimizer = self._optimizers[index]
+        return CanonicalSums(self._model, optimizer, self._rows, self._exchange, index)
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
-        for place in optimizers:
-            if self._sums_of[place].are_of_others():
-                self._sums_of[place].close()
+        for index in optimizers:
+            if self._sums_of[index].are_of_others():
+                self._sums_of[index].close()
                 check_model(self._model)
-                make_gradients_dense(self._model, self._optimizers[place])
-                agree_on_layout(self._exchange, self._model, self._optimizers[place])
-                self._sums_of[place] = self._sums_for(place)
-        self._current, self._sums = None, [self._sums_of[place] for place in optimizers]
+                make_gradients_dense(self._model, self._optimizers[index])
+                agree_on_layout(self._exchange, self._model, self._optimizers[index])
+                self._sums_of[index] = self._sums_for(index)
+        self._current, self._sums = None, [self._sums_of[index] for index in optimizers]
         self._versions = [parameter._version for parameter in self._model.parameters()]
         if self._first_hash == "":
             self._first_hash = params_sha256(self._model, with_buffers=False)
@@ -275,7 +275,7 @@ class VirtualWorkers:
         Changes through `.data` are detected in the first step only.
         """
         named = zip(self._model.named_parameters(), self._versions, strict=True)
-        changed = [name for (name, it), version in named if it._version != version]
+        changed = [name for (name, parameter), version in named if parameter._version != version]
         if self._first_hash and not changed:
             now = params_sha256(self._model, with_buffers=False)
             changed = ["one that is changed through .data"] if now != self._first_hash else []
@@ -290,12 +290,15 @@ class VirtualWorkers:
 
     def states(self) -> list[WorkerState]:
         self._keep()
-        return [{"buffers": copied_to_cpu(self._buffers[it]), "rng": None} for it in self._own]
+        return [
+            {"buffers": copied_to_cpu(self._buffers[share]), "rng": None}
+            for share in self._local_shares
+        ]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
-        for share in self._own:
+        for share in self._local_shares:
             load_buffers(self._model, states[share]["buffers"])
             self._buffers[share] = buffers_of(self._model)
         self._loaded = None  # the model has other buffers than any worker
@@ -309,7 +312,7 @@ class VirtualWorkers:
         before, last = buffers_of(model), len(self._samples) - 1
         if before:
             self._keep()
-            buffers = [copied_to_cpu(self._buffers[last])] if last in self._own else []
+            buffers = [copied_to_cpu(self._buffers[last])] if last in self._local_shares else []
             gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
             (common,) = itertools.chain.from_iterable(gathered)
             load_buffers(model, common | self._averages())
@@ -332,9 +335,11 @@ class VirtualWorkers:
             return {}
         lengths = [self._model.get_buffer(name).numel() for name in names]
         table = torch.zeros((len(self._samples), sum(lengths)), dtype=torch.float64)
-        for share in self._own:
-            own = [self._buffers[share][name] for name in names]
-            table[share] = torch.cat([it.reshape(-1) for it in own if it is not None])
+        for share in self._local_shares:
+            buffers = [self._buffers[share][name] for name in names]
+            table[share] = torch.cat(
+                [buffer.reshape(-1) for buffer in buffers if buffer is not None]
+            )
         table = self._exchange.sum_later(table, "hvdtrain.virtual.statistics")()
         weights = torch.tensor(self._samples, dtype=torch.float64)
         averages = (table * weights[:, None]).sum(0) / weights.sum()
@@ -356,7 +361,7 @@ class VirtualWorkers:
 def check_model(model: torch.nn.Module) -> None:
     """Raise UsageError for a model that virtual workers cannot share."""
     check_types(model)
-    storages = {it.untyped_storage().data_ptr(): name for name, it in model.named_parameters()}
+    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
     for name, buffer in model.named_buffers():
         dense = buffer.layout is torch.strided and buffer.numel()
         if dense and (parameter := storages.get(buffer.untyped_storage().data_ptr())):

@@ -55,21 +55,21 @@ def read_weights(path: Path) -> Weights:
 
     Raises UsageError if they cannot be read.
     """
-    place = find_weights(path)
+    weights_path = find_weights(path)
     try:
-        if place.is_dir():
-            content: object = load_checkpoint(place)[0]
-        elif place.name in INDEX_FILES:
-            content = _read_shards(place)
+        if weights_path.is_dir():
+            content: object = load_checkpoint(weights_path)[0]
+        elif weights_path.name in INDEX_FILES:
+            content = _read_shards(weights_path)
         else:
-            content = _read_file(place)
+            content = _read_file(weights_path)
     except DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"{place}: cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"{weights_path}: cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError, KeyError) as error:
-        raise UsageError(f"{place}: damaged, or not a safetensors file: {error}") from error
-    return _checked(_unnest(content, place), place)
+        raise UsageError(f"{weights_path}: damaged, or not a safetensors file: {error}") from error
+    return _checked(_unnest(content, weights_path), weights_path)
 
 
 def find_weights(path: Path) -> Path:
@@ -120,8 +120,8 @@ def _read_shards(index: Path) -> Weights:
     Raises UsageError for an index of another form, or files that lack a tensor.
     """
     try:
-        places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        shards = sorted({str(name) for name in places.values()})
+        weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+        shards = sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{index}: not an index of weights: {error!r}") from error
     if foreign := [name for name in shards if Path(name).name != name]:
@@ -129,7 +129,7 @@ def _read_shards(index: Path) -> Weights:
     content: Weights = {}
     for name in shards:
         content |= _checked(_unnest(_read_file(index.parent / name), index), index)
-    if missing := sorted(places.keys() - content.keys()):
+    if missing := sorted(weight_map.keys() - content.keys()):
         raise UsageError(f"{index}: {_count('tensors are in none of its files', missing)}")
     return content
 
@@ -162,11 +162,11 @@ def _refused_code(error: Exception) -> str | None:
     """Return the class or function that torch refused to run, if that was the error."""
     if "TorchScript" in str(error):
         return "a TorchScript archive"
-    found = _REFUSED_GLOBAL.search(str(error))
-    return (found[1] or found[2]) if found else None
+    match = _REFUSED_GLOBAL.search(str(error))
+    return (match[1] or match[2]) if match else None
 
 
-def _unnest(content: object, place: Path) -> dict[Any, Any]:
+def _unnest(content: object, path: Path) -> dict[Any, Any]:
     """Return `content`, or a dictionary nested in it, that holds tensors."""
     level = content
     for _ in range(DEEPEST_NEST):
@@ -175,20 +175,20 @@ def _unnest(content: object, place: Path) -> dict[Any, Any]:
         tensors = [value for value in level.values() if isinstance(value, torch.Tensor)]
         inner = next((level[name] for name in NESTS if isinstance(level.get(name), dict)), None)
         # A loss or a count that stands beside the weights is a tensor too, without a dimension.
-        if tensors and (inner is None or any(it.dim() > 0 for it in tensors)):
+        if tensors and (inner is None or any(tensor.dim() > 0 for tensor in tensors)):
             return level
         level = inner
     if not isinstance(content, dict):
-        raise UsageError(f"{place}: no tensors by name in it")
+        raise UsageError(f"{path}: no tensors by name in it")
     held = ", ".join(map(str, list(content)[:5])) or "nothing"
     inside = [key for key, value in content.items() if isinstance(value, dict)]
     fix = (
         f". Save the model's: torch.save(torch.load(FILE)[{inside[-1]!r}], OTHER)" if inside else ""
     )
-    raise UsageError(f"{place}: no tensors by name in it; holds {held}{fix}")
+    raise UsageError(f"{path}: no tensors by name in it; holds {held}{fix}")
 
 
-def _checked(level: dict[Any, Any], place: Path) -> Weights:
+def _checked(level: dict[Any, Any], path: Path) -> Weights:
     """Return detached tensors by name, without extra state of layers that is no tensor. Raises
     UsageError for other objects, and for meta, quantized and sparse tensors.
     """
@@ -197,10 +197,10 @@ def _checked(level: dict[Any, Any], place: Path) -> Weights:
         if not isinstance(value, torch.Tensor) and str(name).endswith("_extra_state"):
             continue
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise UsageError(f"{place}: holds {name!r} among the tensors, a {type(value).__name__}")
+            raise UsageError(f"{path}: holds {name!r} among the tensors, a {type(value).__name__}")
         if value.is_meta or value.is_quantized or value.layout != torch.strided:
             kind = "without values" if value.is_meta else "quantized or sparse"
-            raise UsageError(f"{place}: tensor {name} is {kind}")
+            raise UsageError(f"{path}: tensor {name} is {kind}")
         weights[name] = value.detach()
     return weights
 
@@ -213,9 +213,9 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     is then unusable.
     """
     try:
-        place = find_weights(path)
+        weights_path = find_weights(path)
         weights, removed = clean_names(read_weights(path))
-        notes = [f"{len(weights)} tensors from {place}", *describe_removed(removed)]
+        notes = [f"{len(weights)} tensors from {weights_path}", *describe_removed(removed)]
         notes += _load(model, weights)
     except UsageError as error:
         reasons = [reason.removeprefix(f"{path}: ") for reason in error.problems]
@@ -224,9 +224,9 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
 
 
 def _load(model: nn.Module, weights: Weights) -> list[str]:
-    own = model.state_dict()
-    origins, _ = find_origins(own)  # remove the same prefixes on both sides
-    targets = {clean: own[name] for clean, name in origins.items()}
+    state = model.state_dict()
+    origins, _ = find_origins(state)  # remove the same prefixes on both sides
+    targets = {clean: state[name] for clean, name in origins.items()}
     weights, prefix_notes = without_prefix(weights, targets)
     weights = {_renewed(name, targets): tensor for name, tensor in weights.items()}
     auxiliary = {n for n in weights if n not in targets and n.partition(".")[0] in AUXILIARY}
@@ -237,12 +237,12 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     chosen = {name: tensor for name, tensor in weights.items() if name not in left}
     values, type_notes = _converted(chosen, targets)
     missing, extra = _put(model, {origins.get(name, name): t for name, t in values.items()})
-    there = {own[origins[name]].data_ptr() for name in values if name in origins}  # for tied names
+    there = {state[origins[n]].data_ptr() for n in values if n in origins}  # for tied names
     expected = {origins.get(name) for name in left}
-    lacking = [n for n in missing if n not in expected and own[n].data_ptr() not in there]
+    lacking = [n for n in missing if n not in expected and state[n].data_ptr() not in there]
     shapes = [f"{n} {_shape(weights[n])} and {_shape(targets[n])} here" for n in wrong]
-    found = {"missing in the file": lacking, "not in the model": extra, "of other shapes": shapes}
-    problems = [_count(what, names) for what, names in found.items() if names]
+    faults = {"missing in the file": lacking, "not in the model": extra, "of other shapes": shapes}
+    problems = [_count(what, names) for what, names in faults.items() if names]
     if problems:
         raise UsageError(f"weights of another architecture: {'; '.join(problems)}")
     ignored = [f"auxiliary heads: {len(auxiliary)} tensors are ignored"] if auxiliary else []

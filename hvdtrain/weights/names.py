@@ -64,8 +64,8 @@ def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[st
     if weights.keys() & targets.keys():
         return weights, []
     first = next(iter(targets), "")
-    found = {n.removesuffix(first) for n in weights if n.endswith(f".{first}")}
-    prefixes = sorted(prefix for prefix in found if _is_all_in(prefix, weights, targets))
+    candidates = {n.removesuffix(first) for n in weights if n.endswith(f".{first}")}
+    prefixes = sorted(prefix for prefix in candidates if _is_all_in(prefix, weights, targets))
     if not prefixes:
         return weights, []
     if len(prefixes) > 1:
@@ -91,8 +91,8 @@ def _is_all_in(prefix: str, weights: Weights, targets: Weights) -> bool:
         for name, tensor in targets.items()
         if prefix + name in weights and _is_like(weights[prefix + name], tensor)
     }
-    places = {tensor.data_ptr() for tensor in there.values()}
-    return all(name in there or it.data_ptr() in places for name, it in targets.items())
+    addresses = {tensor.data_ptr() for tensor in there.values()}
+    return all(name in there or tensor.data_ptr() in addresses for name, tensor in targets.items())
 
 
 def _is_like(theirs: torch.Tensor, ours: torch.Tensor) -> bool:

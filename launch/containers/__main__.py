@@ -141,10 +141,10 @@ def _stop_jobs(engine: Engine) -> None:
 
 def _with_own_runs(engine: Engine) -> list[str]:
     """Return one worker for each volume of runs: all workers share one, or each has its own."""
-    place = f'{{{{range .Mounts}}}}{{{{if eq .Destination "{RUNS}"}}}}{{{{.Source}}}}'
+    template = f'{{{{range .Mounts}}}}{{{{if eq .Destination "{RUNS}"}}}}{{{{.Source}}}}'
     owners: dict[str, str] = {}
     for worker in engine.workers(running=False):
-        volume = engine.capture("inspect", "--format", f"{place}{{{{end}}}}{{{{end}}}}", worker)
+        volume = engine.capture("inspect", "--format", f"{template}{{{{end}}}}{{{{end}}}}", worker)
         owners.setdefault(volume.strip(), worker)
     return list(owners.values())
 

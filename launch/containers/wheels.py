@@ -74,9 +74,9 @@ def requirements(root: Path) -> list[str]:
     tree = ast.parse((root / "setup.py").read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     declared = {word.arg: word.value for call in calls for word in call.keywords}
-    found = [*ast.literal_eval(declared["install_requires"]), *BUILD_TOOLS, *ALSO]
-    found += ast.literal_eval(declared["extras_require"])["distributed"]
-    return list(dict.fromkeys(found))
+    wanted = [*ast.literal_eval(declared["install_requires"]), *BUILD_TOOLS, *ALSO]
+    wanted += ast.literal_eval(declared["extras_require"])["distributed"]
+    return list(dict.fromkeys(wanted))
 
 
 def _download(into: Path, wanted: list[str], constraints: Path, torch_index: str) -> None:

@@ -14,10 +14,10 @@ class MeanOfMeans(GatherBroadcast):
 
     def step(self, batch: GlobalBatch) -> None:
         self._gradients.zero_()
-        own = Shares(self.place.workers).of(batch.indices, self.place.number)
+        own = Shares(self.member.workers).of(batch.indices, self.member.number)
         loaded = self.work.load(own, batch.epoch)
         self.work.clock.enter("compute")
-        self.work.add_gradient(self.work.model, loaded, len(own) * self.place.workers)
+        self.work.add_gradient(self.work.model, loaded, len(own) * self.member.workers)
         self._sum_over_ranks()
         self.work.update(self._optimizer)
 
@@ -29,5 +29,5 @@ class Failing(GatherBroadcast):
 
     def step(self, batch: GlobalBatch) -> None:
         super().step(batch)
-        if self.place.number == 1:
+        if self.member.number == 1:
             raise ArithmeticError("as requested")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdtrain.lab.systems.contract import Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.plain_torch import Single
 from hvdtrain.lab.systems.work import Work, WorkSpec
 
@@ -39,7 +39,7 @@ def make_spec(system: str = "single", workers: int = 2, **changes: object) -> Sp
 
 def run_alone(strategy_class: type[Strategy], spec: Spec) -> Strategy:
     """All steps of a system of one process."""
-    strategy = strategy_class(Work(spec.work), Place(0, 1, spec))
+    strategy = strategy_class(Work(spec.work), Member(0, 1, spec))
     for batch in strategy.work.batches():
         strategy.step(batch)
     return strategy

@@ -98,8 +98,8 @@ def test_a_run_that_ends_before_the_lock_is_seen(tmp_path: Path, monkeypatch) ->
     """Fails when a job that waited for the lock writes over the run that held it."""
     check = RunDirectory._refuse_occupied
 
-    def check_then_the_other_job_ends(self: RunDirectory, own_lock: bool = False) -> None:
-        check(self, own_lock)
+    def check_then_the_other_job_ends(self: RunDirectory, holds_lock: bool = False) -> None:
+        check(self, holds_lock)
         self.path.mkdir(exist_ok=True)
         (self.path / "config.yaml").write_text("precious")
         (self.path / "summary.json").write_text('{"status": "finished"}')

@@ -64,7 +64,7 @@ def test_who_a_task_is(changes: dict[str, str | None], expected: Topology) -> No
 def test_step() -> None:
     """Fails if a step is read wrongly, or two steps have the same identity or ports."""
     step = Step.from_environment(TASK)
-    assert (step.place, step.size) == (SlurmTask(2, "gpu009", 1, 1), 4)
+    assert (step.task, step.size) == (SlurmTask(2, "gpu009", 1, 1), 4)
     assert step.first_host == "gpu008"
     others = [Step.from_environment(TASK | {name: "8"}) for name in list(TASK)[:3]]
     assert len({it.identity for it in [step, *others]}) == 4

@@ -117,15 +117,15 @@ def epoch_time(results: Sequence[ClassicResult]) -> float:
 
 def table(plan: ClassicPlan, results: Results) -> str:
     """Return the table, one row per setting: our results and the published ones."""
-    own_s = [epoch_time(results[setting]) for setting in SETTINGS]
+    ours_s = [epoch_time(results[setting]) for setting in SETTINGS]
     rows = [["workers", "batch", "lr", f"hvdtrain ({plan.controller})", "speed-up", "accuracy"]]
     rows[0] += [heading for name in PUBLISHED for heading in (name, "speed-up")]
-    for place, setting in enumerate(SETTINGS):
+    for index, setting in enumerate(SETTINGS):
         accuracy = statistics.median(result.accuracy for result in results[setting])
         row = [str(setting.workers), str(setting.global_batch_size), f"{setting.lr:g}"]
-        row += [f"{own_s[place]:.3f}", f"{own_s[0] / own_s[place]:.2f}x", f"{accuracy:.4f}"]
+        row += [f"{ours_s[index]:.3f}", f"{ours_s[0] / ours_s[index]:.2f}x", f"{accuracy:.4f}"]
         for epoch_s in PUBLISHED.values():
-            row += [f"{epoch_s[place]:.1f}", f"{epoch_s[0] / epoch_s[place]:.2f}x"]
+            row += [f"{epoch_s[index]:.1f}", f"{epoch_s[0] / epoch_s[index]:.2f}x"]
         rows.append(row)
     head = (
         f"classic: {plan.model} on {plan.data}, {counted(plan.epochs, 'epoch')}, "
@@ -145,11 +145,11 @@ def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
     rows = [
         asdict(setting)
         | {
-            "epoch_s": epoch_time(found),
-            "speed_up": alone_s / epoch_time(found),
-            "runs": [asdict(result) for result in found],
+            "epoch_s": epoch_time(runs),
+            "speed_up": alone_s / epoch_time(runs),
+            "runs": [asdict(result) for result in runs],
         }
-        for setting, found in results.items()
+        for setting, runs in results.items()
     ]
     published = [{"name": name, "epoch_s": epoch_s} for name, epoch_s in PUBLISHED.items()]
     return {**asdict(plan), "rows": rows, "published": published}
@@ -157,8 +157,8 @@ def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
 
 def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     """Plot our speed-ups over one worker and the published ones."""
-    own = tuple(epoch_time(results[setting]) for setting in SETTINGS)
-    series = {f"hvdtrain, {plan.model} on {plan.data}": own}
+    ours_s = tuple(epoch_time(results[setting]) for setting in SETTINGS)
+    series = {f"hvdtrain, {plan.model} on {plan.data}": ours_s}
     series |= {f"{name}, published": epoch_s for name, epoch_s in PUBLISHED.items()}
     figure = charts.new_figure()
     axes = figure.add_subplot()
@@ -166,8 +166,8 @@ def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     for number, (seconds, colour) in enumerate(zip(series.values(), charts.PALETTE, strict=False)):
         first = (number - (len(series) - 1) / 2) * width
         factors = [seconds[0] / value for value in seconds]
-        places = [first + place for place in range(len(seconds))]
-        axes.bar_label(axes.bar(places, factors, width * 0.9, color=colour), fmt="%.2f", fontsize=8)
+        x = [first + index for index in range(len(seconds))]
+        axes.bar_label(axes.bar(x, factors, width * 0.9, color=colour), fmt="%.2f", fontsize=8)
     titles = [
         f"{counted(s.workers, 'worker')}\nbatch {s.global_batch_size}, lr {s.lr}" for s in SETTINGS
     ]

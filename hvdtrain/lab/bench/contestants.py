@@ -28,7 +28,14 @@ from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.bench.turns import TurnJob, Turns
 from hvdtrain.lab.children import POLL_S, Child, Commanded
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, join_group, leave_group
+from hvdtrain.lab.systems.contract import (
+    Member,
+    Parameters,
+    Spec,
+    Strategy,
+    join_group,
+    leave_group,
+)
 from hvdtrain.lab.systems.process import start_system
 from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec, trained
 from hvdtrain.launcher.processes import command_of
@@ -180,22 +187,22 @@ def step_log(folder: Path, number: int) -> Path:
 class BareLoop(Strategy):
     """A loop of forward, backward and step on this process's share of each global batch."""
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
         self.model: nn.Module = work.model
         self._optimizer = work.optimizer(trained(work.model))
-        self._shares = Shares(place.workers)
+        self._shares = Shares(member.workers)
         self._steps = 0
-        self._log = step_log(Path(place.spec.folder), place.number).open("w", encoding="utf-8")
+        self._log = step_log(Path(member.spec.folder), member.number).open("w", encoding="utf-8")
 
     def step(self, batch: GlobalBatch) -> None:
-        own = self._shares.of(batch.indices, self.place.number)
-        inputs, labels = self.work.dataset.train.batch(own, batch.epoch)
+        local_indices = self._shares.of(batch.indices, self.member.number)
+        inputs, labels = self.work.dataset.train.batch(local_indices, batch.epoch)
         self._optimizer.zero_grad()
         functional.cross_entropy(self.model(inputs), labels).backward()
         self._optimizer.step()
         self._steps += 1
-        if self._steps % self.place.spec.log_interval == 0:
+        if self._steps % self.member.spec.log_interval == 0:
             self._log.write(f"{self._steps} {time.time()}\n")
             self._log.flush()
 
@@ -207,10 +214,10 @@ class BareLoop(Strategy):
 class PlainDdp(BareLoop):
     """A loop with torch's DistributedDataParallel over Gloo, with default settings."""
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, member: Member) -> None:
         """Collective: join the group."""
-        super().__init__(work, place)
-        join_group(place)
+        super().__init__(work, member)
+        join_group(member)
         self.model = DistributedDataParallel(work.model)
 
     def close(self) -> None:
@@ -223,10 +230,10 @@ class Independent(BareLoop):
     They use the memory settings and the optimizer's step of `train`, which are the fastest known.
     """
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, member: Member) -> None:
         """Collective: start at the same time on all ranks, without further exchange."""
         keep_freed_memory()
-        super().__init__(work, place)
+        super().__init__(work, member)
         self._optimizer = work.tuned_optimizer()
-        join_group(place)
+        join_group(member)
         leave_group()

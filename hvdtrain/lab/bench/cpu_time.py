@@ -37,9 +37,9 @@ def cpu_time(pids: Iterable[int]) -> CpuTime:
     for pid in pids:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
-            main = [it for it in process.threads() if it.id == pid]
+            main = [thread for thread in process.threads() if thread.id == pid]
             total, system = process.cpu_times()[:2]
-            computing_s += sum(it.user_time + it.system_time for it in main)
+            computing_s += sum(thread.user_time + thread.system_time for thread in main)
             total_s += total + system
     return CpuTime(computing_s, total_s - computing_s)
 
@@ -51,12 +51,12 @@ def per_step_ms(
 
     `cores`: CPU time per second of each turn. `samples`: of all workers in a step.
     """
-    found = [
+    per_round = [
         used.scaled(1000 * samples / speed / workers)
         for used, speed in zip(cores, samples_per_s, strict=True)
         if not math.isnan(speed)
     ]
-    return CpuTime(*map(statistics.median, zip(*found, strict=True))) if found else None
+    return CpuTime(*map(statistics.median, zip(*per_round, strict=True))) if per_round else None
 
 
 def rows_of(

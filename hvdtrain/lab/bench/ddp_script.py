@@ -48,8 +48,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     TIMES.append(time.monotonic())
     rank = distributed.get_rank() if together else 0
-    own = torch.arange(rank * BATCH_SIZE, (rank + 1) * BATCH_SIZE) % SAMPLES
-    nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
+    local_indices = torch.arange(rank * BATCH_SIZE, (rank + 1) * BATCH_SIZE) % SAMPLES
+    nn.functional.cross_entropy(model(images[local_indices]), labels[local_indices]).backward()
     optimizer.step()
     TIMES.append(time.monotonic())
     if rank == 0:

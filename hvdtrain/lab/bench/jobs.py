@@ -66,9 +66,9 @@ def log_of(folder: Path) -> Path:
 
 def logged_steps(folder: Path) -> list[Logged]:
     """Return the logged steps of the run in `folder`, with the times of its scalars."""
-    found = EventAccumulator(str(folder / EXPERIMENT / "tensorboard"))
-    found.Reload()
-    return [Logged(event.step, event.wall_time) for event in found.Scalars("train/loss")]
+    accumulator = EventAccumulator(str(folder / EXPERIMENT / "tensorboard"))
+    accumulator.Reload()
+    return [Logged(event.step, event.wall_time) for event in accumulator.Scalars("train/loss")]
 
 
 def read_steps(path: Path) -> list[Logged]:

@@ -92,22 +92,23 @@ class NetworkPlan:
 
     def cases(self) -> list[NetworkCase]:
         """Return all cases, in the order of running."""
-        found = []
+        cases = []
         for model, workers, speed in itertools.product(self.models, self.workers, self.gbit_per_s):
             hosts = workers // self.workers_per_host
             alone_s = seconds_alone(gradient_bytes(model), hosts, speed)
             most = LOG_INTERVALS.get(model, OTHER_LOG_INTERVAL)
             interval = max(1, min(most, math.floor(LOGGED_S / alone_s))) if alone_s else most
             work = ScalingCase(model, workers, self.models[model] * workers, interval)
-            found.append(NetworkCase(work, self.workers_per_host, speed))
-        return found
+            cases.append(NetworkCase(work, self.workers_per_host, speed))
+        return cases
 
 
 def gradient_bytes(model: str) -> int:
     """Return the size of a model's gradients in float32. Raises UsageError for an unknown model."""
     shape, classes, _ = read_spec(contestants.DATA)
     return 4 * sum(
-        it.numel() for it in build_model(model, shape, classes, torch.float32).parameters()
+        parameter.numel()
+        for parameter in build_model(model, shape, classes, torch.float32).parameters()
     )
 
 
@@ -152,10 +153,10 @@ class Starter:
         deadline_s = time.monotonic() + self.time_limit_s
         folder.mkdir(mode=0o700)
         with ExitStack() as stack:
-            place = HostNetwork(
+            network = HostNetwork(
                 [case.workers_per_host] * case.hosts, folder / "hosts", visible=[folder]
             )
-            hosts = stack.enter_context(place)
+            hosts = stack.enter_context(network)
             hosts.shape(case.gbit_per_s * 1e9)
             if name in (GLOO, MPI):
                 job = self._ours(case, name.removeprefix(f"{OURS} "), hosts, folder)
@@ -201,10 +202,13 @@ class Starter:
         def start(children: list[Child]) -> None:
             for rank in range(work.workers):
                 host, local_rank = divmod(rank, case.workers_per_host)
-                place = {"HOROVOD_SIZE": str(work.workers), "HOROVOD_RANK": str(rank)}
-                place |= {"HOROVOD_LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": INTERFACE}
+                variables = {"HOROVOD_SIZE": str(work.workers), "HOROVOD_RANK": str(rank)}
+                variables |= {
+                    "HOROVOD_LOCAL_RANK": str(local_rank),
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
+                }
                 log = folder / f"process-{rank}.log"
-                children.append(OnHosts(hosts, [host], argv, place | ONE_THREAD, log))
+                children.append(OnHosts(hosts, [host], argv, variables | ONE_THREAD, log))
 
         return TurnJob(
             folder=folder,
@@ -238,7 +242,7 @@ class OnHosts:
         return self._process.poll()
 
     def processes(self) -> list[int]:
-        return [it.pid for host in self._hosts for it in self._network.processes(host)]
+        return [process.pid for host in self._hosts for process in self._network.processes(host)]
 
     def end(self) -> None:
         self._network.kill_since()
@@ -261,7 +265,7 @@ def points_of(results: Results[NetworkCase]) -> list[NetworkPoint]:
     points = []
     for case, rates in results.rates.items():
         work, size = case.work, gradient_bytes(case.work.model)
-        speeds = {name: median(found) for name, found in rates.items()}
+        speeds = {name: median(samples_per_s) for name, samples_per_s in rates.items()}
         points.append(
             NetworkPoint(
                 case=case,

@@ -36,7 +36,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
     """Return the ratio over rounds in which neither failed; None without such a round."""
     ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
-    return ratio([own for own, _ in ended], [other for _, other in ended]) if ended else None
+    return ratio([rate for rate, _ in ended], [other for _, other in ended]) if ended else None
 
 
 def median(rates: Sequence[float]) -> float | None:
@@ -57,7 +57,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
     """Return the lines of a table of ratios: median, middle half and range."""
     rows = [["", "median", "middle half", "all"]]
-    for name, found in ratios.items():
-        spread = f"{found.lowest:.3f} to {found.highest:.3f}"
-        rows.append([f"ratio, {name}", f"{found.median:.3f}", found.middle_half, spread])
+    for name, quantiles in ratios.items():
+        spread = f"{quantiles.lowest:.3f} to {quantiles.highest:.3f}"
+        rows.append([f"ratio, {name}", f"{quantiles.median:.3f}", quantiles.middle_half, spread])
     return columns(rows)

@@ -82,8 +82,8 @@ def _join_torch_distributed(exchange: Exchange) -> Sum:
         address = address_of(interface)
         assert address is not None  # Horovod has connected over it
         store = store_class(address, 0, is_master=True, wait_for_workers=False)
-    place = store and (store.host, store.port)
-    host, port = exchange.broadcast_object(place, "hvdtrain.bench.store")
+    endpoint = store and (store.host, store.port)
+    host, port = exchange.broadcast_object(endpoint, "hvdtrain.bench.store")
     distributed.init_process_group(
         "gloo",
         store=store or store_class(host, port, is_master=False),

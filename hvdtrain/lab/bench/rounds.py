@@ -67,9 +67,9 @@ def measure(
     results: dict[Key, list[Found]] = {contestant: [] for contestant in contestants}
     for number in range(rounds):
         for contestant in in_turn(contestants, number):
-            own = folder / f"{number}-{contestants.index(contestant)}"
-            own.mkdir(mode=0o700)
-            results[contestant].append(run(contestant, own))
+            run_folder = folder / f"{number}-{contestants.index(contestant)}"
+            run_folder.mkdir(mode=0o700)
+            results[contestant].append(run(contestant, run_folder))
             report(f"round {number + 1}: {contestant}: {results[contestant][-1]}")
     return results
 
@@ -121,8 +121,8 @@ def run_rounds(
             for _ in range(steps):
                 step()
             synchronize(device)
-            own = (time.perf_counter() - started) / steps
-            seconds[name].append(max(exchange.all_gather_object(own, "hvdtrain.bench.end")))
+            step_s = (time.perf_counter() - started) / steps
+            seconds[name].append(max(exchange.all_gather_object(step_s, "hvdtrain.bench.end")))
     return seconds
 
 

@@ -62,11 +62,13 @@ def measure(megabytes: float, folder: Path) -> dict[str, Used]:
 
 def rows(used: Mapping[str, Used]) -> list[list[str]]:
     """Return the rows of a table."""
-    found = [["", "peak memory", "training waits", "in all"]]
-    for name, it in used.items():
-        seconds = [f"{it.held_up_s:.2f} s", f"{it.whole_s:.2f} s"] if it.whole_s else ["-", "-"]
-        found.append([name, f"{it.peak_mib:,} MiB", *seconds])
-    return found
+    table = [["", "peak memory", "training waits", "in all"]]
+    for name, usage in used.items():
+        seconds = (
+            [f"{usage.held_up_s:.2f} s", f"{usage.whole_s:.2f} s"] if usage.whole_s else ["-", "-"]
+        )
+        table.append([name, f"{usage.peak_mib:,} MiB", *seconds])
+    return table
 
 
 def network(megabytes: float) -> nn.Sequential:

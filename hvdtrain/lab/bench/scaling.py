@@ -135,18 +135,18 @@ def points_of(plan: ScalingPlan, rates: Rates) -> list[ScalingPoint]:
 
 def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int) -> ScalingPoint:
     case = plan.case(mode, model, workers)
-    found, alone = rates[case], rates.get(plan.case(mode, model, 1), {})
-    speed = {name: median(found[name]) for name in CONTESTANTS}
+    case_rates, alone = rates[case], rates.get(plan.case(mode, model, 1), {})
+    speed = {name: median(case_rates[name]) for name in CONTESTANTS}
     efficiency: dict[str, float | None] = {}
-    for name, own in speed.items():
+    for name, rate in speed.items():
         base = median(alone.get(name, []))
-        efficiency[name] = own / (workers * base) if own and base else None
+        efficiency[name] = rate / (workers * base) if rate and base else None
     return ScalingPoint(
         mode=mode,
         case=case,
         samples_per_s=speed,
-        over_ddp=ratio_within_rounds(found[OURS], found[DDP]),
-        over_limit=ratio_within_rounds(found[OURS], found[LIMIT]),
+        over_ddp=ratio_within_rounds(case_rates[OURS], case_rates[DDP]),
+        over_limit=ratio_within_rounds(case_rates[OURS], case_rates[LIMIT]),
         efficiency=efficiency,
     )
 
@@ -217,8 +217,10 @@ def _draw_speed(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> Plot:
     panels = figure.subplots(len(plan.modes), len(models), squeeze=False)
     for row, mode in zip(panels, plan.modes, strict=True):
         for axes, model in zip(row, models, strict=True):
-            own = [point for point in points if (point.mode, point.case.model) == (mode, model)]
-            _draw_panel(axes, f"{model}, {mode}", own)
+            panel_points = [
+                point for point in points if (point.mode, point.case.model) == (mode, model)
+            ]
+            _draw_panel(axes, f"{model}, {mode}", panel_points)
     handles = [Line2D([], [], **style) for style in (*STYLES.values(), IDEAL)]
     labels = [OURS, DDP, f"{LIMIT} of this machine", "N times one process alone"]
     charts.legend_below(figure, handles, labels, fontsize=8)
@@ -247,13 +249,13 @@ def _draw_ratios(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]
     """Plot one row per point: the ratios of all rounds as dots, their medians as lines."""
     figure = charts.new_figure(charts.WIDTH, 1.3 + charts.ROW_HEIGHT * len(points))
     axes = figure.add_subplot()
-    for place, point in enumerate(points):
-        found = rates[point.case]
+    for row, point in enumerate(points):
+        case_rates = rates[point.case]
         for other, over, at in (
-            (DDP, point.over_ddp, place - 0.16),
-            (LIMIT, point.over_limit, place + 0.16),
+            (DDP, point.over_ddp, row - 0.16),
+            (LIMIT, point.over_limit, row + 0.16),
         ):
-            values = [a / b for a, b in zip(found[OURS], found[other], strict=True)]
+            values = [a / b for a, b in zip(case_rates[OURS], case_rates[other], strict=True)]
             ats = [at] * len(values)
             axes.scatter(values, ats, s=16, color=COLOURS[other], alpha=0.55, linewidth=0)
             if over:

@@ -80,8 +80,8 @@ def run(arguments: dict[str, Any]) -> int:
     with rounds.scratch_folder("start") as folder:
         starts = rounds.measure(CONTESTANTS, plan.rounds, partial(start, plan), folder, say)
     say(table(plan, starts))
-    seconds = {name: [asdict(one) for one in found] for name, found in starts.items()}
-    ratios = {name: asdict(found) for name, found in ratios_of(starts).items()}
+    seconds = {name: [asdict(one) for one in runs] for name, runs in starts.items()}
+    ratios = {name: asdict(ratio) for name, ratio in ratios_of(starts).items()}
     write_json(arguments["json"], {**asdict(plan), "starts": seconds, "ratios": ratios})
     for path in charts.write_plots([draw_start(starts)], arguments["output"]):
         say(f"written to {path}")
@@ -90,7 +90,7 @@ def run(arguments: dict[str, Any]) -> int:
 
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
-    totals = {name: [one.total_s for one in found] for name, found in starts.items()}
+    totals = {name: [one.total_s for one in runs] for name, runs in starts.items()}
     return {f"{ours} / {other}": ratios.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
 
 
@@ -182,19 +182,19 @@ def marks_of(lines: Sequence[tuple[float, str]]) -> list[float]:
     return [begun, imported, joined, prepared]
 
 
-def medians_of(found: Sequence[Started]) -> tuple[float, dict[str, float]]:
+def medians_of(runs: Sequence[Started]) -> tuple[float, dict[str, float]]:
     """Return the median seconds of the total and of each part; no parts where unknown."""
-    total_s = statistics.median(one.total_s for one in found)
-    if not all(one.parts_s for one in found):
+    total_s = statistics.median(one.total_s for one in runs)
+    if not all(one.parts_s for one in runs):
         return total_s, {}
-    return total_s, {part: statistics.median(one.parts_s[part] for one in found) for part in PARTS}
+    return total_s, {part: statistics.median(one.parts_s[part] for one in runs) for part in PARTS}
 
 
 def table(plan: StartPlan, starts: Starts) -> str:
     """Return the table of medians, in seconds, and ratios."""
     rows = [["", "total", *PARTS]]
-    for name, found in starts.items():
-        total_s, parts_s = medians_of(found)
+    for name, runs in starts.items():
+        total_s, parts_s = medians_of(runs)
         cells = [f"{parts_s[part]:.2f}" if parts_s else "-" for part in PARTS]
         rows.append([name, f"{total_s:.2f}", *cells])
     head = (
@@ -210,16 +210,16 @@ def draw_start(starts: Starts) -> Plot:
     figure = charts.new_figure(charts.WIDTH, 1.2 + charts.ROW_HEIGHT * len(starts))
     axes = figure.add_subplot()
     longest = 0.0
-    for place, found in enumerate(starts.values()):
-        total_s, parts_s = medians_of(found)
+    for row, runs in enumerate(starts.values()):
+        total_s, parts_s = medians_of(runs)
         left = 0.0
         for part, seconds in (parts_s or {WHOLE: total_s}).items():
-            axes.barh(place, seconds, BAR, left=left, color=COLOURS[part])
+            axes.barh(row, seconds, BAR, left=left, color=COLOURS[part])
             left += seconds
         end = max(total_s, left)
         longest = max(longest, end)
         at = {"textcoords": "offset points", "xytext": (4, 0), "va": "center", "fontsize": 8}
-        axes.annotate(f"{total_s:.2f}", (end, place), **at)  # type: ignore[arg-type]
+        axes.annotate(f"{total_s:.2f}", (end, row), **at)  # type: ignore[arg-type]
     axes.set_xlim(0, longest * 1.12)
     charts.dress_rows(axes, "From the command to the first step", [*starts], "seconds, medians")
     handles = [Patch(color=colour) for colour in COLOURS.values()]

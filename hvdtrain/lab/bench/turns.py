@@ -46,14 +46,14 @@ class Turns:
     """A job from start to end, stopped except during its turns."""
 
     def __init__(
-        self, job: TurnJob, deadline_s: float, place: AbstractContextManager[object] | None = None
+        self, job: TurnJob, deadline_s: float, context: AbstractContextManager[object] | None = None
     ) -> None:
         """Start the job, wait for its first logged step, and stop it. Raises ChildFailure.
 
-        `deadline_s`: of the monotonic clock. `place`: where it runs, closed after its end.
+        `deadline_s`: of the monotonic clock. `context`: where it runs, closed after its end.
         """
         self._job, self._deadline_s = job, deadline_s
-        self._place = place or nullcontext()
+        self._context = context or nullcontext()
         self._children: list[Child] = []
         self._processes: list[int] = []
         self._windows: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ class Turns:
             job.start(self._children)
             self._wait_for(1, [0] * len(job.progress))
             # Children on one host each know all processes there.
-            self._processes = sorted({pid for it in self._children for pid in it.processes()})
+            self._processes = sorted({pid for child in self._children for pid in child.processes()})
         except BaseException:
             self.close()
             raise
@@ -106,8 +106,8 @@ class Turns:
         """End all processes of the job; further calls have no effect."""
         while self._children:
             self._children.pop().end()
-        place, self._place = self._place, nullcontext()
-        place.__exit__(None, None, None)
+        context, self._context = self._context, nullcontext()
+        context.__exit__(None, None, None)
 
     def _lines(self) -> list[int]:
         return [
@@ -202,7 +202,7 @@ class Results(Generic[CaseKind]):
 
     def of(self, case: CaseKind) -> dict[str, Any]:
         """Return what was measured of a case, for `write_json`."""
-        used = {name: [it._asdict() for it in each] for name, each in self.cores[case].items()}
+        used = {name: [cpu._asdict() for cpu in each] for name, each in self.cores[case].items()}
         return {"samples_per_s": self.rates[case], "cores": used}
 
     def raise_if_stopped(self) -> None:
@@ -232,18 +232,18 @@ def measure_cases(
     began_s = time.monotonic()
     try:
         for number, case in enumerate(cases):
-            own = folder / str(number)
-            own.mkdir(mode=0o700)
+            case_folder = folder / str(number)
+            case_folder.mkdir(mode=0o700)
             rates, cores = in_turns(
-                starts(case, own), turning.rounds, turning.turn_s, partial(note, case)
+                starts(case, case_folder), turning.rounds, turning.turn_s, partial(note, case)
             )
             results.rates[case], results.cores[case] = rates, cores
             speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates.items())
             done = number + 1
             left_s = (time.monotonic() - began_s) / done * (len(cases) - done)
             left = f", about {duration(left_s)} left" if done < len(cases) else ""
-            place = f"{done} of {len(cases)}{left}"
-            report(f"{case}: {', '.join(speeds)} samples/s ({place})")
+            progress = f"{done} of {len(cases)}{left}"
+            report(f"{case}: {', '.join(speeds)} samples/s ({progress})")
     except Stopped as stopped:
         results.stopped = stopped
         missing = len(cases) - len(results.rates)

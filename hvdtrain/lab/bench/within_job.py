@@ -81,12 +81,12 @@ def choose_device(wanted: str, exchange: Exchange) -> torch.device:
     if wanted == CPU.type:
         return CPU
     if isinstance(exchange, SingleProcess):
-        own = OwnGpu(next(iter(find_devices()), None))
+        gpu = OwnGpu(next(iter(find_devices()), None))
     else:
-        own = find_own_gpu(cast(GpuExchange, exchange))
-    if own.device is None:
-        raise UsageError(f"--device={wanted}: {own.why or 'no GPU is visible'}; use --device cpu")
-    return own.device
+        gpu = find_own_gpu(cast(GpuExchange, exchange))
+    if gpu.device is None:
+        raise UsageError(f"--device={wanted}: {gpu.why or 'no GPU is visible'}; use --device cpu")
+    return gpu.device
 
 
 def table(bench: str, options: Options, measured: Measured, workers: str) -> str:
@@ -160,8 +160,8 @@ def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
         optimizer = exchange.distribute(optimizer, work.model, reduction=AVERAGE)
 
     def step() -> None:
-        own = shares.of(next(batches).indices, exchange.rank)
-        inputs, labels = to_device(work.dataset.train.batch(own), torch.device(options.device))
+        indices = shares.of(next(batches).indices, exchange.rank)
+        inputs, labels = to_device(work.dataset.train.batch(indices), torch.device(options.device))
         optimizer.zero_grad()
         functional.cross_entropy(work.model(inputs), labels).backward()
         optimizer.step()
@@ -213,8 +213,10 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     if exchange.size > 1:
         contestants["bare single-device loop, in step"] = in_step
     contestants[OURS] = our_step(make_job(options, exchange), exchange)
-    own = script_step(options, make_work(options, exchange.size), exchange)
-    over_loader = {f"{name}{OVER_LOADER}": it for name, it in (scripts | {SCRIPT: own}).items()}
+    loop_step = script_step(options, make_work(options, exchange.size), exchange)
+    over_loader = {
+        f"{name}{OVER_LOADER}": step for name, step in (scripts | {SCRIPT: loop_step}).items()
+    }
     seconds = run_rounds(contestants | over_loader, options, exchange)
     ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
     ours = seconds[f"{SCRIPT}{OVER_LOADER}"]
@@ -258,7 +260,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     contestants[COMPUTED] = our_step(job, exchange, computed)
     seconds = run_rounds(contestants, options, exchange)
     ring.close()
-    ratios = {it: ratio(seconds[it], seconds[WITHOUT]) for it in contestants if it != WITHOUT}
+    ratios = {n: ratio(seconds[n], seconds[WITHOUT]) for n in contestants if n != WITHOUT}
     # One step in many bears the whole cost: more precise than a measurement.
     rare = {
         f"all at every {RARELY}th step": (WHOLE, RARELY),

@@ -101,11 +101,11 @@ def compare(
     `show` receives each complete row, and the row of `single`.
     """
     plan = setting.plan
-    found: dict[str, list[Row]] = {name: [] for name in (ORACLE, *plan.systems)}
+    by_system: dict[str, list[Row]] = {name: [] for name in (ORACLE, *plan.systems)}
     rows: list[Row] = []
     oracle: Weights | None = None
     for round_number in range(plan.rounds):
-        for number, (name, earlier) in enumerate(found.items()):
+        for number, (name, earlier) in enumerate(by_system.items()):
             spec = make_spec(plan, name, folder / f"round-{round_number}-system-{number}")
             row = _run(spec, setting, context, oracle)
             if name == ORACLE and row.status != FAILED:
@@ -140,10 +140,10 @@ def _run(
 
 def exit_code(rows: Sequence[Row]) -> int:
     """Return the exit code of the rows; a wrong result takes precedence over a failure."""
-    found = {row.status for row in rows}
-    if DISAGREES in found:
+    statuses = {row.status for row in rows}
+    if DISAGREES in statuses:
         return EXIT_MISMATCH
-    return EXIT_FAILED if FAILED in found else EXIT_OK
+    return EXIT_FAILED if FAILED in statuses else EXIT_OK
 
 
 def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:

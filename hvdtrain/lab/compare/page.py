@@ -69,7 +69,7 @@ def table_of_systems(rows: Sequence[Row]) -> Table:
     columns = ["result", "samples/s", "× single", *(f"{phase}, ms" for phase in PHASES)]
     columns += ["sent, MB", "received, MB", "rank", "source", "memory, MB"]
     cells = [(row.system, cells_of(row, _single(rows))) for row in rows]
-    return Table(columns, [(name, [cell or NOTHING for cell in own]) for name, own in cells])
+    return Table(columns, [(name, [cell or NOTHING for cell in texts]) for name, texts in cells])
 
 
 def _single(rows: Sequence[Row]) -> Row | None:
@@ -140,13 +140,13 @@ def _phases(rows: Sequence[Row]) -> Plot:
 def _traffic(rows: Sequence[Row]) -> Plot:
     figure, axes = _rows_chart(rows, "Bytes per step at the busiest rank", "MB")
     ends = []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         sent, received, _ = row.busiest[1]
         for offset, value, colour in ((-BAR / 4, sent, SENT), (BAR / 4, received, RECEIVED)):
             style = {"color": colour}
             if row.traffic_source == "formula":
                 style = {"facecolor": "none", "edgecolor": colour, "hatch": "////"}
-            axes.barh(place + offset, value / MB, BAR / 2, **style)  # type: ignore[arg-type]
+            axes.barh(index + offset, value / MB, BAR / 2, **style)  # type: ignore[arg-type]
         ends.append(max(sent, received) / MB)
     axes.set_xlim(0, max(ends) * 1.42 or 1)
     _label(axes, ends, [row.where for row in rows])
@@ -184,11 +184,11 @@ def _differences(rows: Sequence[Row]) -> Plot:
 def _memory(rows: Sequence[Row]) -> Plot:
     figure, axes = _rows_chart(rows, "Peak memory by process", "MB")
     totals = [row.total_memory_bytes / MB for row in rows]
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         left = 0.0
         for number, size in enumerate(row.memory_bytes.values()):
             alpha = 0.9 if number % 2 == 0 else 0.6
-            axes.barh(place, size / MB, BAR, left=left, color=BLUE, alpha=alpha)
+            axes.barh(index, size / MB, BAR, left=left, color=BLUE, alpha=alpha)
             left += size / MB
     axes.set_xlim(0, max(totals) * 1.14)
     _label(axes, totals, [f"{total:,.0f}" for total in totals])
@@ -209,5 +209,5 @@ def _rows_chart(rows: Sequence[Row], title: str, x_label: str) -> tuple[Figure, 
 def _label(axes: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
     """Write a text behind the end of each row."""
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        charts.set_text(axes.annotate(text, (end, place), (4, 0), **style))  # type: ignore[arg-type]
+    for index, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        charts.set_text(axes.annotate(text, (end, index), (4, 0), **style))  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def _traffic(results: Sequence[Result]) -> dict[str, Traffic]:
     measured = [result["traffic"] for result in results]
     if None in measured:
         return {}
-    return {rank: Traffic(**total) for own in measured for rank, total in own.items()}
+    return {rank: Traffic(**total) for by_rank in measured for rank, total in by_rank.items()}
 
 
 def _figures(results: Sequence[Result]) -> dict[str, float]:
@@ -158,8 +158,8 @@ def _figures(results: Sequence[Result]) -> dict[str, float]:
         for name, value in result["figures"].items():
             values.setdefault(name, []).append(value)
     return {
-        name: (max if name.endswith("_max") else statistics.fmean)(found)
-        for name, found in values.items()
+        name: (max if name.endswith("_max") else statistics.fmean)(per_process)
+        for name, per_process in values.items()
     }
 
 
@@ -185,11 +185,11 @@ def judge(difference: float | None, judged: bool) -> str:
 
 def read_weights(folder: Path) -> Weights:
     """Read the parameters that the processes of a system have saved."""
-    found: Weights = {}
+    weights: Weights = {}
     for path in sorted(folder.glob("process-*.safetensors")):
         for name, value in load_file(path).items():
-            found.setdefault(name, []).append(value)
-    return found
+            weights.setdefault(name, []).append(value)
+    return weights
 
 
 def worst_difference(weights: Weights, oracle: Weights) -> float:

@@ -153,8 +153,8 @@ class HostNetwork:
     ) -> HostProcess:
         """Start a command on a host; `options` are those of Popen (default: one output pipe)."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        own = {"PATH": path, "PYTHONPATH": str(PACKAGES)}
-        environment = os.environ | own | dict(variables or {})
+        search_paths = {"PATH": path, "PYTHONPATH": str(PACKAGES)}
+        environment = os.environ | search_paths | dict(variables or {})
         defaults = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -168,8 +168,8 @@ class HostNetwork:
         """Return the processes of a host (or of all), without its init and listening sshd."""
         listening = {process.inner.pid for process in self._sshds.values()}
         chosen = self._nodes if host is None else [self._nodes[host]]
-        found = [process for node in chosen if node.is_alive for process in node.processes()]
-        return [process for process in found if process.pid not in listening]
+        alive = [process for node in chosen if node.is_alive for process in node.processes()]
+        return [process for process in alive if process.pid not in listening]
 
     def kill_since(self, before: Sequence[psutil.Process] = ()) -> None:
         """Kill the processes of all hosts that are not in `before`. Raises HostsError."""
@@ -246,8 +246,8 @@ class HostNetwork:
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
     """Return the folders below /tmp, without those inside another of them."""
-    found: list[Path] = []
+    roots: list[Path] = []
     for folder in sorted(path.resolve() for path in folders):
-        if folder.is_relative_to("/tmp") and not any(folder.is_relative_to(it) for it in found):
-            found.append(folder)
-    return found
+        if folder.is_relative_to("/tmp") and not any(folder.is_relative_to(root) for root in roots):
+            roots.append(folder)
+    return roots

@@ -84,15 +84,15 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that are alive on it, except its init."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 inside = process.pid != self.pid and _pid_namespace(process.pid) == self._namespace
                 if inside and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except (psutil.NoSuchProcess, OSError):
                 continue
-        return found
+        return processes
 
     def close(self) -> None:
         """End all its processes, and wait until they have ended."""

@@ -42,17 +42,17 @@ def write_ssh_files(
     """
     first = next(iter(folders.values()))
     public = make_key(first.parent / "id_ed25519")
-    known = []
+    known_hosts = []
     for host, folder in folders.items():
         key = make_key(folder / "host_key")
-        places = [name if port == 22 else f"[{name}]:{port}" for name in names[host]]
-        known.append(f"{','.join(places)} {key}\n")
+        patterns = [name if port == 22 else f"[{name}]:{port}" for name in names[host]]
+        known_hosts.append(f"{','.join(patterns)} {key}\n")
         text = SSHD_CONFIG.format(port=port, folder=folder, python_path=python_path)
         (folder / "sshd_config").write_text(text)
     for folder in folders.values():
-        own = folder / "ssh"
-        own.mkdir(mode=0o700)
+        ssh_folder = folder / "ssh"
+        ssh_folder.mkdir(mode=0o700)
         for name in ("id_ed25519", "id_ed25519.pub"):
-            shutil.copy2(first.parent / name, own / name)
-        (own / "authorized_keys").write_text(f"{public}\n")
-        (own / "known_hosts").write_text("".join(known))
+            shutil.copy2(first.parent / name, ssh_folder / name)
+        (ssh_folder / "authorized_keys").write_text(f"{public}\n")
+        (ssh_folder / "known_hosts").write_text("".join(known_hosts))

@@ -185,18 +185,18 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
     """Predict one method on N workers, each with the batch of the profile (weak scaling)."""
     profile, cluster = setting.profile, setting.cluster
     factor = compute_factor(setting, workers)
-    found = Exchanged(0.0, 0.0, 0)
+    exchanged = Exchanged(0.0, 0.0, 0)
     if workers > 1:
         message_s = setting.negotiation_message_s
         if message_s is None:
             message_s = cluster.bottleneck(workers).latency_s
-        found = exchange(
+        exchanged = exchange(
             [Gradient(g.name, g.size_bytes, factor * g.ready_s) for g in profile.gradients],
             lambda size: METHODS[method](cluster, workers, size),
             queue_of(setting, method, workers),
             negotiation_messages(workers) * message_s,
         )
-    exposed_s = max(found.end_s - factor * profile.backward_s, 0.0)
+    exposed_s = max(exchanged.end_s - factor * profile.backward_s, 0.0)
     compute_s = factor * profile.step_s
     step_s = compute_s + exposed_s
     alone_s = compute_factor(setting, 1) * profile.step_s
@@ -205,12 +205,12 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
         workers=workers,
         step_s=step_s,
         compute_s=compute_s,
-        busy_s=found.busy_s,
+        busy_s=exchanged.busy_s,
         exposed_s=exposed_s,
-        exchanges=found.exchanges,
+        exchanges=exchanged.exchanges,
         samples_per_s=workers * profile.batch_size / step_s,
         efficiency=alone_s / step_s,
-        efficiency_without_overlap=alone_s / (compute_s + found.busy_s),
+        efficiency_without_overlap=alone_s / (compute_s + exchanged.busy_s),
     )
 
 
@@ -244,8 +244,8 @@ def expected_maximum(values: Sequence[float], draws: int) -> float:
     """
     count = len(values)
     return math.fsum(
-        value * ((place / count) ** draws - ((place - 1) / count) ** draws)
-        for place, value in enumerate(sorted(values), start=1)
+        value * ((i / count) ** draws - ((i - 1) / count) ** draws)
+        for i, value in enumerate(sorted(values), start=1)
     )
 
 
@@ -277,9 +277,9 @@ def exchange(
 
 def in_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> list[Gradient]:
     """Return the messages in which gradients travel, each ready with the last gradient of it."""
-    groups = grouped([it.size_bytes for it in gradients], bucket_bytes)
+    groups = grouped([g.size_bytes for g in gradients], bucket_bytes)
     return [
-        replace(gradients[group[-1]], size_bytes=sum(gradients[it].size_bytes for it in group))
+        replace(gradients[group[-1]], size_bytes=sum(gradients[i].size_bytes for i in group))
         for group in groups
     ]
 

@@ -137,12 +137,12 @@ def _positive_least_squares(terms: Floats, wanted: Floats) -> Floats:
     count = terms.shape[1]
     best, least = np.zeros(count), math.inf
     for choice in range(1, 1 << count):
-        used = [place for place in range(count) if choice >> place & 1]
-        found, *_ = np.linalg.lstsq(terms[:, used], wanted, rcond=None)
-        error = float(np.sum((terms[:, used] @ found - wanted) ** 2))
-        if (found >= 0).all() and error < least:
+        used = [column for column in range(count) if choice >> column & 1]
+        solution, *_ = np.linalg.lstsq(terms[:, used], wanted, rcond=None)
+        error = float(np.sum((terms[:, used] @ solution - wanted) ** 2))
+        if (solution >= 0).all() and error < least:
             best, least = np.zeros(count), error
-            best[used] = found
+            best[used] = solution
     return best
 
 
@@ -208,13 +208,13 @@ def time_all_reduces(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
     points = []
     for tensors, size in SHAPES:
         values = [torch.zeros(size // 4) for _ in range(tensors)]
-        own = []
+        local_s = []
         for _ in range(1 + REPEATS):
             time.sleep(dice.uniform(0, 2 * cycle_s))
             started = time.perf_counter()
             exchange.all_reduce(values, "sum", f"hvdtrain.probe.{size}", "together")
-            own.append(time.perf_counter() - started)
-        by_rank: list[list[float]] = exchange.all_gather_object(own[1:], "hvdtrain.probe.times")
+            local_s.append(time.perf_counter() - started)
+        by_rank: list[list[float]] = exchange.all_gather_object(local_s[1:], "hvdtrain.probe.times")
         from_last_submission = map(min, zip(*by_rank, strict=True))
         points.append(Point(tensors, size, statistics.median(from_last_submission)))
     return points

@@ -115,12 +115,12 @@ SECONDS: Kind = (is_seconds, "seconds of at least 0 were expected")
 
 
 def wrong_values(
-    content: Mapping[str, Any], kinds: Mapping[str, Kind], place: str = ""
+    content: Mapping[str, Any], kinds: Mapping[str, Kind], prefix: str = ""
 ) -> Iterator[str]:
     """Yield a problem for each field that is missing or not of its kind."""
     for name, (holds, expected) in kinds.items():
         if not holds(value := content.get(name)):
-            yield f"{place}{name}={value}: {expected}"
+            yield f"{prefix}{name}={value}: {expected}"
 
 
 def wrong_rows(
@@ -139,8 +139,8 @@ def wrong_rows(
 
 
 def _problems(content: dict[str, Any]) -> Iterator[str]:
-    known = Profile.__dataclass_fields__
-    yield from (f"{name}: no such field" for name in content if name not in known)
+    fields = Profile.__dataclass_fields__
+    yield from (f"{name}: no such field" for name in content if name not in fields)
     phases = dict.fromkeys(("forward_s", "backward_s", "update_s"), SECONDS)
     yield from wrong_values(content, {"name": TEXT, "batch_size": COUNT, **phases})
     times = content.get("step_times_s", [])
@@ -290,12 +290,12 @@ def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 def _in_order(model: nn.Module, order: list[str]) -> list[tuple[str, nn.Module]]:
     """Return modules in execution order; one that did not run takes the place of its parent."""
 
-    def place(name: str) -> int:
+    def position(name: str) -> int:
         while name not in order:
             name = name.rpartition(".")[0]
         return order.index(name)
 
-    return sorted(model.named_modules(), key=lambda item: place(item[0]))
+    return sorted(model.named_modules(), key=lambda item: position(item[0]))
 
 
 def share_out(layers: list[Layer], name: str, batch_size: int, step_s: float) -> Profile:

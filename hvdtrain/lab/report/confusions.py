@@ -161,14 +161,17 @@ def _draw_worst(held: Confusions, title: str) -> Figure:
     figure = new_figure(WIDTH, sum(heights) * ROW_HEIGHT + len(heights))
     panels = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     if len(pairs):
-        of_pairs = [(held.true[it], held.predicted[it], held.counts[it]) for it in pairs]
-        labels = [f"{shorten(names[it])}\ntaken for {shorten(names[to])}" for it, to, _ in of_pairs]
-        texts = [f"{count:,.0f} of {samples[it]:,.0f}" for it, _, count in of_pairs]
+        of_pairs = [(held.true[pair], held.predicted[pair], held.counts[pair]) for pair in pairs]
+        labels = [
+            f"{shorten(names[true])}\ntaken for {shorten(names[predicted])}"
+            for true, predicted, _ in of_pairs
+        ]
+        texts = [f"{count:,.0f} of {samples[true]:,.0f}" for true, _, count in of_pairs]
         axes = panels.pop(0)
         _draw_rows(axes, "Most frequent errors", labels, [count for *_, count in of_pairs], texts)
         axes.set_xlabel("samples")
-    labels = [shorten(names[it]) for it in classes]
-    texts = [f"{right[it]:,.0f} of {samples[it]:,.0f}" for it in classes]
+    labels = [shorten(names[index]) for index in classes]
+    texts = [f"{right[index]:,.0f} of {samples[index]:,.0f}" for index in classes]
     _draw_rows(
         panels[0], "Least accurate classes", labels, right[classes] / samples[classes], texts
     )

@@ -124,12 +124,12 @@ def compare_options(runs: Sequence[Run]) -> Table:
 
     Runs without a configuration are left out, as they would differ in everything.
     """
-    known = [run for run in runs if run.config]
-    names = dict.fromkeys(name for run in known for name in run.config)
-    rows = [(name, [_option(run, name) for run in known]) for name in names]
-    if len(known) > 1:
+    configured = [run for run in runs if run.config]
+    names = dict.fromkeys(name for run in configured for name in run.config)
+    rows = [(name, [_option(run, name) for run in configured]) for name in names]
+    if len(configured) > 1:
         rows = [(name, values) for name, values in rows if len(set(values)) > 1]
-    return Table(["value"] if len(runs) == 1 else [run.name for run in known], rows)
+    return Table(["value"] if len(runs) == 1 else [run.name for run in configured], rows)
 
 
 def _status_of(run: Run) -> str:

@@ -68,13 +68,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run. Raises UsageError with the problems of all of them."""
     runs: list[Run] = []
     problems: list[str] = []
-    places: list[Path] = []
+    folders: list[Path] = []
     for path in paths:
         try:
-            place = path.resolve()
-            if place in places:
+            folder = path.resolve()
+            if folder in folders:
                 raise UsageError(f"RUN={path}: given twice; name each run once")
-            places.append(place)
+            folders.append(folder)
             runs.append(_read_run(path))
         except UsageError as error:
             problems += error.problems
@@ -85,17 +85,17 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if problems:
         raise UsageError(*problems)
     return [
-        replace(run, name=shown(_distinct_name(place, places)))
-        for run, place in zip(runs, places, strict=True)
+        replace(run, name=shown(_distinct_name(folder, folders)))
+        for run, folder in zip(runs, folders, strict=True)
     ]
 
 
-def _distinct_name(place: Path, places: Sequence[Path]) -> str:
-    """Return the name of a folder, with as many parents as make it unique among `places`."""
+def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
+    """Return the name of a folder, with as many parents as make it unique among `folders`."""
     depth = 1
-    while sum(other.parts[-depth:] == place.parts[-depth:] for other in places) > 1:
+    while sum(other.parts[-depth:] == folder.parts[-depth:] for other in folders) > 1:
         depth += 1
-    return "/".join(place.parts[-depth:])
+    return "/".join(folder.parts[-depth:])
 
 
 def _read_run(path: Path) -> Run:
@@ -123,11 +123,11 @@ def _read_run(path: Path) -> Run:
             evaluations.append(record)
     for record in _records(path / AUDITS, notes):
         audits.add(record, always=record.get("ok") is False)
-    for name, found in ((METRICS, steps), (AUDITS, audits)):
-        if len(found.records) < found.count:
+    for name, thinned in ((METRICS, steps), (AUDITS, audits)):
+        if len(thinned.records) < thinned.count:
             notes.append(
-                f"{name}: of {found.count:,} records those with the highest and the lowest "
-                f"{found.figure} of each {found.stride:,} are shown"
+                f"{name}: of {thinned.count:,} records those with the highest and the lowest "
+                f"{thinned.figure} of each {thinned.stride:,} are shown"
             )
     return Run(
         name=path.name,
@@ -194,17 +194,17 @@ class Thinned:
     @property
     def records(self) -> list[Record]:
         """Return the records that were kept, with the last ones, in the order of their steps."""
-        found = [*self._kept, *self._stretch, *self._always]
-        found += [self._last] if found and self._last not in found else []
-        return sorted(found, key=lambda record: number(record, "step"))
+        records = [*self._kept, *self._stretch, *self._always]
+        records += [self._last] if records and self._last not in records else []
+        return sorted(records, key=lambda record: number(record, "step"))
 
     def _ends(self, records: list[Record]) -> list[Record]:
         if len(records) <= 2:
             return list(records)
         values = [number(record, self.figure) for record in records]
         ranks = [math.inf if math.isnan(value) else value for value in values]
-        places = {ranks.index(min(ranks)), ranks.index(max(ranks))}
-        return [records[place] for place in sorted(places)]
+        indices = {ranks.index(min(ranks)), ranks.index(max(ranks))}
+        return [records[index] for index in sorted(indices)]
 
 
 def _records(path: Path, notes: list[str]) -> Iterator[Record]:
@@ -228,13 +228,13 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
         notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {places}")
 
 
-def _parse_record(path: Path, place: int, line: str) -> Record | None:
+def _parse_record(path: Path, line_number: int, line: str) -> Record | None:
     """Return the object of a line; None where it is truncated or has no step. Raises UsageError for
     a newer format.
     """
     try:
         record = parse_json(line)
-        refuse_newer(path, record, place)
+        refuse_newer(path, record, line_number)
     except ValueError:
         return None
     return None if math.isnan(number(record, "step")) else record

@@ -1,9 +1,9 @@
 """Systems that compute the same update on N devices, each a class derived from `Strategy`.
 
 `hvdtrain compare` runs them one after the other. Every process of a system runs `process`, with the
-same `Work` and a `Place` of its own.
+same `Work` and a `Member` of its own.
 
-contract          `Strategy`, `Spec`, `Place`; messages and traffic
+contract          `Strategy`, `Spec`, `Member`; messages and traffic
 work              model, data, global batches and optimizer, the same for all systems
 process           the processes: how they are started, and their main program
 plain_torch       one device, the reference; torch's DataParallel and DistributedDataParallel
@@ -41,12 +41,12 @@ def find_strategy(name: str) -> type[Strategy]:
     """Return the class of a system, or import package.module:Class. Raises UsageError."""
     if name in SYSTEMS:
         module, _, kind = SYSTEMS[name].partition(":")
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+        strategy_class = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     else:
-        found = import_callable("--systems", name)
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        strategy_class = import_callable("--systems", name)
+    if not (isinstance(strategy_class, type) and issubclass(strategy_class, Strategy)):
         raise UsageError(f"--systems={name}: not a subclass of hvdtrain.lab.systems.Strategy")
-    return found
+    return strategy_class
 
 
 __all__ = ["ORACLE", "SYSTEMS", "Strategy", "find_strategy"]

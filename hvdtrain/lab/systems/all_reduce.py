@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.lab.systems.contract import Messages, Place, RingTraffic, Spec, Strategy, Traffic
+from hvdtrain.lab.systems.contract import Member, Messages, RingTraffic, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, flatten_gradients, trained
 from hvdtrain.ring import Transport, all_reduce
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
@@ -26,14 +26,14 @@ HOST = "127.0.0.1"  # all processes are on this machine
 class SumOverRanks(Strategy):
     """One process per worker, each with a flat tensor of all gradients."""
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
         self._gradients = flatten_gradients(work.model)
         self._optimizer = work.optimizer(trained(work.model))
 
     def step(self, batch: GlobalBatch) -> None:
         self._gradients.zero_()
-        self.work.add_gradient_of_share(batch, self.place.number, self.place.workers)
+        self.work.add_gradient_of_share(batch, self.member.number, self.member.workers)
         self.work.clock.enter("exchange")
         self._sum_over_ranks()
         self.work.update(self._optimizer)
@@ -48,9 +48,9 @@ class GatherBroadcast(SumOverRanks):
 
     what = "gradients gathered and summed on rank 0, then broadcast; point to point"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        self.link = self._messages = Messages(place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        self.link = self._messages = Messages(member)
         self._arriving = torch.empty_like(self._gradients)
 
     @classmethod
@@ -60,11 +60,11 @@ class GatherBroadcast(SumOverRanks):
         return dict(zip(cls.processes(spec), each, strict=True))
 
     def _sum_over_ranks(self) -> None:
-        if self.place.number != ROOT:
+        if self.member.number != ROOT:
             self._messages.send(self._gradients, ROOT)
             self._messages.receive(self._gradients, ROOT)
             return
-        others = range(1, self.place.workers)
+        others = range(1, self.member.workers)
         for rank in others:
             self._messages.receive(self._arriving, rank)
             self._gradients.add_(self._arriving)
@@ -77,9 +77,9 @@ class Ring(RingTraffic, SumOverRanks):
 
     what = "ring all-reduce in plain Python, over sockets"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        self.link = self._ring = CountedTransport(_connect(place))
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        self.link = self._ring = CountedTransport(_connect(member))
 
     def _sum_over_ranks(self) -> None:
         values = self._gradients.numpy()
@@ -108,12 +108,12 @@ class CountedTransport:
         self.traffic = self.traffic.plus(outgoing.nbytes, incoming.nbytes)
 
 
-def _connect(place: Place) -> Transport:
+def _connect(member: Member) -> Transport:
     """Collective: connect the ring; ports are exchanged in the store of the processes."""
-    store = place.open_store()
+    store = member.open_store()
     listener = listen(HOST)
-    store.set(f"port of {place.number}", str(listener.getsockname()[1]))
-    ports = [int(store.get(f"port of {number}")) for number in range(place.processes)]
+    store.set(f"port of {member.number}", str(listener.getsockname()[1]))
+    ports = [int(store.get(f"port of {number}")) for number in range(member.processes)]
     addresses = [(HOST, port) for port in ports]
-    token = bytes.fromhex(place.spec.token)
-    return TcpTransport(place.number, listener, addresses, token, place.spec.time_limit_s)
+    token = bytes.fromhex(member.spec.token)
+    return TcpTransport(member.number, listener, addresses, token, member.spec.time_limit_s)

@@ -45,8 +45,8 @@ class Spec(SystemOptions):
 
 
 @dataclass(frozen=True)
-class Place:
-    """The position of a process among those of its system."""
+class Member:
+    """A process as a member of its system: its number among all processes."""
 
     number: int
     processes: int
@@ -79,10 +79,10 @@ class Strategy:
     # does and the kernel counts.
     measured: ClassVar[str] = "counted"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, member: Member) -> None:
         """Collective: every process of the system constructs one."""
         self.work = work
-        self.place = place
+        self.member = member
         self.link: CountedConnection | None = (
             None  # to the other processes, where hvdtrain sends by itself
         )
@@ -100,7 +100,7 @@ class Strategy:
     @property
     def name(self) -> str:
         """Name of this process."""
-        return self.processes(self.place.spec)[self.place.number]
+        return self.processes(self.member.spec)[self.member.number]
 
     def step(self, batch: GlobalBatch) -> None:
         """Collective: make one update from one global batch."""
@@ -113,8 +113,8 @@ class Strategy:
     def traffic(self) -> Mapping[str, Traffic] | None:
         """Return the total traffic so far of each rank in this process; None if unknown."""
         counted = self.link.traffic if self.link else Traffic()
-        own = socket_traffic() if self.measured == "sockets" else counted
-        return {self.name: own} if own else None
+        traffic = socket_traffic() if self.measured == "sockets" else counted
+        return {self.name: traffic} if traffic else None
 
     def notes(self) -> list[str]:
         """Return remarks on how the system ran, for the reader of the results."""
@@ -172,15 +172,15 @@ class CountedConnection(Protocol):
     def close(self) -> None: ...
 
 
-def join_group(place: Place) -> None:
+def join_group(member: Member) -> None:
     """Collective: join the torch process group, over Gloo, of all processes of the system."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     distributed.init_process_group(
         "gloo",
-        store=place.open_store(),
-        rank=place.number,
-        world_size=place.processes,
-        timeout=timedelta(seconds=place.spec.time_limit_s),
+        store=member.open_store(),
+        rank=member.number,
+        world_size=member.processes,
+        timeout=timedelta(seconds=member.spec.time_limit_s),
     )
 
 
@@ -193,9 +193,9 @@ def leave_group() -> None:
 class Messages:
     """Counted messages in the group, each a tensor to or from the process of a given number."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, member: Member) -> None:
         """Collective: join the group."""
-        join_group(place)
+        join_group(member)
         self.traffic = Traffic()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from hvdtrain.audit import Audits
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import Feed
-from hvdtrain.lab.systems.contract import Parameters, Place, RingTraffic, Traffic
+from hvdtrain.lab.systems.contract import Member, Parameters, RingTraffic, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.metering import Meter
@@ -32,8 +32,8 @@ class Horovod(RingTraffic):
     under_horovodrun = True
     measured = "sockets"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
         # Imported here, so that only this row fails where Horovod is not installed.
         from hvdtrain.exchange.horovod import HorovodExchange
 

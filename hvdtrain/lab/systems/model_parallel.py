@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.systems.contract import Messages, Parameters, Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Member, Messages, Parameters, Spec, Strategy
 from hvdtrain.lab.systems.work import DTYPES, GlobalBatch, Work, parameters_of, trained
 
 
@@ -24,15 +24,15 @@ class ModelParallel(Strategy):
 
     what = "the layers split over processes, the batch whole"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        self.link = self._messages = Messages(place)
-        stages = cut_into_stages(work.model, place.workers)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        self.link = self._messages = Messages(member)
+        stages = cut_into_stages(work.model, member.workers)
         self._dtype = DTYPES[work.spec.dtype]
         sample = torch.zeros((1, *work.dataset.shape), dtype=self._dtype)
         self._shapes = shapes_between(stages, sample)
         self._last = len(stages) - 1
-        self._stage = stages[place.number] if place.number <= self._last else None
+        self._stage = stages[member.number] if member.number <= self._last else None
         if self._stage:
             self._optimizer = work.optimizer(trained(self._stage))
 
@@ -42,7 +42,7 @@ class ModelParallel(Strategy):
 
     def step(self, batch: GlobalBatch) -> None:
         """Collective: run this stage forward and backward, and update its parameters."""
-        stage, number, clock = self._stage, self.place.number, self.work.clock
+        stage, number, clock = self._stage, self.member.number, self.work.clock
         if stage is None:
             clock.leave()
             return
@@ -114,29 +114,29 @@ def cut_into_stages(model: nn.Module, stages: int) -> list[fx.GraphModule]:
     return built
 
 
-def choose_cuts(layers_before: Sequence[int], places: Sequence[int], stages: int) -> list[int]:
+def choose_cuts(layers_before: Sequence[int], positions: Sequence[int], stages: int) -> list[int]:
     """Return the positions to cut at, ascending; fewer than `stages - 1` if there are no more.
 
     `layers_before[position]`: number of layers with parameters before that position.
-    `places`: positions at which a cut is possible.
+    `positions`: those at which a cut is possible.
     """
     total, cuts = layers_before[-1], list[int]()
     for number in range(1, stages):
         done = layers_before[cuts[-1]] if cuts else 0
-        open_places = [place for place in places if done < layers_before[place] < total]
-        if not open_places:
+        candidates = [position for position in positions if done < layers_before[position] < total]
+        if not candidates:
             break
         wanted = number * total / stages
         # The nearest; of those equally near, the latest, so that it follows pooling.
-        cuts.append(min(open_places, key=lambda p: (abs(layers_before[p] - wanted), -p)))
+        cuts.append(min(candidates, key=lambda p: (abs(layers_before[p] - wanted), -p)))
     return cuts
 
 
 def _single_passages(nodes: Sequence[fx.Node]) -> list[int]:
     """Return the positions across which only the result of the preceding node is still needed."""
-    places = {node: position for position, node in enumerate(nodes)}
+    positions = {node: position for position, node in enumerate(nodes)}
     last_use = [
-        max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes
+        max((positions.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes
     ]
     return [
         position

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 import torch
 
 from hvdtrain.lab.systems.contract import (
+    Member,
     Messages,
     Parameters,
-    Place,
     Spec,
     Strategy,
     Tensors,
@@ -69,18 +69,18 @@ class ParameterServer(Strategy):
     what = "parameters sharded over server processes, synchronous"
     server_class = Server
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        self.link = self._messages = Messages(place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        self.link = self._messages = Messages(member)
         self._values = flatten_parameters(work.model)
-        parts = split_evenly(self._values.numel(), place.spec.servers)
-        self._ranges = dict(enumerate(parts, place.workers))  # by number of the server's process
+        parts = split_evenly(self._values.numel(), member.spec.servers)
+        self._ranges = dict(enumerate(parts, member.workers))  # by number of the server's process
         self._server: Server | None = None
-        if place.number < place.workers:
+        if member.number < member.workers:
             self._gradients = flatten_gradients(work.model)
         else:
-            own = self._values[self._ranges[place.number]]
-            self._server = self.server_class(work, own, place.workers, self._messages)
+            shard = self._values[self._ranges[member.number]]
+            self._server = self.server_class(work, shard, member.workers, self._messages)
 
     @classmethod
     def processes(cls, spec: Spec) -> list[str]:
@@ -100,7 +100,7 @@ class ParameterServer(Strategy):
             self._server.step()
             return
         self._gradients.zero_()
-        self.work.add_gradient_of_share(batch, self.place.number, self.place.workers)
+        self.work.add_gradient_of_share(batch, self.member.number, self.member.workers)
         self.work.clock.enter("exchange")
         self._messages.exchange(self._by_server(self._gradients), self._by_server(self._values))
         self.work.clock.leave()

@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.data import Shares
 from hvdtrain.data.feeding import to_device
-from hvdtrain.lab.systems.contract import Messages, Place, RingTraffic, Spec, Strategy, Traffic
+from hvdtrain.lab.systems.contract import Member, Messages, RingTraffic, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import GlobalBatch, Work, trained
 
 NO_GPU = (
@@ -24,17 +24,17 @@ NO_GPU = (
 class PlainLoop(Strategy):
     """A training loop in which each process computes on its share of the global batch."""
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
         self._model: torch.nn.Module = work.model
         self._device = torch.device("cpu")
         self._optimizer = work.optimizer(trained(work.model))
 
     def step(self, batch: GlobalBatch) -> None:
-        processes = self.place.processes
-        own = Shares(processes).of(batch.indices, self.place.number)
+        processes = self.member.processes
+        local_indices = Shares(processes).of(batch.indices, self.member.number)
         self._optimizer.zero_grad()
-        loaded = to_device(self.work.load(own, batch.epoch), self._device)
+        loaded = to_device(self.work.load(local_indices, batch.epoch), self._device)
         self.work.clock.enter("compute")
         # Also for an empty share, as every rank must take part in DistributedDataParallel's
         # exchange. That averages over ranks, so each sum of losses is divided by B / processes.
@@ -65,13 +65,13 @@ class TorchDataParallel(PlainLoop):
 
     what = "torch.nn.DataParallel"
 
-    def __init__(self, work: Work, place: Place) -> None:
+    def __init__(self, work: Work, member: Member) -> None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         device = torch.device("cuda", 0) if gpus else torch.device("cpu")
         work.model.to(device)
-        super().__init__(work, place)
+        super().__init__(work, member)
         self._device = device
-        self._gpus = list(range(min(place.workers, gpus)))
+        self._gpus = list(range(min(member.workers, gpus)))
         self._model = torch.nn.DataParallel(work.model, self._gpus or None)
 
     @classmethod
@@ -90,9 +90,9 @@ class TorchDistributedDataParallel(RingTraffic, PlainLoop):
     what = "torch DistributedDataParallel, over Gloo"
     measured = "sockets"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        self.link = Messages(place)
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        self.link = Messages(member)
         self._model = torch.nn.parallel.DistributedDataParallel(work.model)
 
     def notes(self) -> list[str]:

@@ -25,7 +25,7 @@ from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
 from hvdtrain.interpreter import module_argv, peak_memory
 from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, watch
 from hvdtrain.lab.systems import find_strategy
-from hvdtrain.lab.systems.contract import Place, Spec, Strategy
+from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv, in_own_session
 from hvdtrain.topology import Topology
@@ -112,8 +112,8 @@ def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     strategy_class = find_strategy(spec.system)
     work = Work(spec.work)
-    place = Place(number, len(strategy_class.processes(spec)), spec)
-    strategy = strategy_class(work, place)
+    member = Member(number, len(strategy_class.processes(spec)), spec)
+    strategy = strategy_class(work, member)
     measured = run_steps(strategy)
     parameters = strategy.parameters()
     if parameters:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hvdtrain.data import Shares
-from hvdtrain.lab.systems.contract import Parameters, Place, Spec, Strategy, Traffic
+from hvdtrain.lab.systems.contract import Member, Parameters, Spec, Strategy, Traffic
 from hvdtrain.lab.systems.work import (
     GlobalBatch,
     Work,
@@ -48,11 +48,11 @@ class Towers(Strategy):
 
     what = "one process, one replica per thread; the batch split along a dimension"
 
-    def __init__(self, work: Work, place: Place) -> None:
-        super().__init__(work, place)
-        replicas = [copy.deepcopy(work.model) for _ in range(place.workers)]
+    def __init__(self, work: Work, member: Member) -> None:
+        super().__init__(work, member)
+        replicas = [copy.deepcopy(work.model) for _ in range(member.workers)]
         self._towers = [Tower(model, flatten_gradients(model)) for model in replicas]
-        self._reduction = REDUCTIONS[place.spec.towers_reduction](work, self._towers)
+        self._reduction = REDUCTIONS[member.spec.towers_reduction](work, self._towers)
         self._threads = ThreadPoolExecutor(len(replicas), "tower")
 
     @classmethod
@@ -64,7 +64,7 @@ class Towers(Strategy):
         return {f"tower {number}": Traffic(size, size, 1) for number in range(spec.workers)}
 
     def step(self, batch: GlobalBatch) -> None:
-        clock, dimension = self.work.clock, self.place.spec.towers_dim
+        clock, dimension = self.work.clock, self.member.spec.towers_dim
         inputs, labels = self.work.load(*batch)
         # The layout of a loader whose samples lie along that dimension.
         laid_out = inputs.movedim(0, dimension).contiguous()
@@ -73,10 +73,10 @@ class Towers(Strategy):
         clock.enter("compute")
         divisor = self._reduction.begin(len(batch.indices))
 
-        def compute(tower: Tower, part: torch.Tensor, own: torch.Tensor) -> None:
+        def compute(tower: Tower, part: torch.Tensor, targets: torch.Tensor) -> None:
             tower.gradients.zero_()
-            if len(own):
-                self.work.add_gradient(tower.model, (part.movedim(dimension, 0), own), divisor)
+            if len(targets):
+                self.work.add_gradient(tower.model, (part.movedim(dimension, 0), targets), divisor)
 
         # `list` waits for all threads, and raises what any of them raises.
         list(self._threads.map(compute, self._towers, parts, answers))

@@ -123,10 +123,10 @@ class Work:
         The parts of all workers sum to the gradient of the mean loss over the global batch. An
         empty share adds nothing.
         """
-        own = Shares(workers).of(batch.indices, worker)
-        loaded = self.load(own, batch.epoch)
+        local_indices = Shares(workers).of(batch.indices, worker)
+        loaded = self.load(local_indices, batch.epoch)
         self.clock.enter("compute")
-        if len(own):
+        if len(local_indices):
             self.add_gradient(self.model, loaded, len(batch.indices))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:

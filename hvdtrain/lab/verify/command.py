@@ -137,17 +137,17 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
             say(f"verify: {total}: all right")
         return
     spoiled = [result for result in results if result.spoiled]
-    found = [result for result in spoiled if not result.ok]
+    detected = [result for result in spoiled if not result.ok]
     if not spoiled:
         raise HvdtrainError(
             f"verify: {options.fault} was not injected: it changes nothing in any of these {total}"
         )
     summary = (
-        f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(found)}"
+        f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(detected)}"
     )
-    if not found:
+    if not detected:
         raise HvdtrainError(f"verify: {summary}: each time it stayed within the rounding bound")
-    raise VerifyMismatch(f"{explain(found[0], 0)}\n  {summary}")
+    raise VerifyMismatch(f"{explain(detected[0], 0)}\n  {summary}")
 
 
 def table_row(row: Sequence[Result]) -> str:
@@ -200,10 +200,10 @@ def _places(result: Result) -> list[str]:
         return [f"  {name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
     if result.bit_equal is False:
         return [
-            f"  rank {rank}: tensor {place.tensor}, index {place.index}: value {place.value} "
-            f"where rank 0 holds {place.reference}; both are within the bound"
+            f"  rank {rank}: tensor {element.tensor}, index {element.index}: value {element.value} "
+            f"where rank 0 holds {element.reference}; both are within the bound"
             for rank, report in enumerate(result.by_rank)
-            if (place := report.difference) is not None
+            if (element := report.difference) is not None
         ]
     changing = [rank for rank, report in enumerate(result.by_rank) if len(set(report.digests)) > 1]
     return [f"  {name_ranks(changing)}: {REPEATS} runs on the same values differ in their bits"]

@@ -73,13 +73,13 @@ def worst_of(
     """
     worst = Deviation(0.0)
     with np.errstate(all="ignore"):
-        for tensor, own in enumerate(inputs):
+        for tensor, local_values in enumerate(inputs):
             results = [run[tensor] for run in runs]
             share = _share(case, tensor, transport)
-            for expected in _expected(case, tensor, own, transport):
+            for expected in _expected(case, tensor, local_values, transport):
                 for result in results:
-                    found = _compare(case, tensor, expected, share, result)
-                    worst = max(worst, found, key=lambda deviation: deviation.ratio)
+                    segment_worst = _compare(case, tensor, expected, share, result)
+                    worst = max(worst, segment_worst, key=lambda deviation: deviation.ratio)
             length = share.stop - share.start
             for result in results:
                 if len(result) != length:
@@ -97,38 +97,40 @@ def _share(case: Case, tensor: int, transport: Transport) -> slice:
     return slice(0, case.length(tensor, rank))
 
 
-def _expected(case: Case, tensor: int, own: Array, transport: Transport) -> Iterator[Expected]:
+def _expected(
+    case: Case, tensor: int, local_values: Array, transport: Transport
+) -> Iterator[Expected]:
     """Collective: yield the expected result of one tensor, in segments."""
     if case.operation.reduction != "none":
-        for start in range(0, len(own), CHUNK):
-            yield _reduced(case, start, own[start : start + CHUNK], transport)
+        for start in range(0, len(local_values), CHUNK):
+            yield _reduced(case, start, local_values[start : start + CHUNK], transport)
         return
     gathers = case.operation.kind == "allgather"
     start = 0
     for root in range(transport.size) if gathers else [transport.size - 1]:
-        values = np.zeros(case.length(tensor, root), own.dtype)
+        values = np.zeros(case.length(tensor, root), local_values.dtype)
         if transport.rank == root:
-            values = own.copy()
+            values = local_values.copy()
         broadcast(values, transport, root)
         yield Expected(start, values)
         start += len(values)
 
 
-def _reduced(case: Case, start: int, own: Array, transport: Transport) -> Expected:
+def _reduced(case: Case, start: int, local_values: Array, transport: Transport) -> Expected:
     """Collective: return a segment of the reduction over all ranks."""
     op, size = case.operation.reduction, transport.size
-    if op in ("min", "max") or (op == "sum" and own.dtype.kind == "i"):
-        return Expected(start, all_reduce(own, transport, op=op))
-    if own.dtype.kind == "i":
-        quotient = all_reduce(own, transport, op="average")
+    if op in ("min", "max") or (op == "sum" and local_values.dtype.kind == "i"):
+        return Expected(start, all_reduce(local_values, transport, op=op))
+    if local_values.dtype.kind == "i":
+        quotient = all_reduce(local_values, transport, op="average")
         # Truncated on both sides; the constant 1/N and its product are rounded.
         error = 1 + gamma(3, REFERENCE_DTYPE) * np.abs(quotient.astype(REFERENCE_DTYPE))
-        return Expected(start, quotient, Bound(error, np.zeros(len(own), np.bool_)))
-    own64 = own.astype(REFERENCE_DTYPE)
-    both = all_reduce(np.concatenate([own64, finite_magnitudes(own64)]), transport)
-    total, magnitudes = both[: len(own)], both[len(own) :]
-    error = ERROR_BOUNDS[op](magnitudes, size, own.dtype)
-    bound = Bound(error, may_overflow(magnitudes, size, own.dtype))
+        return Expected(start, quotient, Bound(error, np.zeros(len(local_values), np.bool_)))
+    local64 = local_values.astype(REFERENCE_DTYPE)
+    both = all_reduce(np.concatenate([local64, finite_magnitudes(local64)]), transport)
+    total, magnitudes = both[: len(local_values)], both[len(local_values) :]
+    error = ERROR_BOUNDS[op](magnitudes, size, local_values.dtype)
+    bound = Bound(error, may_overflow(magnitudes, size, local_values.dtype))
     return Expected(start, total / size if op == "average" else total, bound)
 
 
@@ -153,14 +155,14 @@ def _compare(case: Case, tensor: int, expected: Expected, share: slice, result: 
     index = int(np.argmax(ratios))
     if ratios[index] == 0:
         return Deviation(0.0)
-    found, wanted = value[index].item(), reference[index].item()
+    actual, wanted = value[index].item(), reference[index].item()
     return Deviation(
         ratio=float(ratios[index]),
         tensor=tensor,
         index=first - share.start + index,
-        value=_show(found, 9),
+        value=_show(actual, 9),
         reference=_show(wanted, 9),
-        error=_show(abs(found - wanted), 3),
+        error=_show(abs(actual - wanted), 3),
         bound=f"{0.0 if expected.bound is None else error[index]:.3g}",
     )
 

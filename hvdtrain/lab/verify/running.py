@@ -123,13 +123,13 @@ def _run(
     # Reused for other dtypes and sizes, as by changing models: Horovod caches by name.
     name = f"verify.{case.operation.name}.{case.submission}"
     # The first run has different values: it warms up, and makes a result one step late visible.
-    other, own = (make_values(case, rank, size, seed + more) for more in (1, 0))
+    other, values = (make_values(case, rank, size, seed + more) for more in (1, 0))
     other = [array[::-1].copy() for array in other]
     runs: list[list[Array]] = []
     seconds = []
     spoiled = False
     for step in range(1 + REPEATS):
-        inputs = [torch.from_numpy(array) for array in (own if step else other)]
+        inputs = [torch.from_numpy(array) for array in (values if step else other)]
         all_reduce(np.zeros(size, np.int32), transport)  # waits for all ranks
         results = runner.run(case, inputs, name, step)
         if step:
@@ -139,7 +139,7 @@ def _run(
     digests = [_digest(run) for run in runs]
     # Runs with the same bits need one comparison.
     distinct = list(dict(zip(digests, runs, strict=True)).values())
-    finding = worst_of(case, own, distinct, transport)
+    finding = worst_of(case, values, distinct, transport)
     return RankReport(finding, digests, seconds, spoiled), runs
 
 
@@ -161,13 +161,13 @@ def _difference_from_rank_0(
     by_rank = [report.digests for report in result.by_rank]
     run = next(number for number in range(REPEATS) if len({d[number] for d in by_rank}) > 1)
     first: Deviation | None = None
-    for tensor, own in enumerate(runs[run]):
-        other = own.copy()
+    for tensor, local_values in enumerate(runs[run]):
+        other = local_values.copy()
         broadcast(other, transport, 0)
-        different = np.flatnonzero(bits_of(own) != bits_of(other))
+        different = np.flatnonzero(bits_of(local_values) != bits_of(other))
         if first is None and different.size:
             index = int(different[0])
-            values = repr(own[index].item()), repr(other[index].item())
+            values = repr(local_values[index].item()), repr(other[index].item())
             first = Deviation(0.0, tensor, index, *values)
     return first
 

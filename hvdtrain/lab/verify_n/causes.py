@@ -98,7 +98,9 @@ def likely_causes(question: Question, scratch: Path) -> Findings:
         reports.append(json.loads((folder / "report.json").read_text("utf-8")))
     causes = causes_of_processes(reports[0]["digests"], reports[1]["digests"])
     if not causes:  # otherwise gradients of other data or parameters were compared
-        causes = [Cause(**{**it, "modules": tuple(it["modules"])}) for it in reports[0]["causes"]]
+        causes = [
+            Cause(**{**cause, "modules": tuple(cause["modules"])}) for cause in reports[0]["causes"]
+        ]
     return Findings(causes, None if causes else NOTHING)
 
 
@@ -112,9 +114,9 @@ def _start(request: dict[str, Any], folder: Path) -> tuple[Commanded, Path]:
 
 def causes_of_processes(one: Mapping[str, str], other: Mapping[str, str]) -> list[Cause]:
     """Return what two processes with the same seed do not have alike."""
-    found = []
+    causes = []
     if one["data"] != other["data"]:
-        found.append(
+        causes.append(
             Cause(
                 "data",
                 "random numbers in the data: two processes read different values for the same "
@@ -124,11 +126,11 @@ def causes_of_processes(one: Mapping[str, str], other: Mapping[str, str]) -> lis
             )
         )
     if one["parameters"] != other["parameters"]:
-        found.append(
+        causes.append(
             Cause(
                 "initial parameters",
                 "the initial parameters: two processes with the same seed build different ones",
                 "draw them from torch's global generator, which is seeded before the model exists",
             )
         )
-    return found
+    return causes

@@ -59,12 +59,12 @@ class TrialResult:
 
     def line(self) -> str:
         """Return the line that is printed."""
-        text, found = f"N={self.workers:<3} {self.params_sha256}", self.gap
-        if found is None:
+        text, gap = f"N={self.workers:<3} {self.params_sha256}", self.gap
+        if gap is None:
             return f"{text}  the reference"
-        if not found.relative:
+        if not gap.relative:
             return f"{text}  no difference" + (" but in bits" if not self.same else "")
-        return f"{text}  largest relative difference {found.relative:.1e}, {found.tensor}"
+        return f"{text}  largest relative difference {gap.relative:.1e}, {gap.tensor}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,9 @@ def verify_n(options: VerifyNOptions) -> int:
             shares = int(run.summary()["virtual_workers"] or 1)
             results.append(_compare(run, workers, results[:1], exact))
             say(results[-1].line())
-            if len(results) > 1 and (results[-1].same or not all(it.same for it in results[:-1])):
+            if len(results) > 1 and (
+                results[-1].same or not all(result.same for result in results[:-1])
+            ):
                 shutil.rmtree(run.path)  # of those that differ, only the first is looked into
         apart = next((result for result in results if not result.same), None)
         explained = _explain(options, exact, apart, scratch) if apart else None

@@ -87,16 +87,16 @@ def find_causes(subject: Subject, exact: bool = False) -> list[Cause]:
 def _unrepeatable(subject: Subject, limit: float) -> Cause | None:
     """Return the cause if the same pass, seeded alike, gives two gradients."""
     gradients = [subject.gradient([subject.whole], SEED) for _ in range(2)]
-    found = largest_gap(*gradients).relative
-    if found <= limit:
+    difference = largest_gap(*gradients).relative
+    if difference <= limit:
         return None
     calls = [subject.calls(subject.whole, SEED) for _ in range(2)]
     first = next((one for one, other in zip(*calls, strict=False) if _differ(one, other)), None)
-    place = f"the first module whose output differs is {first.module}" if first else OUTSIDE
+    where = f"the first module whose output differs is {first.module}" if first else OUTSIDE
     return Cause(
         "not repeatable",
         "random numbers without a seed, or a kernel that is not deterministic: the same pass, with "
-        f"the same seed, gives gradients that differ by {found:.1e}; {place}",
+        f"the same seed, gives gradients that differ by {difference:.1e}; {where}",
         "draw from torch's global generator, which is seeded; --deterministic refuses kernels that "
         "do not repeat",
         (first.module,) if first else (),
@@ -110,8 +110,8 @@ def _differ(one: ModuleCall, other: ModuleCall) -> bool:
 
 def _causes_of_shares(subject: Subject, suspects: dict[str, list[str]]) -> list[Cause]:
     """Return what makes the gradient of the whole batch differ from the sum over shares."""
-    found = _difference(subject)
-    if found <= AGREEMENT:
+    difference = _difference(subject)
+    if difference <= AGREEMENT:
         return []
     everything = subject.modules(itertools.chain(*suspects.values()))
     with switched_off(everything):
@@ -147,8 +147,8 @@ def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) ->
         )
     modules = subject.modules(names)
     dropout = all(
-        isinstance(it, _DropoutNd) or isinstance(getattr(it, "dropout", None), float)
-        for it in modules
+        isinstance(module, _DropoutNd) or isinstance(getattr(module, "dropout", None), float)
+        for module in modules
     )
     return Cause(
         "dropout" if dropout else "random forward",
@@ -190,8 +190,8 @@ def _mixing(subject: Subject) -> Cause | None:
     for calls in zip(whole, *parts, strict=False):
         if len({call.module for call in calls}) > 1:
             return None
-        found = _apart([call.returned for call in calls])
-        if found <= AGREEMENT:
+        difference = _apart([call.returned for call in calls])
+        if difference <= AGREEMENT:
             continue
         name = calls[0].module
         if _apart([call.taken for call in calls]) > AGREEMENT:
@@ -199,7 +199,7 @@ def _mixing(subject: Subject) -> Cause | None:
         return Cause(
             "mixes samples",
             f"{name} computes over the samples of its batch: for the same samples in a smaller "
-            f"batch its values differ by {found:.1e}",
+            f"batch its values differ by {difference:.1e}",
             "compute for each sample on its own, or give --virtual-workers V",
             (name,),
         )
@@ -215,8 +215,8 @@ def _apart(tensors: Sequence[list[torch.Tensor]]) -> float:
     joined: dict[str, torch.Tensor] = {}
     for number, (first, *rest) in enumerate(zip(*tensors, strict=False)):
         for dim in range(first.dim()):
-            shapes = [(*it.shape[:dim], *it.shape[dim + 1 :]) for it in (first, *rest)]
-            if len(set(shapes)) == 1 and sum(it.shape[dim] for it in rest) == first.shape[dim]:
+            shapes = [(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (first, *rest)]
+            if len(set(shapes)) == 1 and sum(part.shape[dim] for part in rest) == first.shape[dim]:
                 whole[str(number)], joined[str(number)] = first, torch.cat(rest, dim)
                 break
     return largest_gap(whole, joined).relative
@@ -229,7 +229,7 @@ def _loss_cause(subject: Subject) -> Cause | None:
     parts = [subject.sums(part, SEED) for part in subject.parts]
     losses = [part.loss.item() for part in parts]
     total, summed = whole.loss.item(), sum(losses)
-    weighted = sum(loss * it.samples for loss, it in zip(losses, subject.parts, strict=True))
+    weighted = sum(loss * part.samples for loss, part in zip(losses, subject.parts, strict=True))
     if whole.samples != sum(part.samples for part in parts):
         counts = " + ".join(str(part.samples) for part in parts)
         text = f"{name} counts {whole.samples} samples in the whole batch, but {counts} in shares"

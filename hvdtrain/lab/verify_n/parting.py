@@ -45,18 +45,18 @@ class Gap:
 
     def described(self) -> str:
         """Return the place and both values as text."""
-        place = f", index {list(self.index)}" if self.index else ""
-        return f"{self.kind} {self.tensor}{place}: {self.reference:.9g} and {self.found:.9g}"
+        index = f", index {list(self.index)}" if self.index else ""
+        return f"{self.kind} {self.tensor}{index}: {self.reference:.9g} and {self.found:.9g}"
 
 
-def largest_gap(reference: Tensors, found: Tensors) -> Gap:
+def largest_gap(reference: Tensors, actual: Tensors) -> Gap:
     """Return the largest relative difference; infinity for a tensor that only one set holds."""
-    for name in reference.keys() ^ found.keys():
+    for name in reference.keys() ^ actual.keys():
         return Gap(math.inf, name)
     largest = max(map(_magnitude, reference.values()), default=0.0)
     worst = Gap()
     for name, values in reference.items():
-        one, other = (_wide(it) for it in (values, found[name]))
+        one, other = (_wide(tensor) for tensor in (values, actual[name]))
         if one.shape != other.shape:
             return Gap(math.inf, name)
         distance = torch.where(one == other, 0.0, (one - other).abs()).nan_to_num(nan=math.inf)
@@ -92,17 +92,17 @@ class Saved:
     parameters: Tensors
     others: Tensors  # buffers, and the moving average of the weights
 
-    def largest_gap(self, found: Saved) -> Gap:
+    def largest_gap(self, other: Saved) -> Gap:
         """Return the largest relative difference of any tensor."""
-        pairs = ((self.parameters, found.parameters), (self.others, found.others))
-        return max((largest_gap(*pair) for pair in pairs), key=lambda it: it.relative)
+        pairs = ((self.parameters, other.parameters), (self.others, other.others))
+        return max((largest_gap(*pair) for pair in pairs), key=lambda gap: gap.relative)
 
-    def gap_above(self, limit: float, found: Saved) -> Gap | None:
+    def gap_above(self, limit: float, other: Saved) -> Gap | None:
         """Return the largest difference above `limit`, of a parameter if any exceeds it, or None.
 
         With a limit of 0 the bits must be equal.
         """
-        pairs = ((self.parameters, found.parameters), (self.others, found.others))
+        pairs = ((self.parameters, other.parameters), (self.others, other.others))
         for kind, pair in zip(("parameter", "tensor"), pairs, strict=True):
             worst = largest_gap(*pair)
             if worst.relative > limit:
@@ -115,7 +115,9 @@ class Saved:
 def _unequal_bits(one: Tensors, other: Tensors) -> str | None:
     """Return the name of a tensor whose bits differ although its values are equal (0 and -0)."""
     for name, values in one.items():
-        pair = [it.contiguous().reshape(-1).view(torch.uint8) for it in (values, other[name])]
+        pair = [
+            tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (values, other[name])
+        ]
         if not torch.equal(*pair):
             return name
     return None
@@ -134,10 +136,10 @@ def read_saved(checkpoint: Path) -> Saved:
 
 def newest(run: Path) -> Path:
     """Return the newest checkpoint of a run. Raises TrainingError if it has none."""
-    found = Checkpoints(run / "checkpoints", keep=1).complete()
-    if not found:
+    checkpoints = Checkpoints(run / "checkpoints", keep=1).complete()
+    if not checkpoints:
         raise TrainingError(f"{run} has no checkpoint")
-    return found[0]
+    return checkpoints[0]
 
 
 @dataclass(frozen=True)
@@ -187,17 +189,17 @@ class Pair:
             parting = narrowed
         return parting
 
-    def _bounds(self, folders: tuple[Path, Path], known: Parting | None) -> Parting | None:
+    def _bounds(self, folders: tuple[Path, Path], parting: Parting | None) -> Parting | None:
         """Return the first common checkpoint that differs; None if all are equal.
 
-        `known`: the bounds within which both runs were made.
+        `parting`: the bounds within which both runs were made.
         """
-        last, before = (known.last_equal, known.before) if known else (0, None)
+        last, before = (parting.last_equal, parting.before) if parting else (0, None)
         for step in sorted(set.intersection(*(_steps(folder) for folder in folders))):
             paths = [folder / "checkpoints" / name_of(step) for folder in folders]
             one, other = map(read_saved, paths)
-            if found := one.gap_above(self.limit, other):
-                return Parting(step, last, found, before)
+            if gap := one.gap_above(self.limit, other):
+                return Parting(step, last, gap, before)
             last, before = step, paths[0]
         return None
 
@@ -228,9 +230,9 @@ def checkpoint_options(interval: int, keep: int = PARTS + 2) -> dict[str, object
 
 def _beginning(run: Path, checkpoint: str, scratch: Path) -> Path:
     """Return a checkpoint of this name of the run, or of one that repeated a part of it."""
-    places: Iterable[Path] = (run, *sorted(scratch.glob(f"{run.name}-again-*")))
-    found = [place / "checkpoints" / checkpoint for place in places]
-    return next(path for path in found if (path / MANIFEST_FILE).is_file())
+    folders: Iterable[Path] = (run, *sorted(scratch.glob(f"{run.name}-again-*")))
+    paths = [folder / "checkpoints" / checkpoint for folder in folders]
+    return next(path for path in paths if (path / MANIFEST_FILE).is_file())
 
 
 def _run_until(trial: Trial, step: int) -> None:
@@ -244,5 +246,5 @@ def _run_until(trial: Trial, step: int) -> None:
 
 
 def _steps(run: Path) -> set[int]:
-    found = Checkpoints(run / "checkpoints", keep=1).complete()
-    return {int(path.name.partition("-")[2]) for path in found}
+    checkpoints = Checkpoints(run / "checkpoints", keep=1).complete()
+    return {int(path.name.partition("-")[2]) for path in checkpoints}

@@ -59,14 +59,14 @@ class Subject:
 
     def gradient(self, parts: Sequence[Loaded], seed: int) -> Gradient:
         """Return the gradient of the mean loss, summed over parts with seeds of their own."""
-        named = {name: it for name, it in self.model.named_parameters() if it.requires_grad}
-        total = {name: torch.zeros_like(it) for name, it in named.items()}
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        total = {name: torch.zeros_like(p) for name, p in named.items()}
         for number, part in enumerate(parts):
             loss = self.sums(part, seed + number).loss / self.samples
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-            for name, own in zip(named, found, strict=True):
-                if own is not None:
-                    total[name] += own.to_dense() if own.is_sparse else own
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            for name, gradient in zip(named, gradients, strict=True):
+                if gradient is not None:
+                    total[name] += gradient.to_dense() if gradient.is_sparse else gradient
         return total
 
     def calls(self, part: Loaded, seed: int) -> list[ModuleCall]:
@@ -79,7 +79,7 @@ class Subject:
 
             return hook
 
-        handles = [it.register_forward_hook(record(name)) for name, it in self._modules()]
+        handles = [module.register_forward_hook(record(name)) for name, module in self._modules()]
         try:
             self.sums(part, seed)
         finally:
@@ -92,14 +92,14 @@ class Subject:
 
         A draw belongs to the innermost module that is being called, or to OUTSIDE.
         """
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         _seed(0)
         inside, last = [OUTSIDE], [_generators(self.job.device)]
 
         def note() -> None:
             now = _generators(self.job.device)
             if now != last[0]:
-                found[inside[-1]] = None
+                names[inside[-1]] = None
             last[0] = now
 
         def enters(name: str) -> Any:
@@ -123,7 +123,7 @@ class Subject:
         finally:
             for handle in handles:
                 handle.remove()
-        return list(found)
+        return list(names)
 
     def modules(self, names: Iterable[str]) -> list[nn.Module]:
         """Return the modules of these names."""
@@ -143,7 +143,7 @@ class Subject:
         return [module for _, module in self._modules() if isinstance(module, SyncBatchNorm)]
 
     def _modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return ((name or "the model", it) for name, it in self.model.named_modules())
+        return ((name or "the model", module) for name, module in self.model.named_modules())
 
 
 @contextlib.contextmanager
@@ -165,12 +165,12 @@ def copies(value: Any) -> list[torch.Tensor]:
 
 def digest(batch: Any) -> str:
     """Return the SHA-256 of all tensors of a batch."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors_in(batch):
         values = tensor.detach().cpu().contiguous()
-        found.update(f"{values.dtype}|{tuple(values.shape)}|".encode())
-        found.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{values.dtype}|{tuple(values.shape)}|".encode())
+        sha256.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def _seed(seed: int) -> None:
@@ -181,10 +181,10 @@ def _seed(seed: int) -> None:
 
 def _generators(device: torch.device) -> bytes:
     """Return a digest of the state of the global generators."""
-    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    sha256 = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     if device.type == "cuda":
-        found.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+        sha256.update(torch.cuda.get_rng_state(device).numpy().tobytes())
     _, keys, position, *_ = np.random.get_state(legacy=True)
-    found.update(np.asarray(keys).tobytes() + int(position).to_bytes(4, "little"))
-    found.update(repr(random.getstate()).encode())
-    return found.digest()
+    sha256.update(np.asarray(keys).tobytes() + int(position).to_bytes(4, "little"))
+    sha256.update(repr(random.getstate()).encode())
+    return sha256.digest()

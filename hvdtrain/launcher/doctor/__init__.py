@@ -53,9 +53,13 @@ class Finding:
 ByHost = Mapping[str, Facts]  # by host.address
 
 
-def known(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
+def values_of(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
     """Return pairs (host, value) of the hosts where the fact `name` is known."""
-    return ((host, found.values[name]) for host, found in facts.items() if name in found.values)
+    return (
+        (host, host_facts.values[name])
+        for host, host_facts in facts.items()
+        if name in host_facts.values
+    )
 
 
 def failed(findings: Iterable[Finding]) -> bool:

@@ -80,8 +80,8 @@ class Kind:
     def right(self) -> str | None:
         votes: dict[str, Fraction] = {}
         for unit in self.units:
-            for answer, given in unit.answers.items():
-                share = Fraction(given["count"], unit.repetitions)
+            for answer, occurrences in unit.answers.items():
+                share = Fraction(occurrences["count"], unit.repetitions)
                 votes[answer] = votes.get(answer, Fraction()) + share
         most = max(votes.values())
         best = [answer for answer, vote in votes.items() if vote == most]
@@ -125,8 +125,8 @@ class BurnIn:
 
     def difference(self, answer: str, other: str) -> str:
         """Return the first tensor that differs, for the end of a message, as far as it is known."""
-        found, expected = self.traces.get(answer, {}), self.traces.get(other, {})
-        different = [name for name in expected if found.get(name, expected[name]) != expected[name]]
+        trace, expected = self.traces.get(answer, {}), self.traces.get(other, {})
+        different = [name for name in expected if trace.get(name, expected[name]) != expected[name]]
         return f", first in {different[0]}" if different else ""
 
 
@@ -134,35 +134,35 @@ def burn_in(hosts: Sequence[Host], ssh: SshSetup, seconds: float) -> BurnIn:
     """Train on every core and GPU of the hosts for so long, and show progress; leave no process
     behind. When half of the time is over, drivers report their GPUs under load.
     """
-    found, began, shown_s = BurnIn(seconds), time.monotonic(), 0.0
+    results, began, shown_s = BurnIn(seconds), time.monotonic(), 0.0
     interval_s = min(SELDOM_S, max(OFTEN_S, seconds / TIMES))
     with open_sessions(hosts, ssh) as sessions:
-        _ask(found, sessions, ssh, {"do": "burn_in", "seconds": seconds}, FIRST_S)
-        while running := found.running():
+        _ask(results, sessions, ssh, {"do": "burn_in", "seconds": seconds}, FIRST_S)
+        while running := results.running():
             if time.monotonic() - shown_s >= interval_s:
                 shown_s = time.monotonic()
-                say(_progress(found, shown_s - began))
+                say(_progress(results, shown_s - began))
             time.sleep(POLL_S)
             asked = {host: sessions[host] for host in running}
-            _ask(found, asked, ssh, {"do": "burn_in_state"}, STEP_S)
+            _ask(results, asked, ssh, {"do": "burn_in_state"}, STEP_S)
             if time.monotonic() - began > seconds / 2:
-                _ask_drivers(found, sessions)
-    return found
+                _ask_drivers(results, sessions)
+    return results
 
 
-def _ask_drivers(found: BurnIn, sessions: Mapping[str, ProbeSession]) -> None:
+def _ask_drivers(results: BurnIn, sessions: Mapping[str, ProbeSession]) -> None:
     """Ask the driver of each host whose GPUs are at work, once."""
     hosts = {
         host: sessions[host]
-        for host in found.running()
-        if host not in found.gpus and any(unit.what == GPU for unit in found.units[host])
+        for host in results.running()
+        if host not in results.gpus and any(unit.what == GPU for unit in results.units[host])
     }
     answers = on_all(lambda session: session.ask_again({"do": "gpus"}), hosts)
-    found.gpus |= answers
+    results.gpus |= answers
 
 
 def _ask(
-    found: BurnIn,
+    results: BurnIn,
     sessions: Mapping[str, ProbeSession],
     ssh: SshSetup,
     request: Mapping[str, Any],
@@ -178,25 +178,25 @@ def _ask(
 
     for host, answer in on_all(ask, sessions).items():
         if isinstance(answer, Finding):
-            found.lost[host] = dataclasses.replace(answer, check=CHECK)
+            results.lost[host] = dataclasses.replace(answer, check=CHECK)
         elif state := answer.get(request["do"]):
-            found.units[host] = [Unit(host=host, **unit) for unit in state["units"]]
-            found.traces |= state["traces"]
-            found.listing -= {host}
-            found.listing |= {host} if state["listing"] else set()
-            found.unlisted |= {host: state["problem"]} if state["problem"] else {}
+            results.units[host] = [Unit(host=host, **unit) for unit in state["units"]]
+            results.traces |= state["traces"]
+            results.listing -= {host}
+            results.listing |= {host} if state["listing"] else set()
+            results.unlisted |= {host: state["problem"]} if state["problem"] else {}
         else:
             text = f"trainings cannot be started: {'; '.join(answer.errors.values())}"
-            found.lost[host] = Finding(CHECK, "fail", host, text, START_FIX)
+            results.lost[host] = Finding(CHECK, "fail", host, text, START_FIX)
 
 
-def _progress(found: BurnIn, elapsed_s: float) -> str:
-    units = [unit for units in found.units.values() for unit in units]
+def _progress(results: BurnIn, elapsed_s: float) -> str:
+    units = [unit for units in results.units.values() for unit in units]
     counts = Counter(unit.what for unit in units)
     what = ", ".join(counted(count, name) for name, count in counts.items())
     done = counted(sum(unit.repetitions for unit in units), "repetition")
-    wrong = [str(unit) for kind in found.kinds() for unit in kind.units if kind.wrong(unit)]
-    passed = f"{duration(min(elapsed_s, found.seconds))} of {duration(found.seconds)}"
+    wrong = [str(unit) for kind in results.kinds() for unit in kind.units if kind.wrong(unit)]
+    passed = f"{duration(min(elapsed_s, results.seconds))} of {duration(results.seconds)}"
     return f"burn-in: {passed}, {what}, {done}, wrong: {few(wrong) or 'none'}"
 
 
@@ -206,11 +206,14 @@ def few(items: Sequence[object], separator: str = ", ") -> str:
     return separator.join([*map(str, items[:SHOWN]), *more])
 
 
-def burn_in_json(found: BurnIn) -> dict[str, Any]:
+def burn_in_json(results: BurnIn) -> dict[str, Any]:
     """Return all results, as written by --json."""
-    right = {kind.name: kind.right for kind in found.kinds()}
-    sources = {name: getattr(found, name) for name in ("seconds", "traces", "unlisted")}
-    units = {host: list(map(dataclasses.asdict, own)) for host, own in found.units.items()}
-    lost = {host: dataclasses.asdict(finding) for host, finding in found.lost.items()}
-    gpus = {host: facts.get("gpus") for host, facts in found.gpus.items()}
+    right = {kind.name: kind.right for kind in results.kinds()}
+    sources = {name: getattr(results, name) for name in ("seconds", "traces", "unlisted")}
+    units = {
+        host: list(map(dataclasses.asdict, host_units))
+        for host, host_units in results.units.items()
+    }
+    lost = {host: dataclasses.asdict(finding) for host, finding in results.lost.items()}
+    gpus = {host: facts.get("gpus") for host, facts in results.gpus.items()}
     return {"right": right, **sources, "units": units, "lost": lost, "gpus": gpus}

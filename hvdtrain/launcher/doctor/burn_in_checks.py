@@ -30,38 +30,40 @@ SUMS_FIX = (
 SLOW_SUMS = 0.5  # of the bandwidth of the fastest like host
 
 
-def check_burn_in(found: BurnIn) -> list[Finding]:
+def check_burn_in(results: BurnIn) -> list[Finding]:
     """Check that all units of a kind give one answer: findings by host, by kind, then of the GPUs
     under load and of the sums between them.
     """
-    kinds = found.kinds()
+    kinds = results.kinds()
     hosts = []
-    for host, units in found.units.items():
+    for host, units in results.units.items():
         for what in dict.fromkeys(unit.what for unit in units):
-            own = [unit for unit in units if unit.what == what]
-            hosts.append(_check_host(found, kinds, host, own))
+            matching = [unit for unit in units if unit.what == what]
+            hosts.append(_check_host(results, kinds, host, matching))
     unlisted = [
         Finding(CHECK, "fail", host, why, "see what `python -c 'import torch'` prints there")
-        for host, why in found.unlisted.items()
+        for host, why in results.unlisted.items()
     ]
-    lost = found.lost.values()
-    more = [*_check_kinds(found, kinds), *_check_load(found), *_check_sums(found)]
+    lost = results.lost.values()
+    more = [*_check_kinds(results, kinds), *_check_load(results), *_check_sums(results)]
     return [*hosts, *unlisted, *lost, *more]
 
 
-def _check_host(found: BurnIn, kinds: Sequence[Kind], host: str, units: Sequence[Unit]) -> Finding:
+def _check_host(
+    results: BurnIn, kinds: Sequence[Kind], host: str, units: Sequence[Unit]
+) -> Finding:
     """Return the finding for the units of one host that are all cores or all GPUs."""
     what = units[0].what
-    own = [(kind, unit) for kind in kinds for unit in kind.units if unit in units]
-    undecided = any(kind.right is None for kind, _ in own)
-    wrong = [_describe(found, kind, unit) for kind, unit in own if kind.wrong(unit)]
+    pairs = [(kind, unit) for kind in kinds for unit in kind.units if unit in units]
+    undecided = any(kind.right is None for kind, _ in pairs)
+    wrong = [_describe(results, kind, unit) for kind, unit in pairs if kind.wrong(unit)]
     ended = [
         f"{unit.name} {unit.problem}, after {counted(unit.repetitions, 'repetition')}"
         for unit in units
         if unit.problem
     ]
     done = counted(sum(unit.repetitions for unit in units), "repetition")
-    count = sum(kind.wrong(unit) for kind, unit in own)
+    count = sum(kind.wrong(unit) for kind, unit in pairs)
     result = "no majority" if undecided else f"{count:,} wrong"
     text = f"{counted(len(units), what)}, {done}, {result}"
     text = "; ".join(filter(None, [text, few(wrong, "; "), few(ended, "; ")]))
@@ -69,23 +71,23 @@ def _check_host(found: BurnIn, kinds: Sequence[Kind], host: str, units: Sequence
     return Finding(CHECK, "fail" if wrong or ended or undecided else "ok", host, text, fix)
 
 
-def _describe(found: BurnIn, kind: Kind, unit: Unit) -> str:
+def _describe(results: BurnIn, kind: Kind, unit: Unit) -> str:
     """Return which repetitions of a unit were wrong, and what differed first."""
     others = [answer for answer in unit.answers if answer != kind.right]
     count = kind.wrong(unit)
     numbers = few(sorted(number for answer in others for number in unit.answers[answer]["at"]))
     how = "repeatable" if count == unit.repetitions else f"transient: {numbers}"
-    where = found.difference(others[0], kind.right or "")
+    where = results.difference(others[0], kind.right or "")
     of = counted(unit.repetitions, "repetition")
     return f"{unit.name} wrong in {count:,} of {of} ({how}){where}"
 
 
-def _check_kinds(found: BurnIn, kinds: Sequence[Kind]) -> list[Finding]:
+def _check_kinds(results: BurnIn, kinds: Sequence[Kind]) -> list[Finding]:
     """Return a finding for each kind: what was compared, or that there is no majority."""
     findings = []
     for kind in kinds:
         if kind.right is None:
-            text = f"{_disagreement(found, kind)}: no majority ({kind.name})"
+            text = f"{_disagreement(results, kind)}: no majority ({kind.name})"
             fix = UNDECIDED_FIX.format(kind.what)
             findings.append(Finding(CHECK, "fail", ALL_HOSTS, text, fix))
             continue
@@ -98,42 +100,47 @@ def _check_kinds(found: BurnIn, kinds: Sequence[Kind]) -> list[Finding]:
     return findings
 
 
-def _disagreement(found: BurnIn, kind: Kind) -> str:
+def _disagreement(results: BurnIn, kind: Kind) -> str:
     answers = list(dict.fromkeys(answer for unit in kind.units for answer in unit.answers))
-    groups = [few([unit for unit in kind.units if it in unit.answers]) for it in answers[:SHOWN]]
+    groups = [
+        few([unit for unit in kind.units if answer in unit.answers]) for answer in answers[:SHOWN]
+    ]
     alone = f"{kind.units[0]} disagrees with itself"
     who = alone if len(kind.units) == 1 else f"{' and '.join(groups)} disagree"
-    return who + found.difference(answers[1], answers[0])
+    return who + results.difference(answers[1], answers[0])
 
 
-def _check_load(found: BurnIn) -> list[Finding]:
+def _check_load(results: BurnIn) -> list[Finding]:
     """Check what drivers reported of the GPUs at work: clocks, and errors of memory."""
-    errors = [it for it in check_gpu_errors(found.gpus) if it.status != "ok"]
-    findings = [*check_gpu_clocks(found.gpus), *errors]
-    return [dataclasses.replace(it, check=CHECK, text=f"at work: {it.text}") for it in findings]
+    errors = [finding for finding in check_gpu_errors(results.gpus) if finding.status != "ok"]
+    findings = [*check_gpu_clocks(results.gpus), *errors]
+    return [
+        dataclasses.replace(finding, check=CHECK, text=f"at work: {finding.text}")
+        for finding in findings
+    ]
 
 
-def _check_sums(found: BurnIn) -> list[Finding]:
+def _check_sums(results: BurnIn) -> list[Finding]:
     """Check the all-reduce between the GPUs of each host: right, and as fast as on like hosts."""
     slowest: dict[str, Mapping[str, Any]] = {}
     findings = []
-    for host, units in found.units.items():
+    for host, units in results.units.items():
         sums = [unit.sums for unit in units if unit.sums]
-        if missing := [it["missing"] for it in sums if "missing" in it]:
+        if missing := [reduction["missing"] for reduction in sums if "missing" in reduction]:
             text = f"the all-reduce between GPUs is not measured: {missing[0]}"
             findings.append(Finding(CHECK, "warn", host, text, SUMS_FIX))
-        elif wrong := [it["wrong"] for it in sums if it["wrong"]]:
+        elif wrong := [reduction["wrong"] for reduction in sums if reduction["wrong"]]:
             text = f"the all-reduce between GPUs gives wrong sums: {wrong[0]}"
             findings.append(Finding(CHECK, "fail", host, text, SUMS_FIX))
         elif sums:
-            slowest[host] = max(sums, key=lambda it: it["seconds"])
-    for host, own in slowest.items():
-        like = [it for it in slowest.values() if it["devices"] == own["devices"]]
-        best, speed = max(map(bus_bandwidth, like)), bus_bandwidth(own)
+            slowest[host] = max(sums, key=lambda reduction: reduction["seconds"])
+    for host, reduction in slowest.items():
+        like = [other for other in slowest.values() if other["devices"] == reduction["devices"]]
+        best, speed = max(map(bus_bandwidth, like)), bus_bandwidth(reduction)
         slow = speed < SLOW_SUMS * best
         text = (
-            f"all-reduce of {own['bytes'] >> 20} MiB between {own['devices']} GPUs "
-            f"({own['backend']}): bus bandwidth {speed / 1e9:.2f} GB/s"
+            f"all-reduce of {reduction['bytes'] >> 20} MiB between {reduction['devices']} GPUs "
+            f"({reduction['backend']}): bus bandwidth {speed / 1e9:.2f} GB/s"
         )
         text += f", but {best / 1e9:.2f} GB/s on a like host" if slow else ""
         fix = SUMS_FIX if slow else ""

@@ -7,7 +7,15 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, THIS_MACHINE, ByHost, Facts, Finding, Status, known
+from hvdtrain.launcher.doctor import (
+    ALL_HOSTS,
+    THIS_MACHINE,
+    ByHost,
+    Facts,
+    Finding,
+    Status,
+    values_of,
+)
 
 SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
 NEEDED = {"torch", "horovod"}
@@ -25,8 +33,8 @@ def check_gathered(facts: ByHost) -> list[Finding]:
     """Warn of missing facts, which cannot be checked."""
     return [
         Finding("facts", "warn", host, f"{name} could not be determined: {why}")
-        for host, found in facts.items()
-        for name, why in found.errors.items()
+        for host, host_facts in facts.items()
+        for name, why in host_facts.errors.items()
         if name not in CHECKED_ELSEWHERE
     ]
 
@@ -35,7 +43,7 @@ def check_python(facts: ByHost, here: Facts) -> list[Finding]:
     """Check that Python is the same everywhere; a different patch release is a warning."""
     wanted = str(here.get("python"))
     findings = []
-    for host, version in known(facts, "python"):
+    for host, version in values_of(facts, "python"):
         if version != wanted:
             same_minor = version.split(".")[:2] == wanted.split(".")[:2]
             text = f"Python {version}, but {wanted} on {THIS_MACHINE}"
@@ -49,7 +57,7 @@ def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
     findings = []
     for package in SAME_EVERYWHERE:
         wanted = here.get("packages", {}).get(package)
-        versions = {host: found.get(package) for host, found in known(facts, "packages")}
+        versions = {host: packages.get(package) for host, packages in values_of(facts, "packages")}
         if wanted is None and not any(versions.values()):
             status: Status = "fail" if package in NEEDED else "warn"
             findings.append(Finding(package, status, ALL_HOSTS, "not installed", INSTALL))
@@ -67,44 +75,46 @@ def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
 
 def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
     """Check version and code of hvdtrain: checkouts of one version may differ."""
-    own = here.get("hvdtrain", {})
-    fix = f"install the same code there (here: {own.get('folder')}), or share the folder"
+    local = here.get("hvdtrain", {})
+    fix = f"install the same code there (here: {local.get('folder')}), or share the folder"
     findings = []
-    for host, found in known(facts, "hvdtrain"):
-        if found["version"] != own.get("version"):
-            text = f"hvdtrain {found['version']}, but {own.get('version')} on {THIS_MACHINE}"
-        elif found["sha256"] != own.get("sha256"):
-            text = f"hvdtrain {found['version']} in {found['folder']} is not the same code as here"
+    for host, remote in values_of(facts, "hvdtrain"):
+        if remote["version"] != local.get("version"):
+            text = f"hvdtrain {remote['version']}, but {local.get('version')} on {THIS_MACHINE}"
+        elif remote["sha256"] != local.get("sha256"):
+            text = (
+                f"hvdtrain {remote['version']} in {remote['folder']} is not the same code as here"
+            )
         else:
             continue
         findings.append(Finding("hvdtrain", "fail", host, text, fix))
-    return findings or [Finding("hvdtrain", "ok", ALL_HOSTS, f"hvdtrain {own.get('version')}")]
+    return findings or [Finding("hvdtrain", "ok", ALL_HOSTS, f"hvdtrain {local.get('version')}")]
 
 
 def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Finding]:
     """Check that the user is the same everywhere. `named`: hosts whose user the hostfile gives."""
-    own = here.get("user", {}).get("name")
+    local_user = here.get("user", {}).get("name")
     findings = []
-    for host, found in known(facts, "user"):
-        if found["name"] != own and host not in named:
-            text = f"ssh logs in as {found['name']}, but the user of {THIS_MACHINE} is {own}"
+    for host, user in values_of(facts, "user"):
+        if user["name"] != local_user and host not in named:
+            text = f"ssh logs in as {user['name']}, but the user of {THIS_MACHINE} is {local_user}"
             fix = (
-                f"if that is intended, write {found['name']}@{host} into the hostfile; else "
+                f"if that is intended, write {user['name']}@{host} into the hostfile; else "
                 "correct `User` in ~/.ssh/config"
             )
             findings.append(Finding("user", "warn", host, text, fix))
-    numbers = {host: found["uid"] for host, found in known(facts, "user")}
+    numbers = {host: user["uid"] for host, user in values_of(facts, "user")}
     if not findings and len(set(numbers.values())) > 1:
         listed = ", ".join(f"{host} {number}" for host, number in numbers.items())
         text = f"the user has different uids ({listed}): shared files have different owners"
         findings.append(Finding("user", "warn", ALL_HOSTS, text, "use the same uid everywhere"))
-    return findings or [Finding("user", "ok", ALL_HOSTS, f"user {own}")]
+    return findings or [Finding("user", "ok", ALL_HOSTS, f"user {local_user}")]
 
 
 def check_machines(facts: ByHost, slots: Mapping[str, int]) -> list[Finding]:
     """Check that no two hosts are one machine, whose cores and GPUs would be given out twice."""
     names: dict[str, list[str]] = {}
-    for host, machine in known(facts, "machine"):
+    for host, machine in values_of(facts, "machine"):
         names.setdefault(machine or host, []).append(host)
     findings = []
     for first, *others in names.values():
@@ -122,8 +132,8 @@ def check_names(facts: ByHost, addresses: Mapping[str, Sequence[str]]) -> list[F
     connection would reach another one each time. `addresses`: what each name stands for.
     """
     findings = []
-    for host, own in known(facts, "interfaces"):
-        others = sorted({*addresses.get(host, ())} - {address for _, address in own})
+    for host, interfaces in values_of(facts, "interfaces"):
+        others = sorted({*addresses.get(host, ())} - {address for _, address in interfaces})
         if others and len(others) < len(addresses[host]):
             text = f"is a name of several machines: also of {', '.join(others)}"
             fix = "list each of them by a name or address of its own"
@@ -134,7 +144,7 @@ def check_names(facts: ByHost, addresses: Mapping[str, Sequence[str]]) -> list[F
 def check_working_directory(facts: ByHost) -> list[Finding]:
     """Check that the folder in which workers start exists."""
     findings, path = [], ""
-    for host, state in known(facts, "working_directory"):
+    for host, state in values_of(facts, "working_directory"):
         path = state["path"]
         if not state["usable"]:
             text = f"there is no folder {path}, in which workers start"
@@ -146,7 +156,7 @@ def check_working_directory(facts: ByHost) -> list[Finding]:
 def check_built_for(facts: ByHost) -> list[Finding]:
     """Check that Horovod was compiled for the installed torch (check_horovod_loads is slower)."""
     findings = []
-    for host, built in known(facts, "horovod_built_for"):
+    for host, built in values_of(facts, "horovod_built_for"):
         # Not the version of the package, which may lack the local part that names the build.
         torch = (facts[host].get("torch_build") or {}).get("version")
         if built and torch and built != torch:
@@ -174,7 +184,7 @@ def check_ssh(noise: Mapping[str, Sequence[str]], silent: int = 0) -> list[Findi
 def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
     """Check that every host can connect to the launcher's machine. `by_ssh`: the remote hosts."""
     findings = []
-    ways = dict(known(facts, "channel"))
+    ways = dict(values_of(facts, "channel"))
     for host, channel in ways.items():
         if channel["address"] is None:
             tried = "; ".join(f"{address}: {why}" for address, why in channel["tried"])
@@ -184,9 +194,11 @@ def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
                 "start from a machine that the hosts can reach"
             )
             findings.append(Finding("way back", "fail", host, text, fix))
-    for host, found in facts.items():
-        if "ticket" in found.errors:
-            text = f"no private file can be written in the user's cache: {found.errors['ticket']}"
+    for host, host_facts in facts.items():
+        if "ticket" in host_facts.errors:
+            text = (
+                f"no private file can be written in the user's cache: {host_facts.errors['ticket']}"
+            )
             fix = "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME"
             findings.append(Finding("way back", "fail", host, text, fix))
     if not findings and not ways.keys().isdisjoint(by_ssh):
@@ -202,25 +214,25 @@ def check_interface(
     Return this machine's, which horovodrun is given (None: it is unknown), and the findings.
     `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address).
     """
-    own = {address: name for name, address in here}
+    local_interfaces = {address: name for name, address in here}
     names, listed = [], []
-    for host, channel in known(facts, "channel"):
+    for host, channel in values_of(facts, "channel"):
         address = channel["address"]
         if address is not None:
-            there = own.get(address)
+            there = local_interfaces.get(address)
             names.append((channel["interface"], there))
             shown = there or f"{address}, which is none of its addresses"
             listed.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {shown}")
     if not names:
         return None, []
     joined = "; ".join(listed)
-    found = [name for _, name in names if name is not None]
-    if len(found) < len(names):
+    local_names = [name for _, name in names if name is not None]
+    if len(local_names) < len(names):
         text = f"hosts reach this machine at an address of another machine ({joined})"
         fix = "start launch on a machine that hosts reach without translation of addresses (NAT)"
         return None, [Finding("interface", "warn", ALL_HOSTS, text, fix)]
-    common = statistics.mode(found)
-    alike = {*found, *(there for there, _ in names)} == {common}
+    common = statistics.mode(local_names)
+    alike = {*local_names, *(there for there, _ in names)} == {common}
     text = f"Horovod should use {common}" if alike else f"each host uses its own: {joined}"
     return common, [Finding("interface", "ok", ALL_HOSTS, text)]
 
@@ -241,7 +253,7 @@ def find_usable(facts: ByHost, reached: Reached) -> dict[str, float]:
     usable = {name: statistics.median(seconds[name]) for name in joined if pairs <= joined[name]}
 
     def rank(name: str) -> tuple[bool, int, float]:
-        speeds = [found.get("speeds", {}).get(name, 0) for found in facts.values()]
+        speeds = [host_facts.get("speeds", {}).get(name, 0) for host_facts in facts.values()]
         return name.startswith(VIRTUAL), -min(speeds), usable[name]
 
     return {name: usable[name] for name in sorted(usable, key=rank)}
@@ -284,15 +296,15 @@ def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> l
         also = f" (also joined by {others})" if others else ""
         return [Finding("interface", "ok", ALL_HOSTS, f"Horovod should use {best}{also}")]
     listed = "; ".join(
-        f"{host}: {', '.join(sorted({name for name, _ in own} - {'lo'})) or 'none'}"
-        for host, own in known(facts, "interfaces")
+        f"{host}: {', '.join(sorted({name for name, _ in interfaces} - {'lo'})) or 'none'}"
+        for host, interfaces in values_of(facts, "interfaces")
     )
     return [Finding("interface", "ok", ALL_HOSTS, f"each host uses its own ({listed})")]
 
 
 def check_ports(facts: ByHost) -> list[Finding]:
     """Check that every host can listen on a port."""
-    problems = {host: found.errors.get("listener") for host, found in facts.items()}
+    problems = {host: host_facts.errors.get("listener") for host, host_facts in facts.items()}
     fix = "free ports, or widen net.ipv4.ip_local_port_range"
     return [
         Finding("ports", "fail", host, f"cannot listen on any port: {problem}", fix)

@@ -25,8 +25,8 @@ from hvdtrain.launcher.doctor import (
     checks,
     failed,
     gpu_checks,
-    known,
     machine_checks,
+    values_of,
 )
 from hvdtrain.launcher.doctor.facts import gather, quick_sources
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, try_ring
@@ -81,10 +81,10 @@ def preflight(
         request["ticket"] = {"job": ticket.job, "ticket": ticket.text}
     with open_sessions(hosts, ssh) as sessions:
         facts, findings = _begin(sessions, ssh, request, timeout_s)
-    distant = {host: found for host, found in facts.items() if not sessions[host].local}
+    distant = {host: host_facts for host, host_facts in facts.items() if not sessions[host].local}
     interface, more = checks.check_interface(distant, interfaces())
     if slots:
-        used = {host: found for host, found in facts.items() if host in slots}
+        used = {host: host_facts for host, host_facts in facts.items() if host in slots}
         more += machine_checks.check_cores(used, slots) + machine_checks.check_memory(used, slots)
         limits = machine_checks.check_container(used, slots) + machine_checks.check_shm(used)
         more += [finding for finding in limits if finding.status == "fail"]
@@ -135,8 +135,12 @@ def _begin(
     return facts, [
         *failures,
         *checks.check_gathered(facts),
-        *checks.check_machines(facts, {host: it.host.slots for host, it in sessions.items()}),
-        *checks.check_names(facts, {host: addresses_of(it.host.name) for host, it in named_hosts}),
+        *checks.check_machines(
+            facts, {host: session.host.slots for host, session in sessions.items()}
+        ),
+        *checks.check_names(
+            facts, {host: addresses_of(session.host.name) for host, session in named_hosts}
+        ),
         *checks.check_ssh(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),
@@ -177,59 +181,67 @@ class Examination:
 def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination:
     """Run every check. A problem of a host is a finding, never an exception."""
     began = time.monotonic()
-    found = Examination()
+    examination = Examination()
     with (
         socket.create_server(("", 0), backlog=max(128, len(hosts))) as server,
         open_sessions(hosts, ssh) as sessions,
     ):
         port = int(server.getsockname()[1])
         request = {"do": "all", "channel_port": port, "output": wishes.output}
-        found.facts, found.findings = _begin(sessions, ssh, request, FACTS_S)
-        answering = {host: sessions[host] for host in found.facts}
+        examination.facts, examination.findings = _begin(sessions, ssh, request, FACTS_S)
+        answering = {host: sessions[host] for host in examination.facts}
         if answering:
-            _examine_answering(found, answering, hosts, wishes)
-            if wishes.ring and failed(found.findings):
-                names = dict.fromkeys(f.check for f in found.findings if f.status == "fail")
+            _examine_answering(examination, answering, hosts, wishes)
+            if wishes.ring and failed(examination.findings):
+                names = dict.fromkeys(f.check for f in examination.findings if f.status == "fail")
                 text = f"not tried, since these failed: {', '.join(names)}"
                 fix = "correct them, and run doctor again"
-                found.findings.append(Finding("ring", "warn", ALL_HOSTS, text, fix))
+                examination.findings.append(Finding("ring", "warn", ALL_HOSTS, text, fix))
             elif wishes.ring:
                 controller = "gloo" if wishes.controller == "auto" else wishes.controller
-                towards = None if wishes.interface else first_address(hosts, found.facts)
-                found.ring = try_ring(hosts, ssh, answering, controller, found.interface, towards)
-                found.findings += check_ring(found.ring)
-    found.seconds = time.monotonic() - began
-    return found
+                towards = None if wishes.interface else first_address(hosts, examination.facts)
+                examination.ring = try_ring(
+                    hosts, ssh, answering, controller, examination.interface, towards
+                )
+                examination.findings += check_ring(examination.ring)
+    examination.seconds = time.monotonic() - began
+    return examination
 
 
 def _examine_answering(
-    found: Examination, sessions: Sessions, hosts: Sequence[Host], wishes: Wishes
+    examination: Examination, sessions: Sessions, hosts: Sequence[Host], wishes: Wishes
 ) -> None:
     """Run all checks of the hosts that answer, except for the ring."""
-    facts, slots = found.facts, {host.address: host.slots for host in hosts}
+    facts, slots = examination.facts, {host.address: host.slots for host in hosts}
     first = next(host.address for host in hosts if host.address in facts)
-    _ping(found, sessions)
-    distant = {host: found.latencies[host] for host in found.latencies if not sessions[host].local}
-    found.findings += [
+    _ping(examination, sessions)
+    distant = {
+        host: examination.latencies[host]
+        for host in examination.latencies
+        if not sessions[host].local
+    }
+    examination.findings += [
         *machine_checks.check_horovod_loads(facts),
         *machine_checks.check_torchvision_loads(facts),
         *machine_checks.check_mpi(facts, needed=wishes.controller == "mpi"),
         *checks.check_latency(distant),
-        *machine_checks.check_clocks({host: found.clocks[host] for host in distant}),
+        *machine_checks.check_clocks({host: examination.clocks[host] for host in distant}),
         *checks.check_ports(facts),
     ]
     if len(facts) > 1:
-        found.reached = _reach(facts, sessions)
-        usable = checks.find_usable(facts, found.reached)
-        found.interface = wishes.interface or next(iter(usable), None)
-        pairs = checks.check_pairs(facts, found.reached, usable)
-        found.findings += pairs
+        examination.reached = _reach(facts, sessions)
+        usable = checks.find_usable(facts, examination.reached)
+        examination.interface = wishes.interface or next(iter(usable), None)
+        pairs = checks.check_pairs(facts, examination.reached, usable)
+        examination.findings += pairs
         if not failed(pairs):
-            found.findings += checks.check_route(facts, usable, wishes.interface)
-            own, _ = checks.check_interface({host: facts[host] for host in distant}, interfaces())
-            found.interface = found.interface or own
-        found.shared = _share(facts, sessions, first)
-    found.findings += [
+            examination.findings += checks.check_route(facts, usable, wishes.interface)
+            local_interface, _ = checks.check_interface(
+                {host: facts[host] for host in distant}, interfaces()
+            )
+            examination.interface = examination.interface or local_interface
+        examination.shared = _share(facts, sessions, first)
+    examination.findings += [
         *gpu_checks.check_gpus(facts, slots),
         *gpu_checks.check_gpu_builds(facts),
         *gpu_checks.check_gpu_errors(facts),
@@ -242,11 +254,11 @@ def _examine_answering(
         *machine_checks.check_shm(facts),
         *machine_checks.check_limits(facts, slots),
         *machine_checks.check_output(facts, first),
-        *machine_checks.check_shared(found.shared, first, wishes.output),
+        *machine_checks.check_shared(examination.shared, first, wishes.output),
     ]
 
 
-def _ping(found: Examination, sessions: Sessions) -> None:
+def _ping(examination: Examination, sessions: Sessions) -> None:
     """Measure clock offsets and latencies; the fastest of PINGS messages bounds the offset best."""
 
     def ping(session: ProbeSession) -> list[tuple[float, float]]:
@@ -265,8 +277,8 @@ def _ping(found: Examination, sessions: Sessions) -> None:
     for host, measured in on_all(ping, sessions).items():
         if measured:
             took, ahead = min(measured)
-            found.latencies[host] = took
-            found.clocks[host] = ahead, took / 2
+            examination.latencies[host] = took
+            examination.clocks[host] = ahead, took / 2
 
 
 def _reach(facts: ByHost, sessions: Sessions) -> dict[str, list[dict[str, Any]]]:
@@ -277,7 +289,7 @@ def _reach(facts: ByHost, sessions: Sessions) -> dict[str, list[dict[str, Any]]]
             **listener,
             "addresses": [pair for pair in facts[host].get("interfaces", []) if pair[0] != "lo"],
         }
-        for host, listener in known(facts, "listener")
+        for host, listener in values_of(facts, "listener")
     ]
 
     def reach(session: ProbeSession) -> list[dict[str, Any]]:
@@ -303,27 +315,27 @@ def _share(facts: ByHost, sessions: Sessions, first: str) -> dict[str, bool]:
         sessions[first].ask_again({"do": "take_file", "file": file})
 
 
-def as_json(found: Examination) -> dict[str, Any]:
+def as_json(examination: Examination) -> dict[str, Any]:
     """Return all findings and facts, as written by --json."""
-    ring = found.ring and dataclasses.asdict(found.ring)
+    ring = examination.ring and dataclasses.asdict(examination.ring)
     if ring:
         del ring["output"]
     return {
-        "ok": not failed(found.findings),
-        "seconds": found.seconds,
-        "findings": [dataclasses.asdict(finding) for finding in found.findings],
-        "interface": found.interface,
+        "ok": not failed(examination.findings),
+        "seconds": examination.seconds,
+        "findings": [dataclasses.asdict(finding) for finding in examination.findings],
+        "interface": examination.interface,
         "hosts": {
             host: {
                 "facts": {name: fact for name, fact in facts.values.items() if name != "listener"},
                 "errors": dict(facts.errors),
-                "ssh_round_trip_s": found.latencies.get(host),
-                "clock_ahead_s": found.clocks.get(host, (None,))[0],
-                "reached": found.reached.get(host, []),
-                "sees_output_of_first": found.shared.get(host),
+                "ssh_round_trip_s": examination.latencies.get(host),
+                "clock_ahead_s": examination.clocks.get(host, (None,))[0],
+                "reached": examination.reached.get(host, []),
+                "sees_output_of_first": examination.shared.get(host),
             }
-            for host, facts in found.facts.items()
+            for host, facts in examination.facts.items()
         },
         "ring": ring,
-        "burn_in": found.burn_in,
+        "burn_in": examination.burn_in,
     }

@@ -52,7 +52,7 @@ def quick_sources(folders: Sequence[str]) -> Sources:
     """Return the sources of the quick part. `folders`: paths of the one where workers will be
     started, the best first.
     """
-    found = [it for it in folders if Path(it).is_dir() and os.access(it, os.X_OK)]
+    usable = [path for path in folders if Path(path).is_dir() and os.access(path, os.X_OK)]
     return {
         "hostname": socket.gethostname,
         "machine": machine,
@@ -69,7 +69,7 @@ def quick_sources(folders: Sequence[str]) -> Sources:
         "horovodrun": lambda: shutil.which("horovodrun"),
         "mpirun": lambda: shutil.which("mpirun"),
         "user": user,
-        "working_directory": lambda: {"path": [*found, folders[-1]][0], "usable": bool(found)},
+        "working_directory": lambda: {"path": [*usable, folders[-1]][0], "usable": bool(usable)},
         "cores": lambda: {"all": os.cpu_count(), "usable": cgroups.usable_cores()},
         "memory": memory,
         "cgroup": cgroups.limits,
@@ -121,10 +121,10 @@ def torch_build() -> dict[str, str | None] | None:
     The version of the package may lack the local part, which names the build: 2.14.1 of
     2.14.1+cu130. None: not installed.
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
-    names = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    names = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return {"version": str(names["__version__"]), "cuda": names.get("cuda")}
 
 
@@ -132,10 +132,10 @@ def horovod_built_for() -> str | None:
     """Return the torch version that Horovod was compiled for, from its build metadata."""
     try:
         file = metadata.distribution("horovod").locate_file("horovod/metadata.json")
-        found = json.loads(Path(str(file)).read_text("utf-8")).get("pytorch")
+        version = json.loads(Path(str(file)).read_text("utf-8")).get("pytorch")
     except (metadata.PackageNotFoundError, OSError, ValueError):
         return None
-    return str(found) if found else None
+    return str(version) if version else None
 
 
 def source_hash(folder: Path) -> str:
@@ -162,9 +162,9 @@ def mpi_version() -> str | None:
     if mpirun is None:
         return None
     done = run_child([mpirun, "--version"], CHILD_LIMIT_S)
-    found = re.search(r"\(Open MPI\) ([\w.]+)", done.stdout)
-    if found:
-        return f"Open MPI {found.group(1)}"
+    match = re.search(r"\(Open MPI\) ([\w.]+)", done.stdout)
+    if match:
+        return f"Open MPI {match.group(1)}"
     lines = (done.stdout + done.stderr).strip().splitlines()
     return lines[0][:80] if lines else f"{mpirun} (exit code {done.returncode})"
 
@@ -202,8 +202,8 @@ def horovod_loads() -> dict[str, Any]:
     Return what it was built with, and `problem`: why it does not load, or None.
     """
     output, problem = _try(_LOAD_TORCH + _LOAD_HOROVOD, _IMPORT_HOROVOD)
-    found: dict[str, Any] = {} if problem else json.loads(output)
-    return found | {"problem": problem}
+    features: dict[str, Any] = {} if problem else json.loads(output)
+    return features | {"problem": problem}
 
 
 def torchvision_problem() -> str | None:
@@ -233,12 +233,12 @@ def memory(root: Path = ROOT) -> dict[str, int]:
 
 def space(folder: Path) -> dict[str, Any]:
     """Return the size of a file system, and the bytes and files left for this user."""
-    found = os.statvfs(folder)
+    stats = os.statvfs(folder)
     return {
         "path": str(folder),
-        "total": found.f_blocks * found.f_frsize,
-        "free": found.f_bavail * found.f_frsize,
-        "files_free": found.f_favail if found.f_files else None,
+        "total": stats.f_blocks * stats.f_frsize,
+        "free": stats.f_bavail * stats.f_frsize,
+        "files_free": stats.f_favail if stats.f_files else None,
     }
 
 
@@ -254,14 +254,14 @@ def limits() -> dict[str, int | None]:
 def output_folder(output: Path) -> dict[str, Any]:
     """Return whether runs can be written (tested in the nearest existing folder) and space left."""
     existing = next(folder for folder in (output, *output.parents) if folder.exists())
-    found: dict[str, Any] = {"asked": str(output), **space(existing), "problem": None}
+    state: dict[str, Any] = {"asked": str(output), **space(existing), "problem": None}
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"hvdtrain doctor")
             file.flush()
     except OSError as error:
-        found["problem"] = why_not_written(existing, error)
-    return found
+        state["problem"] = why_not_written(existing, error)
+    return state
 
 
 def single_copy() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Facts, Finding, Status, known
+from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Facts, Finding, Status, values_of
 from hvdtrain.launcher.doctor.machine_checks import GIB, each_host, list_by_host, size
 from hvdtrain.log import counted
 
@@ -37,27 +37,31 @@ class Device(NamedTuple):
         return f"{self.card['name']}{part}{memory}"
 
 
-def devices_of(found: Mapping[str, Any]) -> list[Device]:
+def devices_of(gpus: Mapping[str, Any]) -> list[Device]:
     """Return the devices of a host that workers may use: all, or those of CUDA_VISIBLE_DEVICES.
 
     Its numbers are taken for the driver's, which is CUDA's own order where all cards are alike.
     """
-    there = [device for card in answering(found) for device in _parts_or_whole(card)]
-    if found.get("selected") is None:
+    there = [device for card in answering(gpus) for device in _parts_or_whole(card)]
+    if gpus.get("selected") is None:
         return there
     chosen: list[Device] = []
-    for entry in map(str.strip, found["selected"].split(",")):
-        named = [it for it in there if entry[:4] in ("GPU-", "MIG-") and it.uuid.startswith(entry)]
-        named = named or [it for it in there if entry == str(it.card["index"])]
+    for entry in map(str.strip, gpus["selected"].split(",")):
+        named = [
+            device
+            for device in there
+            if entry[:4] in ("GPU-", "MIG-") and device.uuid.startswith(entry)
+        ]
+        named = named or [device for device in there if entry == str(device.card["index"])]
         if not named:  # CUDA ends its list here too
             break
         chosen += named[:1]
     return chosen
 
 
-def answering(found: Mapping[str, Any]) -> list[Card]:
+def answering(gpus: Mapping[str, Any]) -> list[Card]:
     """Return the cards that answer their driver."""
-    return [card for card in found["list"] if not card["problem"]]
+    return [card for card in gpus["list"] if not card["problem"]]
 
 
 def _parts_or_whole(card: Card) -> list[Device]:
@@ -66,23 +70,23 @@ def _parts_or_whole(card: Card) -> list[Device]:
     return [Device(card, card["uuid"], card["memory_total"])]
 
 
-def cards_in_use(found: Mapping[str, Any]) -> list[Card]:
+def cards_in_use(gpus: Mapping[str, Any]) -> list[Card]:
     """Return the cards of a host that workers may use."""
-    return list({device.card["index"]: device.card for device in devices_of(found)}.values())
+    return list({device.card["index"]: device.card for device in devices_of(gpus)}.values())
 
 
 def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that there is a GPU for each slot, and one driver everywhere."""
     findings, shown, drivers = [], {}, {}
-    for host, found in known(facts, "gpus"):
-        devices = devices_of(found)
+    for host, gpus in values_of(facts, "gpus"):
+        devices = devices_of(gpus)
         kinds = ", ".join(dict.fromkeys(device.kind for device in devices))
         shown[host] = f"{len(devices)} x {kinds}" if devices else NO_GPU
-        if found["list"] and not devices:
-            shown[host] = f"none of {counted(len(found['list']), 'GPU')} is selected"
+        if gpus["list"] and not devices:
+            shown[host] = f"none of {counted(len(gpus['list']), 'GPU')} is selected"
         if devices:
-            drivers[host] = found["driver"]
-        for status, text, fix in _count_problems(found, slots[host]):
+            drivers[host] = gpus["driver"]
+        for status, text, fix in _count_problems(gpus, slots[host]):
             findings.append(Finding("gpus", status, host, text, fix))
     if len(set(drivers.values())) > 1:
         text = f"different drivers: {list_by_host(drivers)}"
@@ -90,26 +94,26 @@ def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
     return findings or each_host("gpus", shown, "{}")
 
 
-def _count_problems(found: Mapping[str, Any], slots: int) -> Iterator[Problem]:
-    if found["problem"]:
+def _count_problems(gpus: Mapping[str, Any], slots: int) -> Iterator[Problem]:
+    if gpus["problem"]:
         fix = "repair the driver (restart after an update?), or remove it"
-        yield "fail", f"the driver does not work: {found['problem']}", fix
+        yield "fail", f"the driver does not work: {gpus['problem']}", fix
         return
-    for card in found["list"]:
+    for card in gpus["list"]:
         if card["problem"]:
             fix = "see dmesg there for Xid errors; restart the host, or take the card out"
             yield "fail", f"GPU {card['index']} does not answer: {card['problem']}", fix
-    devices = devices_of(found)
-    setting = f" (CUDA_VISIBLE_DEVICES={found['selected']})" if found.get("selected") else ""
+    devices = devices_of(gpus)
+    setting = f" (CUDA_VISIBLE_DEVICES={gpus['selected']})" if gpus.get("selected") else ""
     if devices and slots > len(devices):
         without = counted(slots - len(devices), "worker")
         text = f"{slots} slots, but {counted(len(devices), 'GPU')}{setting}: {without} without one"
         fix = f"give the host {counted(len(devices), 'slot')}, or train with --device cpu"
         yield "warn", text, fix
-    if devices and not found["health"]:
+    if devices and not gpus["health"]:
         text = "errors, clocks and processes of the GPUs are not checked: no nvidia-ml-py"
         yield "warn", text, "`pip install nvidia-ml-py` in this environment"
-    for card in answering(found):
+    for card in answering(gpus):
         if card.get("mig") and (slots > 1 or not card["parts"]):
             parts = counted(len(card["parts"]), "part")
             text = f"GPU {card['index']} is divided (MIG) into {parts}: a process sees only one"
@@ -123,19 +127,19 @@ def _count_problems(found: Mapping[str, Any], slots: int) -> Iterator[Problem]:
 def check_gpu_builds(facts: ByHost) -> list[Finding]:
     """Check that the driver supports torch's CUDA, and that torch and Horovod take GPU tensors."""
     findings, shown = [], {}
-    for host, found in known(facts, "gpus"):
+    for host, gpus in values_of(facts, "gpus"):
         build = facts[host].get("torch_build")
-        if not devices_of(found) or not build:
+        if not devices_of(gpus) or not build:
             continue
-        problem = _cuda_problem(build, found) or _horovod_problem(facts[host])
+        problem = _cuda_problem(build, gpus) or _horovod_problem(facts[host])
         if problem:
             findings.append(Finding("gpu builds", "warn", host, *problem))
         else:
-            shown[host] = f"torch {build['version']} on driver {found['driver']}"
+            shown[host] = f"torch {build['version']} on driver {gpus['driver']}"
     return findings or each_host("gpu builds", shown, "{}")
 
 
-def _cuda_problem(build: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, str] | None:
+def _cuda_problem(build: Mapping[str, Any], gpus: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return problem and fix of torch's CUDA beside the driver.
 
     A driver runs every CUDA of its own major version, or an older one ("minor version
@@ -145,13 +149,13 @@ def _cuda_problem(build: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[s
         text = f"there are GPUs, but torch {build['version']} is a build without CUDA"
         fix = f"install a CUDA build of torch, which PyPI has; then {REBUILD}"
         return text, fix
-    if not found.get("cuda"):
+    if not gpus.get("cuda"):
         return None
-    needed, (supported, minor) = int(build["cuda"].partition(".")[0]), found["cuda"]
+    needed, (supported, minor) = int(build["cuda"].partition(".")[0]), gpus["cuda"]
     if needed <= supported:
         return None
     text = (
-        f"driver {found['driver']} supports CUDA up to {supported}.{minor}, but torch "
+        f"driver {gpus['driver']} supports CUDA up to {supported}.{minor}, but torch "
         f"{build['version']} is built for CUDA {build['cuda']}: it finds no GPU"
     )
     first = FIRST_DRIVER.get(needed)
@@ -220,7 +224,7 @@ def check_gpu_use(facts: ByHost) -> list[Finding]:
             return None
         who = "other programs"
         if processes:
-            pids = ", ".join(str(it["pid"]) for it in processes[:SHOWN])
+            pids = ", ".join(str(process["pid"]) for process in processes[:SHOWN])
             who = f"{counted(len(processes), 'program')} (pid {pids})"
         text = f"busy: {who}, {size(used)} of {size(card['memory_total'])} in use"
         return "warn", text, fix
@@ -231,8 +235,8 @@ def check_gpu_use(facts: ByHost) -> list[Finding]:
 def check_gpu_kinds(facts: ByHost) -> list[Finding]:
     """Check that all GPUs are alike, within and across hosts."""
     kinds: dict[str, list[str]] = {}
-    for host, found in known(facts, "gpus"):
-        for kind in dict.fromkeys(it.kind for it in devices_of(found)) or [NO_GPU]:
+    for host, gpus in values_of(facts, "gpus"):
+        for kind in dict.fromkeys(device.kind for device in devices_of(gpus)) or [NO_GPU]:
             kinds.setdefault(kind, []).append(host)
     if len(kinds) < 2:
         return []
@@ -250,8 +254,8 @@ def _check_cards(
 ) -> list[Finding]:
     """Return the findings of a check of each card whose health is known."""
     findings, shown = [], {}
-    for host, found in known(facts, "gpus"):
-        cards = cards_in_use(found) if found["health"] else []
+    for host, gpus in values_of(facts, "gpus"):
+        cards = cards_in_use(gpus) if gpus["health"] else []
         problems = _by_text(cards, problem)
         for (status, text, fix), named in problems.items():
             findings.append(Finding(check, status, host, f"{named}: {text}", fix))
@@ -264,6 +268,6 @@ def _by_text(cards: Sequence[Card], check: Callable[[Card], Problem | None]) -> 
     """Return problem -> the names of the cards that have it."""
     numbers: dict[Problem, list[str]] = {}
     for card in cards:
-        if found := check(card):
-            numbers.setdefault(found, []).append(str(card["index"]))
+        if problem := check(card):
+            numbers.setdefault(problem, []).append(str(card["index"]))
     return {problem: f"GPU {', '.join(named)}" for problem, named in numbers.items()}

@@ -38,9 +38,9 @@ def gpus() -> dict[str, Any]:
         answer: Mapping[str, Any] = json.loads(done.stdout or "null") or _by_nvidia_smi()
     except subprocess.TimeoutExpired:
         answer = {"problem": f"the driver gives no answer within {LIMIT_S:.0f} s"}
-    found: dict[str, Any] = {"list": [], "driver": None, "cuda": None}
-    found |= {"problem": None, "health": False, "selected": os.environ.get(SELECTION)}
-    return found | dict(answer)
+    defaults: dict[str, Any] = {"list": [], "driver": None, "cuda": None}
+    defaults |= {"problem": None, "health": False, "selected": os.environ.get(SELECTION)}
+    return defaults | dict(answer)
 
 
 def read_nvml() -> dict[str, Any] | None:
@@ -118,8 +118,10 @@ def throttling(reasons: int) -> list[str]:
 
 def _processes(nvml: ModuleType, card: Any) -> list[dict[str, Any]] | None:
     """Return the processes that compute on a card. `memory`: in bytes; None if not permitted."""
-    found = _answer(nvml.nvmlDeviceGetComputeRunningProcesses, card)
-    return found and [{"pid": it.pid, "memory": it.usedGpuMemory} for it in found]
+    processes = _answer(nvml.nvmlDeviceGetComputeRunningProcesses, card)
+    return processes and [
+        {"pid": process.pid, "memory": process.usedGpuMemory} for process in processes
+    ]
 
 
 def _parts(nvml: ModuleType, card: Any) -> list[dict[str, Any]]:
@@ -140,10 +142,10 @@ def _is_on(question: Callable[..., Any], card: Any) -> bool | None:
     return modes and bool(modes[0])
 
 
-def _answer(question: Callable[..., Any], *given: Any) -> Any:
+def _answer(question: Callable[..., Any], *arguments: Any) -> Any:
     """Return the answer; None where card or driver has none, or this user may not ask."""
     try:
-        return question(*given)
+        return question(*arguments)
     except Exception:  # NVMLError, or NVMLLibraryMismatchError of another version of the package
         return None
 

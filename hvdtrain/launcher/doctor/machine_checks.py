@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Finding, Status, known
+from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Finding, Status, values_of
 from hvdtrain.launcher.doctor.checks import REBUILD
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -32,7 +32,7 @@ def size(count: float) -> str:
 def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that there are as many usable cores (affinity, container quota) as slots."""
     findings, shown = [], {}
-    for host, cores in known(facts, "cores"):
+    for host, cores in values_of(facts, "cores"):
         usable = cores["usable"]
         shown[host] = f"{usable:g}"
         if slots[host] > usable:
@@ -46,7 +46,7 @@ def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
 def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that free memory, also within the container's limit, suffices for the workers."""
     findings, shown = [], {}
-    for host, memory in known(facts, "memory"):
+    for host, memory in values_of(facts, "memory"):
         free = memory["available"]
         group = facts[host].get("cgroup", {})
         if group.get("memory") is not None:
@@ -66,7 +66,7 @@ def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
 def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the container's limit on processes, and system calls that it may forbid."""
     findings, shown = [], {}
-    for host, group in known(facts, "cgroup"):
+    for host, group in values_of(facts, "cgroup"):
         parts = [f"{group['cores']:g} cores"] if group["cores"] else []
         parts += [f"memory {size(group['memory'])}"] if group["memory"] else []
         parts += [f"{group['processes']} processes"] if group["processes"] else []
@@ -92,8 +92,8 @@ def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
 def check_shm(facts: ByHost) -> list[Finding]:
     """Check the room in /dev/shm, through which data-loading workers pass batches."""
     findings, shown = [], {}
-    for host, found in facts.items():
-        shm = found.get("shm")
+    for host, host_facts in facts.items():
+        shm = host_facts.get("shm")
         if shm is None:
             text = "no /dev/shm, which horovodrun, Open MPI and data-loading workers need"
             fix = (
@@ -114,15 +114,15 @@ def check_shm(facts: ByHost) -> list[Finding]:
 def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the ulimits: open files, processes, locked memory."""
     findings = []
-    for host, found in known(facts, "limits"):
+    for host, limits in values_of(facts, "limits"):
         processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         wanted = {"open_files": ("n", OPEN_FILES_WANTED), "processes": ("u", processes)}
         if facts[host].get("infiniband"):
             wanted["locked_memory"] = ("l", LOCKED_WANTED)
         for name, (letter, least) in wanted.items():
-            if found[name] is not None and found[name] < least:
+            if limits[name] is not None and limits[name] < least:
                 in_bytes = name == "locked_memory"
-                shown = size(found[name]) if in_bytes else found[name]
+                shown = size(limits[name]) if in_bytes else limits[name]
                 text = f"a process may have {shown} {name.replace('_', ' ')}"
                 enough = f"ulimit -{letter} {'unlimited' if in_bytes else least}"
                 fix = f"`{enough}`, for ssh in /etc/security/limits.conf"
@@ -133,18 +133,18 @@ def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
 def check_output(facts: ByHost, first: str) -> list[Finding]:
     """Check that runs can be written, with room. `first`: the host of rank 0, which writes them."""
     findings, shown = [], {}
-    for host, found in known(facts, "output"):
+    for host, state in values_of(facts, "output"):
         worst: Status = "fail" if host == first else "warn"
-        free, files = found["free"], found["files_free"]
+        free, files = state["free"], state["files_free"]
         few_files = files is not None and files < FILES_NEEDED
         shown[host] = free
-        if found["problem"]:
-            text = f"{found['asked']} cannot be written: {found['problem']} ({found['path']})"
+        if state["problem"]:
+            text = f"{state['asked']} cannot be written: {state['problem']} ({state['path']})"
             fix = "make it writable, or choose another folder by --output"
             findings.append(Finding("output", worst, host, text, fix))
         elif free < DISK_WANTED or few_files:
             left = "few more files" if few_files else size(free)
-            text = f"the disk of {found['asked']} has room for {left}"
+            text = f"the disk of {state['asked']} has room for {left}"
             fix = "free some of it, or choose another folder by --output"
             status: Status = worst if free < DISK_NEEDED or few_files else "warn"
             findings.append(Finding("output", status, host, text, fix))
@@ -169,15 +169,15 @@ def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Find
 def check_horovod_loads(facts: ByHost) -> list[Finding]:
     """Check that Horovod's native library loads beside the installed torch."""
     findings, shown = [], {}
-    for host, found in known(facts, "horovod_loads"):
-        if found["problem"]:
-            findings.append(Finding("horovod loads", "fail", host, found["problem"], REBUILD))
-        elif not found["gloo"]:
+    for host, loads in values_of(facts, "horovod_loads"):
+        if loads["problem"]:
+            findings.append(Finding("horovod loads", "fail", host, loads["problem"], REBUILD))
+        elif not loads["gloo"]:
             text = "Horovod is built without Gloo"
             findings.append(Finding("horovod loads", "warn", host, text, REBUILD))
         else:
-            built = [name for name in ("gloo", "mpi", "nccl") if found[name]]
-            shown[host] = f"beside torch {found['torch']}, with {', '.join(built)}"
+            built = [name for name in ("gloo", "mpi", "nccl") if loads[name]]
+            shown[host] = f"beside torch {loads['torch']}, with {', '.join(built)}"
     return findings or each_host("horovod loads", shown, "{}")
 
 
@@ -186,14 +186,14 @@ def check_torchvision_loads(facts: ByHost) -> list[Finding]:
     fix = "install the build of torchvision for this torch, from the same package index"
     return [
         Finding("torchvision", "warn", host, f"cannot be imported beside torch: {problem}", fix)
-        for host, problem in known(facts, "torchvision_problem")
+        for host, problem in values_of(facts, "torchvision_problem")
         if problem and facts[host].get("packages", {}).get("torchvision")
     ]
 
 
 def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
     """Check for Open MPI 4, the same everywhere. `needed`: the user chose the MPI controller."""
-    versions = dict(known(facts, "mpi"))
+    versions = dict(values_of(facts, "mpi"))
     worst: Status = "fail" if needed else "warn"
     if versions and not any(versions.values()):
         text = "no mpirun on PATH: --controller gloo only"

@@ -57,14 +57,14 @@ def answer(request: Request) -> Answer:
 
 def gather_quick(request: Request) -> Answer:
     """Gather the quick facts, connect back to the launcher, and store the ticket."""
-    found = gather(quick_sources(request["working_directory"]))
+    gathered = gather(quick_sources(request["working_directory"]))
     if request.get("channel_port"):
-        found["values"]["channel"] = channel = call_back(request)
+        gathered["values"]["channel"] = channel = call_back(request)
         if channel["address"] and request.get("ticket"):
             ticket = request["ticket"] | {"login": LOGIN}
             ticket["channel"] = [channel["address"], request["channel_port"]]
-            _merge(found, gather({"ticket": lambda: str(write_ticket(ticket, os.environ))}))
-    return found
+            _merge(gathered, gather({"ticket": lambda: str(write_ticket(ticket, os.environ))}))
+    return gathered
 
 
 def gather_all(request: Request) -> Answer:
@@ -72,15 +72,15 @@ def gather_all(request: Request) -> Answer:
     sources = slow_sources(request["output"]) | {"listener": listen}
     with ThreadPoolExecutor(len(sources)) as threads:
         parts = [threads.submit(gather, {name: source}) for name, source in sources.items()]
-        found = gather_quick(request)
+        gathered = gather_quick(request)
         for part in parts:
-            _merge(found, part.result())
-    return found
+            _merge(gathered, part.result())
+    return gathered
 
 
-def _merge(found: Answer, more: Answer) -> None:
-    found["values"].update(more["values"])
-    found["errors"].update(more["errors"])
+def _merge(gathered: Answer, more: Answer) -> None:
+    gathered["values"].update(more["values"])
+    gathered["errors"].update(more["errors"])
 
 
 def call_back(request: Request) -> dict[str, Any]:
@@ -90,12 +90,17 @@ def call_back(request: Request) -> dict[str, Any]:
         target = (address, request["channel_port"])
         try:
             with socket.create_connection(target, timeout=CONNECT_S) as connection:
-                own = connection.getsockname()[0]
+                local_address = connection.getsockname()[0]
         except OSError as error:
             tried.append([address, error.strerror or str(error)])
         else:
-            interface = interface_of(own)
-            return {"address": address, "interface": interface, "own": own, "tried": tried}
+            interface = interface_of(local_address)
+            return {
+                "address": address,
+                "interface": interface,
+                "own": local_address,
+                "tried": tried,
+            }
     return {"address": None, "interface": None, "own": None, "tried": tried}
 
 
@@ -143,16 +148,16 @@ def reach_all(targets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _reach(target: Mapping[str, Any], interface: str, address: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"host": target["host"], "interface": interface, "address": address}
+    attempt: dict[str, Any] = {"host": target["host"], "interface": interface, "address": address}
     began = time.perf_counter()
     try:
         with socket.create_connection((address, target["port"]), timeout=CONNECT_S) as connection:
-            found["seconds"] = time.perf_counter() - began
-            found["through"] = interface_of(connection.getsockname()[0])
+            attempt["seconds"] = time.perf_counter() - began
+            attempt["through"] = interface_of(connection.getsockname()[0])
             token = connection.recv(64).decode(errors="replace")
     except OSError as error:
-        return found | {"problem": error.strerror or str(error)}
-    return found | {"problem": None if token == target["token"] else "another machine answers"}
+        return attempt | {"problem": error.strerror or str(error)}
+    return attempt | {"problem": None if token == target["token"] else "another machine answers"}
 
 
 def leave(request: Request) -> str:
@@ -190,11 +195,11 @@ def sweep(mark: str) -> int:
 
     Return their number.
     """
-    found = marked(MARK, mark)
-    for pid in found:
+    processes = marked(MARK, mark)
+    for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return len(found)
+    return len(processes)
 
 
 TRAININGS = Trainings()
@@ -220,9 +225,9 @@ def main() -> int:
         for line in sys.stdin:
             signal.alarm(LONGEST_LIFE_S)  # anew: a burn-in takes longer, and is asked all the time
             began = time.time()
-            found = answer(json.loads(line))
-            found["values"] |= {"began": began, "ended": time.time()}
-            sys.stdout.write(f"\n{MARKER}\n{json.dumps(found)}\n")
+            reply = answer(json.loads(line))
+            reply["values"] |= {"began": began, "ended": time.time()}
+            sys.stdout.write(f"\n{MARKER}\n{json.dumps(reply)}\n")
             sys.stdout.flush()
     finally:
         TRAININGS.end()

@@ -79,7 +79,7 @@ def try_ring(
         environment = ring_environment(os.environ, ssh, mark)
         environment |= {TOWARDS: towards} if towards and len(hosts) > 1 else {}
         if all(session.local for session in sessions.values()):
-            environment |= {it: os.environ[it] for it in GPU_SELECTION if it in os.environ}
+            environment |= {name: os.environ[name] for name in GPU_SELECTION if name in os.environ}
         code, output = run_ring(command, environment, LIMIT_S)
     finally:
         content = writer.ask_again({"do": "take_file", "file": file}).get("take_file")
@@ -93,8 +93,8 @@ def try_ring(
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
     """Return the environment of horovodrun and its workers: our `ssh` first on PATH, no secrets."""
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    own = {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
-    return horovodrun_environment(environment, settings, ssh.path) | own
+    overrides = {MARK: mark, "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
+    return horovodrun_environment(environment, settings, ssh.path) | overrides
 
 
 def run_ring(
@@ -155,11 +155,11 @@ def check_ring(ring: RingTrial) -> list[Finding]:
 
 def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
     """Return device -> bytes -> the case of one tensor of this size."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    by_device: dict[str, dict[int, Mapping[str, Any]]] = {}
     for case in cases:
         if case["submission"] == "alone":
-            found.setdefault(case["device"], {})[case["bytes"]] = case
-    return found
+            by_device.setdefault(case["device"], {})[case["bytes"]] = case
+    return by_device
 
 
 def _is_complete(alone: Mapping[int, Mapping[str, Any]]) -> bool:

@@ -28,8 +28,8 @@ class Training:
     """The process that trains on one core or GPU, and its results so far."""
 
     def __init__(self, what: str, number: int, command: Sequence[str], uuid: str = "") -> None:
-        self._found: dict[str, Any] = {"what": what, "number": number, "uuid": uuid}
-        self._found |= {"kind": "", "repetitions": 0, "answers": {}, "sums": None}
+        self._results: dict[str, Any] = {"what": what, "number": number, "uuid": uuid}
+        self._results |= {"kind": "", "repetitions": 0, "answers": {}, "sums": None}
         self._problem: str | None = None
         self._last_words = ""
         self._heard_s = time.monotonic()
@@ -50,7 +50,7 @@ class Training:
         with self._process.stdout as lines:
             for line in lines:
                 try:
-                    self._found = self._found | json.loads(line)
+                    self._results = self._results | json.loads(line)
                     self._heard_s = time.monotonic()
                 except (ValueError, TypeError):  # a warning, or the reason of its end
                     self._last_words = line.strip()[:300] or self._last_words
@@ -64,11 +64,11 @@ class Training:
         if code is not None:
             self._reader.join(END_S)
             self._problem = self._problem or self._explain(code)
-        return self._found | {"running": code is None, "problem": self._problem}
+        return self._results | {"running": code is None, "problem": self._problem}
 
     def _explain(self, code: int) -> str | None:
         """Return what is wrong with the end of the process, or None."""
-        if code == 0 and self._found["repetitions"]:
+        if code == 0 and self._results["repetitions"]:
             return None
         ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"ended by {ended}" + (f" ({self._last_words})" if self._last_words else "")
@@ -116,10 +116,12 @@ class Trainings:
         units = [training.state() for training in self._trainings]
         traces: dict[str, Any] = {}
         for unit in units:
-            traces |= {answer: given["trace"] for answer, given in unit["answers"].items()}
+            traces |= {
+                answer: occurrences["trace"] for answer, occurrences in unit["answers"].items()
+            }
             unit["answers"] = {
-                answer: {"count": given["count"], "at": given["at"]}
-                for answer, given in unit["answers"].items()
+                answer: {"count": occurrences["count"], "at": occurrences["at"]}
+                for answer, occurrences in unit["answers"].items()
             }
         return {
             "units": units,

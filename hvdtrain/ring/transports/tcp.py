@@ -249,23 +249,23 @@ def join_ring(rank: int, address: str, gather: Callable[[Any], Sequence[Any]]) -
     `hvdtrain launch`, that of rank 0 is used, as `gather` has carried it.
     """
     listener = listen(address)
-    own = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
-    addresses, given, secret = zip(*gather(own), strict=True)
-    return TcpTransport(rank, listener, addresses, token_of_launcher(given) or secret[0])
+    offer = (listener.getsockname()[:2], RING_TOKEN in os.environ, secrets.token_bytes(32))
+    addresses, have_token, secret = zip(*gather(offer), strict=True)
+    return TcpTransport(rank, listener, addresses, token_of_launcher(have_token) or secret[0])
 
 
-def token_of_launcher(given: Sequence[bool]) -> bytes | None:
+def token_of_launcher(have_token: Sequence[bool]) -> bytes | None:
     """Return the secret that `hvdtrain launch` gave to all workers; None if it did not start them.
 
-    `given`: whether each rank has one. Raises UsageError if only some have.
+    `have_token`: whether each rank has one. Raises UsageError if only some have.
     """
-    if len({*given}) > 1:
-        without = [rank for rank, has in enumerate(given) if not has]
+    if len({*have_token}) > 1:
+        without = [rank for rank, has in enumerate(have_token) if not has]
         raise UsageError(
             f"environment variable {RING_TOKEN}: ranks {without} do not have it, others do: start "
             "all workers by one `hvdtrain launch`, or unset it"
         )
-    return os.environ[RING_TOKEN].encode() if all(given) else None
+    return os.environ[RING_TOKEN].encode() if all(have_token) else None
 
 
 def _prove(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
