@@ -26,7 +26,7 @@ setup(
         "hvdtrain": ["py.typed"],
         "hvdtrain.horovod_build": ["README.md", "native/*.h"],
         "hvdtrain.lab.compare": ["*.jinja"],
-        "hvdtrain.lab.report": ["*.jinja"],
+        "hvdtrain.report": ["*.jinja"],
     },
     python_requires=">=3.10",
     # Enough to train on one device. An upper limit would replace a newer torch; so would any

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.plugins import is_plugin
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
-from hvdtrain.plugins import is_plugin
 from hvdtrain.topology import Topology
 
 # A copy of the names in hvdtrain.lab.systems, which is slow to import; a test compares them.

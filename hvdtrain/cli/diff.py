@@ -39,6 +39,6 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     problems += json_problems(arguments["json"])
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.run.diff import diff
+    from hvdtrain.evidence.diff import diff
 
     return diff(arguments)

@@ -18,7 +18,7 @@ from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
 
 if TYPE_CHECKING:
-    from hvdtrain.lab.trials import Training
+    from hvdtrain.evidence.trials import Training
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,7 @@ def read_training(
 
     `command`: the name of the command that runs it; `usage`: its own flags.
     """
-    from hvdtrain.lab.trials import Training, chosen_flags
+    from hvdtrain.evidence.trials import Training, chosen_flags
 
     words = [part for part in arguments["train"] if part != "--"]
     controller: str = arguments["controller"]

@@ -42,7 +42,7 @@ from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.verdict import JobOutcome, is_of_stop
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, counted, moment, say
-from hvdtrain.run.directory import CONFIG, RunDirectory, free_folder, numbering
+from hvdtrain.records.directory import CONFIG, RunDirectory, free_folder, numbering
 from hvdtrain.topology import Topology
 
 HELP = "run train, verify, bench or a script on several workers: checked, watched, restarted"

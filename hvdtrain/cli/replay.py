@@ -45,7 +45,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         problems.append(f"--sample={sample}: must be at least 1")
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.run.replay import Choice, replay
+    from hvdtrain.evidence.replay import Choice, replay
 
     return replay(arguments, VALUES, Choice(first, last, sample, arguments["seed"]))
 

@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Read all runs, write their report, and return the exit code. Raises UsageError."""
-    from hvdtrain.lab.report.runs import read_runs
+    from hvdtrain.report.runs import read_runs
 
     paths: list[Path] = arguments["runs"]
     folder = arguments["output"] or (paths[0] / FOLDER if len(paths) == 1 else Path(FOLDER))
@@ -43,7 +43,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         problems.append(f"--output={folder}: is not a folder; choose another --output")
     if problems or runs is None:
         raise UsageError(*problems)
-    from hvdtrain.lab.report import page  # imports matplotlib: only for readable runs
+    from hvdtrain.report import page  # imports matplotlib: only for readable runs
 
     say(str(page.write_report(runs, folder)))
     return EXIT_OK

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.verify import DTYPES, FAULTS, OPERATIONS, VerifyOptions
+from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS, VerifyOptions
 from hvdtrain.topology import Topology
 
 SIZES = "0,4,4100,64K,4M"
@@ -72,7 +72,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.lab.verify.command import verify
+    from hvdtrain.evidence.verify.command import verify
 
     json, seed = arguments["json"], arguments["seed"]
     return verify(VerifyOptions(operations, dtypes, sizes, fault, json, seed), topology)

@@ -27,7 +27,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     training, _ = read_training(arguments, problems, "verify-resume", "[-np N] [--cuts K]")
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.lab.verify_resume import verify_resume
+    from hvdtrain.evidence.verify_resume import verify_resume
 
     return verify_resume(
         training,

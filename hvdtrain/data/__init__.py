@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain.config.plugins import is_plugin
 from hvdtrain.data.adapters import IterableSplit, MapSplit, split_of
 from hvdtrain.data.builtin import (
     SYNTHETIC,
@@ -47,7 +48,6 @@ from hvdtrain.data.sampler import (
 from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
 from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError
-from hvdtrain.plugins import is_plugin
 
 __all__ = [
     "AugmentedSplit",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hvdtrain import plugins
+from hvdtrain.config import plugins
 from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import (
     Batch,

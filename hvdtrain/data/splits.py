@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdtrain import plugins
+from hvdtrain.config import plugins
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
 from hvdtrain.log import counted

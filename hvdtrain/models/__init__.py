@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain import plugins
+from hvdtrain.config import plugins
 from hvdtrain.data import Dataset
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.splits import Shape

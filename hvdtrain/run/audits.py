@@ -14,9 +14,9 @@ from hvdtrain.audit.trace import Setting, Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree, known_order_of
+from hvdtrain.records.ledger import Ledger
+from hvdtrain.records.machine import changes, machine
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run.ledger import Ledger
-from hvdtrain.run.machine import changes, machine
 from hvdtrain.train.job import Job
 from hvdtrain.train.step import Audit
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hvdtrain import plugins
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, plugins
 from hvdtrain.config.fields import AUTO
 from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
@@ -23,13 +22,13 @@ from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
-from hvdtrain.run.devices import choose_device, move_state, repeat_bits
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
 from hvdtrain.train.built import built_of
+from hvdtrain.train.devices import choose_device, move_state, repeat_bits
 from hvdtrain.train.evaluate import in_evaluation_mode
 from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer

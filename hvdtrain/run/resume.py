@@ -27,7 +27,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, agree
 from hvdtrain.log import counted, say
 from hvdtrain.pulse import RESTART
-from hvdtrain.run.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirectory
+from hvdtrain.records.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirectory
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import Source

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from hvdtrain.errors import HvdtrainError, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import STOP_SIGNALS, Pulse
-from hvdtrain.run.ledger import Ledger
+from hvdtrain.records.ledger import Ledger
 from hvdtrain.slurm import in_job
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job

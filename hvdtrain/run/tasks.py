@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain import plugins
 from hvdtrain.cgroups import usable_cores
-from hvdtrain.config import BatchConfig, TrainConfig
+from hvdtrain.config import BatchConfig, TrainConfig, plugins
 from hvdtrain.data import (
     GlobalBatchSampler,
     PlacedShares,

@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain.config import DataConfig
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
+from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
 from hvdtrain.data.image_folder import centred, read_image
@@ -25,8 +26,6 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model as build_network
-from hvdtrain.plugins import is_plugin, refuse_code_of, refuse_data_of
-from hvdtrain.run.devices import choose_device
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task
@@ -37,6 +36,7 @@ from hvdtrain.train.checkpoint import (
     load_state,
     load_weights,
 )
+from hvdtrain.train.devices import choose_device
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.train.state import completed, load_model

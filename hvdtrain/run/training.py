@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO, profiled_steps
 from hvdtrain.config.options import as_flat_dict
+from hvdtrain.config.plugins import exits_as_failures
 from hvdtrain.data.drawing import kept
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError
 from hvdtrain.exchange import Exchange, agree, join
@@ -25,18 +26,17 @@ from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.files import make_folder
 from hvdtrain.log import say
-from hvdtrain.plugins import exits_as_failures
 from hvdtrain.pulse import JOB, RESTART, Pulse
+from hvdtrain.records.console import final_lines, header
+from hvdtrain.records.directory import PROFILE, RunDirectory, folder_of_job, new_directory
+from hvdtrain.records.ledger import Ledger, RunLedger
+from hvdtrain.records.provenance import provenance
+from hvdtrain.records.trackers import check_trackers, open_trackers
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.audits import find_order, make_audits
 from hvdtrain.run.balance import balance
-from hvdtrain.run.console import final_lines, header
-from hvdtrain.run.devices import check_devices, name_of
-from hvdtrain.run.directory import PROFILE, RunDirectory, folder_of_job, new_directory
-from hvdtrain.run.ledger import Ledger, RunLedger
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
-from hvdtrain.run.provenance import provenance
 from hvdtrain.run.resume import (
     Resumable,
     Resumed,
@@ -47,10 +47,10 @@ from hvdtrain.run.resume import (
 from hvdtrain.run.script import OPTIONS, Script
 from hvdtrain.run.stop import RunKeeper, StopSignals
 from hvdtrain.run.tasks import find_source
-from hvdtrain.run.trackers import check_trackers, open_trackers
 from hvdtrain.run.wording import as_options
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_back
+from hvdtrain.train.devices import check_devices, name_of
 from hvdtrain.train.dynamo import defer_dynamo
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, Outcome, State

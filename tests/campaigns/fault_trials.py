@@ -21,10 +21,10 @@ from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.config.options import build_config
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import AuditMismatch
+from hvdtrain.evidence.verify.collectives import FAULTS, CaseContext, Delivered, inject
 from hvdtrain.exchange import Reduction
 from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.lab.bench.within_job import endless_steps
-from hvdtrain.lab.verify.collectives import FAULTS, CaseContext, Delivered, inject
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, broadcast
 from hvdtrain.ring.bound import ERROR_BOUNDS

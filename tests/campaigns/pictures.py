@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hvdtrain.data import Shares
-from hvdtrain.lab.charts import GREY, PALETTE, new_figure
+from hvdtrain.report.charts import GREY, PALETTE, new_figure
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from hvdtrain.evidence.children import guarded
 from hvdtrain.lab.bench.contestants import OURS, ScalingCase, Starter
 from hvdtrain.lab.bench.within_job import DATA
-from hvdtrain.lab.children import fork_server, guarded
 from hvdtrain.lab.plan.predicting import (
     Cluster,
     Link,
@@ -50,6 +50,7 @@ from hvdtrain.lab.plan.profiles import (
     read_profile,
     share_out,
 )
+from hvdtrain.lab.systems.process import fork_server
 from hvdtrain.lab.systems.work import WorkSpec
 from tests.parallel.launching import CHECKOUT, CONTROLLERS
 

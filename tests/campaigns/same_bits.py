@@ -26,8 +26,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdtrain.lab.trials import Training
-from hvdtrain.lab.verify_resume import InterruptedTrial
+from hvdtrain.evidence.trials import Training
+from hvdtrain.evidence.verify_resume import InterruptedTrial
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import CONTROLLERS, hvdtrain, run
 

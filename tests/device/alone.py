@@ -183,7 +183,7 @@ def check_a_bad_gradient(folder: Path) -> None:
 
 def check_choice(folder: Path) -> None:
     """A rank takes the GPU of its number, or the only one that it sees."""
-    from hvdtrain.run.devices import choose_device
+    from hvdtrain.train.devices import choose_device
 
     compiled = let_train()
     try:

@@ -107,7 +107,7 @@ def _module(compiled: Any) -> Any:
 
 def let_train() -> Any:
     """Let hvdtrain choose the device, and Horovod exchange its tensors; return its module."""
-    from hvdtrain.run import devices
+    from hvdtrain.train import devices
 
     devices.ACCELERATORS = (*devices.ACCELERATORS, DEVICE)
     compiled = register()

@@ -33,10 +33,10 @@ if {"verify", "bench", "hvdtrain.exchange.horovod"} & set(sys.orig_argv):
             note(f"{named['name']} {values.device.type}")
             return honest(values, *given, **named)
         hvd.allreduce_async = noting
-elif "hvdtrain.lab.burn_in_device" in sys.orig_argv:
+elif "hvdtrain.evidence.burn_in_device" in sys.orig_argv:
     from tests.device.fake_gpu import register
     register()
-    from hvdtrain.lab import known_answer
+    from hvdtrain.evidence import known_answer
     honest = known_answer.digest_of
     def noting(tensor):
         note(f"digest {tensor.device.type}")

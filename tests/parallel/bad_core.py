@@ -21,7 +21,7 @@ FIRST = "first in step 2, output of hidden"
 
 def install(faults: Mapping[tuple[str, int], set[int] | None]) -> None:
     """Patch torch in a process that trains; `faults`: (way to the host, core) -> repetitions."""
-    if "hvdtrain.lab.known_answer" not in sys.orig_argv:
+    if "hvdtrain.evidence.known_answer" not in sys.orig_argv:
         return
     way, core = "ssh" if "SSH_CONNECTION" in os.environ else "local", int(sys.orig_argv[-2])
     if (way, core) not in faults:

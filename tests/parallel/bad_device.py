@@ -17,15 +17,15 @@ FIRST = "first in product 20 in float32"
 
 def install(count: int, faults: Mapping[int, set[int]]) -> None:
     """Patch hvdtrain in a process that burns in a device; `faults`: device -> repetitions."""
-    if "hvdtrain.lab.burn_in_device" not in sys.orig_argv:
+    if "hvdtrain.evidence.burn_in_device" not in sys.orig_argv:
         return
     import torch
 
+    from hvdtrain.evidence import known_answer
     from hvdtrain.exchange import gpus
-    from hvdtrain.lab import known_answer
 
     gpus.find_devices = lambda: [torch.device("cpu")] * count
-    arguments = sys.orig_argv[sys.orig_argv.index("hvdtrain.lab.burn_in_device") + 1 :]
+    arguments = sys.orig_argv[sys.orig_argv.index("hvdtrain.evidence.burn_in_device") + 1 :]
     repetitions = faults.get(int(arguments[2]), set()) if len(arguments) > 2 else set[int]()
     honest, honest_train, done = known_answer.digest_of, known_answer.train, [0]
 

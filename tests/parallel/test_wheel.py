@@ -113,7 +113,7 @@ def test_the_wheel_holds_the_package_alone(dist: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         held = {name for name in content.namelist() if ".dist-info/" not in name}
     assert needed <= held <= own
-    assert {"hvdtrain/py.typed", "hvdtrain/lab/report/page.html.jinja"} <= held
+    assert {"hvdtrain/py.typed", "hvdtrain/report/page.html.jinja"} <= held
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
     assert needed | {"README.md", "LICENSE", "setup.py", "pyproject.toml"} <= sources

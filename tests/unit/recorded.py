@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.run.trace_file import digest_of
+from hvdtrain.records.trace_file import digest_of
 from hvdtrain.train import checkpoint
 from tests.unit import commands
 

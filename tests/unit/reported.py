@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.report.plots import draw_plots
-from hvdtrain.lab.report.runs import read_runs
+from hvdtrain.report.charts import Plot
+from hvdtrain.report.plots import draw_plots
+from hvdtrain.report.runs import read_runs
 
 CONFUSION = [[5, 1, 0], [0, 7, 2], [0, 0, 9]]
 

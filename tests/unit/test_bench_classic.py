@@ -21,7 +21,7 @@ from hvdtrain.lab.bench.classic import (
     table,
 )
 from hvdtrain.lab.bench.rounds import measure
-from hvdtrain.lab.charts import to_png
+from hvdtrain.report.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = ClassicPlan(

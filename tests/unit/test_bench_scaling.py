@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hvdtrain.cli import make_parser
 from hvdtrain.cli.bench import check_flags
 from hvdtrain.errors import Stopped, UsageError
+from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.files import json_ready
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench.contestants import (
@@ -45,9 +46,8 @@ from hvdtrain.lab.bench.scaling import (
     table,
 )
 from hvdtrain.lab.bench.turns import Results, measure_cases
-from hvdtrain.lab.charts import to_png
-from hvdtrain.lab.children import ChildFailure
 from hvdtrain.lab.systems import find_strategy
+from hvdtrain.report.charts import to_png
 from hvdtrain.topology import Topology
 
 

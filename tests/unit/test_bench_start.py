@@ -26,7 +26,7 @@ from hvdtrain.lab.bench.start import (
     started,
     table,
 )
-from hvdtrain.lab.charts import to_png
+from hvdtrain.report.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = StartPlan(workers=2, rounds=3, controller="mpi", time_limit_s=60.0)

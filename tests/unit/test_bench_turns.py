@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.evidence.children import Child, ChildFailure, CommandProcess
 from hvdtrain.lab.bench.jobs import Logged, read_steps, steps_per_s
 from hvdtrain.lab.bench.turns import TurnJob, Turns
-from hvdtrain.lab.children import Child, ChildFailure, Commanded
 from hvdtrain.launcher.processes import process_state
 
 # Reports a step every hundredth of a second, and ends after so many.
@@ -35,7 +35,7 @@ def running(folder: Path, steps: int = 100_000, code: int = 0) -> Iterator[tuple
     argv = [sys.executable, "-c", PROGRAM, str(log), str(steps), str(code)]
 
     def start(children: list[Child]) -> None:
-        children.append(Commanded(argv, folder / "process-0.log"))
+        children.append(CommandProcess(argv, folder / "process-0.log"))
 
     job = TurnJob(folder, start, [log], lambda children: None, lambda: [read_steps(log)])
     turns = Turns(job, time.monotonic() + 30)
@@ -94,7 +94,7 @@ def test_cpu_time_is_told_by_thread(thread: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", BUSY, str(log), thread]
 
     def start(children: list[Child]) -> None:
-        children.append(Commanded(argv, tmp_path / "process-0.log"))
+        children.append(CommandProcess(argv, tmp_path / "process-0.log"))
 
     job = TurnJob(tmp_path, start, [log], lambda children: None, lambda: [read_steps(log)])
     turns = Turns(job, time.monotonic() + 30)
@@ -136,7 +136,7 @@ def test_a_deadline_ends_it(tmp_path: Path) -> None:
 
     def start(children: list[Child]) -> None:
         argv = [sys.executable, "-c", "import time; time.sleep(60)"]
-        children.append(Commanded(argv, tmp_path / "process-0.log"))
+        children.append(CommandProcess(argv, tmp_path / "process-0.log"))
 
     job = TurnJob(tmp_path, start, [tmp_path / "log"], lambda children: None, list)
     with pytest.raises(ChildFailure, match="not over in time"):

@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from hvdtrain.lab.known_answer import kind_of
+from hvdtrain.evidence.known_answer import kind_of
 from hvdtrain.launcher.doctor import Facts, Finding, format_findings, trainings
 from hvdtrain.launcher.doctor.burn_in import BurnIn, Unit, burn_in, burn_in_json
 from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from hvdtrain.cli import make_parser
 from hvdtrain.cli.compare import SYSTEMS, check_flags
 from hvdtrain.errors import UsageError
+from hvdtrain.evidence.children import MARK, ChildFailure, CommandProcess, explain
 from hvdtrain.files import json_ready
-from hvdtrain.lab.children import MARK, ChildFailure, Commanded, explain
 from hvdtrain.lab.compare.command import as_json, examine, exit_code, make_spec
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
@@ -217,7 +217,7 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
     program = "import subprocess, sys, time\n"
     program += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
     program += " start_new_session=True)\ntime.sleep(60)"
-    child = Commanded([sys.executable, "-c", program], tmp_path / "log")
+    child = CommandProcess([sys.executable, "-c", program], tmp_path / "log")
     deadline = time.monotonic() + 20
     while len(marked(MARK, child._mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -230,7 +230,7 @@ def test_a_command_and_all_that_it_started_are_ended(tmp_path: Path) -> None:
 def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     """Fails if a missing horovodrun ends the whole comparison with a traceback."""
     with pytest.raises(ChildFailure, match=r"is not installed\. Run hvdtrain install-horovod"):
-        Commanded([str(tmp_path / "horovodrun")], tmp_path / "log")
+        CommandProcess([str(tmp_path / "horovodrun")], tmp_path / "log")
 
 
 def make(system: str, status: str = AGREES, **changes: object) -> Row:

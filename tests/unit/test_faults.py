@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hvdtrain.lab.verify.collectives import FAULTS, CaseContext, Delivered, inject
+from hvdtrain.evidence.verify.collectives import FAULTS, CaseContext, Delivered, inject
 
 SIZE = 3
 TERMS = [1000 * rank + torch.arange(7, dtype=torch.float64) / 3 for rank in range(SIZE)]

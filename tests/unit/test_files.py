@@ -19,10 +19,10 @@ import yaml
 from hvdtrain.audit import AuditRecord
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import open_kept, open_to_read
-from hvdtrain.lab.report.page import save
-from hvdtrain.run.directory import RunDirectory, free_folder, new_directory
-from hvdtrain.run.event_log import EventLog
-from hvdtrain.run.ledger import take_cause
+from hvdtrain.records.directory import RunDirectory, free_folder, new_directory
+from hvdtrain.records.event_log import EventLog
+from hvdtrain.records.ledger import take_cause
+from hvdtrain.report.page import save
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
@@ -30,7 +30,7 @@ from hvdtrain.train.metering import Totals
 HOLDS_LOCK = """
 import sys
 from pathlib import Path
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.records.directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]) / "one")
 print("held", flush=True)
 sys.stdin.read()

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from hvdtrain.errors import UsageError
 from hvdtrain.formats import FORMATS, refuse_newer, stamped
-from hvdtrain.run.trace_file import digest_of
+from hvdtrain.records.trace_file import digest_of
 from hvdtrain.train import checkpoint
 from tests.data.make import CODE, INTERVAL
 from tests.unit.commands import run as run_command

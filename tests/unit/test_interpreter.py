@@ -80,9 +80,8 @@ def test_a_plug_in_finds_its_neighbours(tmp_path: Path) -> None:
     """
     (tmp_path / "mine.py").write_text("import neighbour, secrets\nmake = secrets.token_hex\n")
     (tmp_path / "neighbour.py").touch()
-    program = (
-        "from hvdtrain.plugins import import_callable\nimport_callable('--model', 'mine:make')()"
-    )
+    program = "from hvdtrain.config.plugins import import_callable\n"
+    program += "import_callable('--model', 'mine:make')()"
     done = ended([sys.executable, "-c", WITHOUT_FOLDER + program], shadow(tmp_path))
     assert done.returncode == 0, done.stderr
 

@@ -25,10 +25,13 @@ LAYERS = {
     "hvdtrain.api": 6,
     "hvdtrain.cli": 6,
     "hvdtrain.lab": 5,
+    "hvdtrain.evidence": 5,
+    "hvdtrain.report": 5,
     LAUNCHER: 5,
     "launch.containers": 5,
     "launch.install": 5,
     "hvdtrain.run": 4,
+    "hvdtrain.records": 3,
     "hvdtrain.train": 3,
     "hvdtrain.audit": 3,
     "hvdtrain.weights": 3,
@@ -49,7 +52,7 @@ LAYERS = {
     "hvdtrain.interpreter": 0,
     "hvdtrain.listener": 0,
     "hvdtrain.log": 0,
-    "hvdtrain.plugins": 0,
+    "hvdtrain.config.plugins": 0,
     "hvdtrain.pulse": 0,
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,
@@ -61,6 +64,8 @@ LIBRARIES = {  # used late
 }
 VERSION = "hvdtrain.__version__"  # a plain constant
 TORCH_STARTS_AT = 2
+LAB = "hvdtrain.lab"
+MAY_IMPORT_LAB = (LAB, "hvdtrain.cli")  # what trains does not know how it is measured
 ONLY_IMPORTERS = {"horovod": "hvdtrain.exchange.horovod", "mpi4py": "hvdtrain.ring.transports.mpi"}
 
 
@@ -127,6 +132,8 @@ def _problem(module: str, own: int, name: str, top: str) -> str | None:
         other = layer_of(name)
         if light and not name.startswith((LAUNCHER, BUILD, "launch.")) and other != 0:
             return f"the launcher imports {name}, which is not in layer 0"
+        if name.startswith(LAB) and not module.startswith(MAY_IMPORT_LAB):
+            return f"only {' and '.join(MAY_IMPORT_LAB)} may import {name}"
         if other is None or other > own:
             return f"layer {own} imports {name} of layer {other}"
         return None
@@ -185,6 +192,7 @@ def test_the_restricted_libraries_are_used_where_they_may_be() -> None:
         ),
         ("hvdtrain.exchange.horovod", "from mpi4py import MPI", "mpi may import mpi4py"),
         ("hvdtrain.audit", "import importlib\nimportlib.import_module('hvdtrain.cli')", "layer 6"),
+        ("hvdtrain.evidence.trials", "from hvdtrain.lab import compare", "only hvdtrain.lab and"),
         ("hvdtrain.launcher.agent", "import torch", "not in the standard library"),
         ("hvdtrain.launcher.agent", "import hvdtrain.exchange", "not in layer 0"),
         ("hvdtrain.launcher.agent", "from hvdtrain.ring import gamma", "not in layer 0"),
@@ -230,7 +238,7 @@ def test_a_new_module_needs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hvdtrain.launcher.agent", ["numpy", "torch", "horovod", "yaml", "mpi4py"]),
         ("hvdtrain.ring.transports.tcp", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.ring.transports.mpi", ["torch", "horovod", "mpi4py"]),
-        ("hvdtrain.lab.report.page", ["torch", "horovod", "mpi4py"]),
+        ("hvdtrain.report.page", ["torch", "horovod", "mpi4py"]),
         ("hvdtrain.train.loop", ["horovod", "mpi4py"]),
     ],
 )

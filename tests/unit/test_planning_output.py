@@ -12,7 +12,6 @@ from torch import nn
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.charts import to_png
 from hvdtrain.lab.plan.command import draw_plot
 from hvdtrain.lab.plan.predicting import METHODS, Cluster, Link, Scenario, largest_useful, predict
 from hvdtrain.lab.plan.profiles import (
@@ -22,6 +21,7 @@ from hvdtrain.lab.plan.profiles import (
     measure_profile,
     share_out,
 )
+from hvdtrain.report.charts import to_png
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
 

@@ -15,11 +15,11 @@ from hvdtrain.config.options import build_config
 from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
-from hvdtrain.run.devices import choose_device
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import Source, build_data, build_task
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
+from hvdtrain.train.devices import choose_device
 from hvdtrain.train.job import Job
 from tests.unit.threads import connect
 

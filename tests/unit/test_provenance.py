@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.pulse import COMMAND
-from hvdtrain.run import provenance as module
-from hvdtrain.run.provenance import code_revision, provenance, ranks_by_host
+from hvdtrain.records import provenance as module
+from hvdtrain.records.provenance import code_revision, provenance, ranks_by_host
 
 IDENTITY = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
 

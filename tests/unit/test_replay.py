@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from hvdtrain.errors import ReplayMismatch, UsageError
-from hvdtrain.run.trace_file import RecordedRun
+from hvdtrain.records.trace_file import RecordedRun
 from tests.unit import commands
 from tests.unit.recorded import (
     FLAGS,

@@ -15,10 +15,10 @@ from PIL import Image
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.charts import PALETTE
-from hvdtrain.lab.report.page import compare_options, compare_runs, notes_of
-from hvdtrain.lab.report.plots import draw_plots
-from hvdtrain.lab.report.runs import read_runs
+from hvdtrain.report.charts import PALETTE
+from hvdtrain.report.page import compare_options, compare_runs, notes_of
+from hvdtrain.report.plots import draw_plots
+from hvdtrain.report.runs import read_runs
 from tests.unit.reported import epoch_record, lines_of, make_run, plots_of, step_record, write_lines
 
 SCRIPT = "<script>alert(1)<script>"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.lab.charts import PALETTE, to_png
+from hvdtrain.report.charts import PALETTE, to_png
 from tests.unit.reported import (
     CONFUSION,
     audit_record,

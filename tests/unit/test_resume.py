@@ -20,7 +20,7 @@ from hvdtrain.data import TensorSplit
 from hvdtrain.data.splits import fingerprint
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.directory import RunDirectory
+from hvdtrain.records.directory import RunDirectory
 from hvdtrain.run.resume import Resumable, find_resumable, refuse_changed_data
 from hvdtrain.run.tasks import find_source
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint, read_manifest

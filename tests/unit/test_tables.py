@@ -17,8 +17,8 @@ from torch import nn
 from hvdtrain.data import Shares, TensorSplit, VirtualShares, feeding
 from hvdtrain.data.splits import Dataset
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.event_log import EventLog
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.event_log import EventLog
 from hvdtrain.tasks import Settings, Sums, Task, classification
 from hvdtrain.train import tables
 from hvdtrain.train.evaluate import Evaluation, evaluate

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvdtrain.run import trackers
-from hvdtrain.run.directory import RunDirectory
-from hvdtrain.run.trackers import Tracker, open_trackers
+from hvdtrain.records import trackers
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.trackers import Tracker, open_trackers
 from tests.unit.commands import run
 from tests.unit.test_cli import read_summary
 from tests.unit.wandb_files import read_offline

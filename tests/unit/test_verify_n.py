@@ -15,19 +15,19 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.exchange import SingleProcess
-from hvdtrain.lab.trials import Trial
-from hvdtrain.lab.verify_n.causes import causes_of_processes
-from hvdtrain.lab.verify_n.command import unfit_for_every_n
-from hvdtrain.lab.verify_n.experiments import find_causes
-from hvdtrain.lab.verify_n.parting import (
+from hvdtrain.evidence.trials import Trial
+from hvdtrain.evidence.verify_n.causes import causes_of_processes
+from hvdtrain.evidence.verify_n.command import unfit_for_every_n
+from hvdtrain.evidence.verify_n.experiments import find_causes
+from hvdtrain.evidence.verify_n.parting import (
     AGREEMENT,
     Gap,
     Parting,
     Saved,
     largest_gap,
 )
-from hvdtrain.lab.verify_n.passes import OUTSIDE, Subject
+from hvdtrain.evidence.verify_n.passes import OUTSIDE, Subject
+from hvdtrain.exchange import SingleProcess
 from hvdtrain.tasks import Sums
 from tests.unit.commands import run
 from tests.unit.jobs import made_up_data, make_job, plain, with_batch_norm

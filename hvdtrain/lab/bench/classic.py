@@ -19,12 +19,12 @@ from matplotlib.patches import Patch
 
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import EXIT_OK
+from hvdtrain.evidence.children import run_command
 from hvdtrain.files import write_json
-from hvdtrain.lab import charts
 from hvdtrain.lab.bench import jobs, ratios, rounds
-from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.children import run_command
 from hvdtrain.log import counted, say
+from hvdtrain.report import charts
+from hvdtrain.report.charts import Plot
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
+from hvdtrain.evidence.children import POLL_S, Child, CommandProcess
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.bench.turns import TurnJob, Turns
-from hvdtrain.lab.children import POLL_S, Child, Commanded
 from hvdtrain.lab.systems.contract import (
     Member,
     Parameters,
@@ -96,7 +96,9 @@ class Starter:
         log = folder / "process-0.log"
         return TurnJob(
             folder=folder,
-            start=lambda children: children.append(Commanded(argv, log, waiting | environment)),
+            start=lambda children: children.append(
+                CommandProcess(argv, log, waiting | environment)
+            ),
             progress=[jobs.log_of(folder)],
             finish=stop_train,
             logged=lambda: [jobs.logged_steps(folder)],

@@ -18,7 +18,7 @@ from hvdtrain.launcher.command import (
     in_own_session,
     settings_for,
 )
-from hvdtrain.run.directory import METRICS
+from hvdtrain.records.directory import METRICS
 
 HVDTRAIN = module_argv("hvdtrain.cli")
 EXPERIMENT = "run"

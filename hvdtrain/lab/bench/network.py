@@ -25,6 +25,7 @@ import torch
 
 from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.evidence.children import ONE_THREAD, Child
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench import contestants, jobs, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCase
@@ -36,7 +37,6 @@ from hvdtrain.lab.bench.scaling import (
     examine,
 )
 from hvdtrain.lab.bench.turns import Results, TurnJob, Turns
-from hvdtrain.lab.children import ONE_THREAD, Child
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
 from hvdtrain.lab.hosts.node import HostProcess
 from hvdtrain.launcher.command import (

@@ -15,11 +15,11 @@ import torch
 
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError
+from hvdtrain.evidence.children import ChildFailure, guarded
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.lab.bench.ratios import Ratio
 from hvdtrain.lab.bench.saving import Used
-from hvdtrain.lab.children import ChildFailure, guarded
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.train.job import Job
 

@@ -20,15 +20,15 @@ from matplotlib.ticker import FixedLocator, StrMethodFormatter
 from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
-from hvdtrain.lab import charts
 from hvdtrain.lab.bench import contestants, cpu_time, ratios, rounds, turns
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
 from hvdtrain.lab.bench.ratios import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.turns import Results
-from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.children import fork_server
+from hvdtrain.lab.systems.process import fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
+from hvdtrain.report import charts
+from hvdtrain.report.charts import Plot
 
 WEAK = "weak"
 LEAST_SHARE = 2  # samples per worker, the fewest for batch norm statistics

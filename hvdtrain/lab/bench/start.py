@@ -24,14 +24,14 @@ from typing import Any
 from matplotlib.patches import Patch
 
 from hvdtrain.errors import EXIT_OK
+from hvdtrain.evidence.children import run_command
 from hvdtrain.files import write_json
 from hvdtrain.interpreter import module_argv
-from hvdtrain.lab import charts
 from hvdtrain.lab.bench import ddp_script, jobs, ratios, rounds, stamp
 from hvdtrain.lab.bench.ratios import Ratio
-from hvdtrain.lab.charts import Plot
-from hvdtrain.lab.children import run_command
 from hvdtrain.log import counted, say
+from hvdtrain.report import charts
+from hvdtrain.report.charts import Plot
 
 LAUNCH, HOROVODRUN, TORCHRUN = "hvdtrain launch", "horovodrun hvdtrain train", "torchrun, DDP"
 TRAIN, SCRIPT = "hvdtrain train, alone", "python script, alone"

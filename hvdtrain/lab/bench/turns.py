@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdtrain.errors import Stopped
+from hvdtrain.evidence.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.lab.bench.cpu_time import NOTHING, CpuTime, cpu_time
 from hvdtrain.lab.bench.jobs import Logged, steps_per_s
 from hvdtrain.lab.bench.rounds import in_turn
-from hvdtrain.lab.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.log import duration
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them

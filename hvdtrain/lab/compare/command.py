@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, UsageError
+from hvdtrain.evidence.children import ChildFailure, guarded
 from hvdtrain.files import write_json
-from hvdtrain.lab.children import ChildFailure, fork_server, guarded
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
     DISAGREES,
@@ -32,7 +32,7 @@ from hvdtrain.lab.compare.rows import (
 )
 from hvdtrain.lab.systems import ORACLE, find_strategy
 from hvdtrain.lab.systems.contract import Spec, SystemOptions
-from hvdtrain.lab.systems.process import run_system
+from hvdtrain.lab.systems.process import fork_server, run_system
 from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.processes import StopRequests

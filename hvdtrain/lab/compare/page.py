@@ -13,8 +13,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain import __version__
-from hvdtrain.lab import charts
-from hvdtrain.lab.charts import GREY, Plot
 from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
@@ -31,8 +29,10 @@ from hvdtrain.lab.compare.rows import (
     speedup,
     summary_line,
 )
-from hvdtrain.lab.report.page import NOTHING, Table, save, take_pictures, templates
-from hvdtrain.lab.report.plots import PHASE_COLOURS
+from hvdtrain.report import charts
+from hvdtrain.report.charts import GREY, Plot
+from hvdtrain.report.page import NOTHING, Table, save, take_pictures, templates
+from hvdtrain.report.plots import PHASE_COLOURS
 from hvdtrain.train.clock import PHASES
 
 BLUE, RED, GREEN = charts.PALETTE[:3]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from hvdtrain.lab.children import Result
+from hvdtrain.evidence.children import Result
 from hvdtrain.lab.systems import ORACLE as SINGLE
 from hvdtrain.lab.systems.contract import Spec, Strategy, SystemOptions, Traffic
 from hvdtrain.log import counted

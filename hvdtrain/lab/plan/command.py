@@ -13,18 +13,6 @@ from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.files import write_json
-from hvdtrain.lab.charts import (
-    GREY,
-    HEIGHT,
-    WIDTH,
-    Plot,
-    dress,
-    legend_below,
-    look_of,
-    new_figure,
-    shorten,
-    write_plots,
-)
 from hvdtrain.lab.plan.predicting import (
     METHODS,
     Cluster,
@@ -50,6 +38,18 @@ from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.launcher.command import find_controller
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.log import counted, say
+from hvdtrain.report.charts import (
+    GREY,
+    HEIGHT,
+    WIDTH,
+    Plot,
+    dress,
+    legend_below,
+    look_of,
+    new_figure,
+    shorten,
+    write_plots,
+)
 
 MODEL, DATA, BATCH_SIZE, STEPS = "lenet", "digits", 32, 30
 BITS, GIGA, MICRO = 8, 1e9, 1e-6

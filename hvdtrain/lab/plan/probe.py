@@ -36,8 +36,8 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.evidence.children import ChildFailure, CommandProcess, all_ended
 from hvdtrain.interpreter import module_argv
-from hvdtrain.lab.children import ChildFailure, Commanded, all_ended
 from hvdtrain.lab.plan.predicting import Link, negotiation_messages
 from hvdtrain.lab.plan.profiles import (
     COUNT,
@@ -187,7 +187,7 @@ def measure_network(controller: str) -> Network:
 
 def _run(argv: Sequence[str], folder: Path) -> None:
     """Run the command. Raises ChildFailure if it fails or exceeds LIMIT_S."""
-    child = Commanded(argv, folder / "process-0.log")
+    child = CommandProcess(argv, folder / "process-0.log")
     until = time.monotonic() + LIMIT_S
     try:
         while not all_ended([child], folder):

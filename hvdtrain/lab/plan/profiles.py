@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain import plugins
+from hvdtrain.config import plugins
 from hvdtrain.data import load_dataset
 from hvdtrain.data.builtin import SYNTHETIC, read_spec
 from hvdtrain.data.splits import Shape

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import importlib
 
+from hvdtrain.config.plugins import import_callable
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.systems.contract import Strategy
-from hvdtrain.plugins import import_callable
 
 ORACLE = "single"
 SYSTEMS = {  # in the order of the table

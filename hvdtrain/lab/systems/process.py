@@ -9,12 +9,14 @@ Each writes `process-NUMBER.json`, with its measurements or its error, and
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
 import traceback
 from dataclasses import asdict
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
-from hvdtrain.interpreter import module_argv, peak_memory
-from hvdtrain.lab.children import Child, Commanded, Forked, Result, read_json, watch
+from hvdtrain.evidence.children import ONE_THREAD, Child, CommandProcess, Result, read_json, watch
+from hvdtrain.interpreter import module_argv, peak_memory, started_elsewhere
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
@@ -32,6 +34,35 @@ from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
 START_TIMEOUT_S = 60
+PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # optimizers import the latter
+
+
+class ForkedProcess:
+    """A process forked by the fork server."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def processes(self) -> list[int]:
+        return [self._process.pid] if self._process.pid else []
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+def fork_server() -> ForkServerContext:
+    """Start the fork server, which imports in the background; its forks compute with one thread."""
+    os.environ.update(ONE_THREAD)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with started_elsewhere():
+        forkserver.ensure_running()
+    return context
 
 
 def run_system(
@@ -72,13 +103,13 @@ def start_system(
         command = in_own_session(worker)
         hosts = (("localhost", spec.workers),)
         options = HorovodrunOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
-        children.append(Commanded(horovodrun_argv(options, command), folder / "process-0.log"))
+        children.append(CommandProcess(horovodrun_argv(options, command), folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):
         log = folder / f"process-{number}.log"
         process = context.Process(target=run_forked, args=(str(path), number, str(log)))
         process.start()
-        children.append(Forked(process))
+        children.append(ForkedProcess(process))
 
 
 def run_forked(spec_path: str, number: int, log_path: str) -> None:

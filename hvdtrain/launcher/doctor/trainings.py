@@ -15,8 +15,8 @@ from typing import Any
 from hvdtrain.interpreter import module_argv
 
 # Commands, since this package does without torch.
-ON_CORE = module_argv("hvdtrain.lab.known_answer")
-ON_DEVICE = module_argv("hvdtrain.lab.burn_in_device")
+ON_CORE = module_argv("hvdtrain.evidence.known_answer")
+ON_DEVICE = module_argv("hvdtrain.evidence.burn_in_device")
 CORE, GPU = "core", "GPU"
 LISTING_S = 90.0  # longest time for torch to be imported, and to find the GPUs
 SILENT_S = 180.0  # longest time without a result: a core or GPU that hangs

@@ -1,0 +1,302 @@
+"""The runs of `hvdtrain verify-n`, one for each N, and what is printed and written about them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
+from hvdtrain.evidence.trials import Training, Trial, scratch_folder
+from hvdtrain.evidence.verify_n.causes import Findings, Question, likely_causes
+from hvdtrain.evidence.verify_n.parting import (
+    AGREEMENT,
+    PARTS,
+    Gap,
+    Pair,
+    Parting,
+    checkpoint_options,
+    newest,
+    read_saved,
+)
+from hvdtrain.files import write_json
+from hvdtrain.log import counted, say
+
+IN_A_SCRIPT = (
+    "Causes are looked for in the tasks of `train` alone. In a script the usual ones are: a mean "
+    "loss given for a sum, dropout or batch norm without virtual_workers, numbers drawn outside of "
+    "the passes, and a model in float32"
+)
+# Of a loss: more than a mean over other numbers of samples, dropout or batch norm explains.
+UNSPLIT_DIFFERENCE = 0.3
+UNSPLIT_ROUNDING = 1e-5
+# What the runs need to be comparable to rounding errors of float64.
+IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
+
+
+@dataclass(frozen=True)
+class VerifyNOptions:
+    """The checked options of the command."""
+
+    training: Training
+    config: TrainConfig | None  # what the flags of `train` mean; None: a script
+    counts: tuple[int, ...]  # of workers, ascending; the first is the reference
+    json: str | None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A finished run on N workers, and its largest relative difference from the reference."""
+
+    workers: int
+    params_sha256: str
+    gap: Gap | None  # None: this is the reference
+    same: bool
+
+    def line(self) -> str:
+        """Return the line that is printed."""
+        text, gap = f"N={self.workers:<3} {self.params_sha256}", self.gap
+        if gap is None:
+            return f"{text}  the reference"
+        if not gap.relative:
+            return f"{text}  no difference" + (" but in bits" if not self.same else "")
+        return f"{text}  largest relative difference {gap.relative:.1e}, {gap.tensor}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where and why two runs part."""
+
+    workers: tuple[int, int]  # of the reference, and of the other
+    parting: Parting
+    findings: Findings
+
+    def lines(self) -> list[str]:
+        """Return the lines that are printed."""
+        one, other = self.workers
+        parting = self.parting
+        lines = [
+            f"first difference: step {parting.step}, {parting.gap.described()} "
+            f"on N={one} and N={other} (relative difference {parting.gap.relative:.1e})"
+        ]
+        if parting.step > parting.last_equal + 1:
+            lines.append(
+                f"Equal after step {parting.last_equal}; in between it did not repeat when both "
+                "runs were made again"
+            )
+        for cause in self.findings.causes:
+            lines += [f"likely cause: {cause.text}", f"what to do: {cause.advice}"]
+        return [*lines, self.findings.note] if self.findings.note else lines
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """The loss of the first step, of the whole batch at once and of the shares of it.
+
+    What is wrong in the same way on every N shows here.
+    """
+
+    shares: int
+    whole_loss: float
+    loss: float
+
+    @property
+    def relative(self) -> float:
+        return abs(self.loss - self.whole_loss) / max(abs(self.whole_loss), abs(self.loss), 1e-300)
+
+    @property
+    def same(self) -> bool:
+        """Return whether the loss may be the same; dropout and batch norm make a difference."""
+        return self.relative < UNSPLIT_DIFFERENCE
+
+    def line(self) -> str:
+        """Return the line that is printed."""
+        text = f"one unsplit batch: loss {self.whole_loss:.6g}, in {self.shares} shares "
+        text += f"{self.loss:.6g}"
+        noise = ", as dropout or batch norm makes it" if self.relative > UNSPLIT_ROUNDING else ""
+        if self.same:
+            return text + noise
+        ratio = self.loss / self.whole_loss if self.whole_loss else math.inf
+        cause = "a loss of a batch that is not the sum over its samples"
+        if math.isclose(ratio, self.shares, rel_tol=UNSPLIT_DIFFERENCE):
+            cause = "a mean loss given for a sum, which trains at a smaller rate"
+        return f"{text}: wrong in the same way on every N. Likely cause: {cause}"
+
+
+def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]:
+    """Return the problems of a configuration that is another experiment for each N."""
+    problems = []
+    if config.batch.batch_size is not None:
+        problems.append(
+            f"--batch-size={config.batch.batch_size}: is per worker, so each N is another "
+            "experiment; give --global-batch-size"
+        )
+    if config.batch.rank_weights not in (None, "auto"):
+        problems.append(
+            f"--rank-weights={config.batch.rank_weights}: holds for one N only; leave it out"
+        )
+    virtual = config.batch.virtual_workers
+    problems += [
+        f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most {virtual}"
+        for workers in counts
+        if virtual is not None and workers > virtual
+    ]
+    return problems
+
+
+def verify_n(options: VerifyNOptions) -> int:
+    """Run the verification; return the exit code (17: what is learned depends on N).
+
+    Raises UsageError if the configuration is refused for some N, TrainingError if training fails.
+    """
+    config, exact = options.config, False
+    if config is not None:
+        exact = config.batch.virtual_workers is not None
+        words = [*options.training.words, *(() if exact else IN_FLOAT64)]
+        options = replace(options, training=replace(options.training, words=words))
+        say(_how(config, options, exact))
+    shares = 1
+    with scratch_folder("verify-n") as scratch:
+        results: list[TrialResult] = []
+        for workers in options.counts:
+            run = _run_to_end(options, workers, scratch)
+            if config is None and not results:  # only now it is known what the script demands
+                exact = run.summary()["virtual_workers"] is not None
+                say(_how_of_script(options, exact))
+            shares = int(run.summary()["virtual_workers"] or 1)
+            results.append(_compare(run, workers, results[:1], exact))
+            say(results[-1].line())
+            if len(results) > 1 and (
+                results[-1].same or not all(result.same for result in results[:-1])
+            ):
+                shutil.rmtree(run.path)  # of those that differ, only the first is looked into
+        apart = next((result for result in results if not result.same), None)
+        explained = _explain(options, exact, apart, scratch) if apart else None
+        unsplit = None
+        if exact and not apart and shares > 1:
+            unsplit = _compare_unsplit(options, shares, scratch)
+            say(unsplit.line())
+    is_wrong = unsplit is not None and not unsplit.same
+    say(_verdict(results, exact, explained, is_wrong))
+    content = _as_json(results, exact, explained)
+    write_json(options.json, content | {"unsplit": asdict(unsplit) if unsplit else None})
+    return EXIT_MISMATCH if explained or is_wrong else EXIT_OK
+
+
+def _compare_unsplit(options: VerifyNOptions, shares: int, scratch: Path) -> Unsplit:
+    """Return the losses of the first step on one worker, with one virtual worker and with all."""
+    losses = []
+    for virtual in (1, shares):
+        trial = Trial(
+            options.training,
+            1,
+            scratch,
+            f"unsplit-{virtual}",
+            virtual_workers=virtual,
+            grad_accum_steps=1,
+            max_steps=1,
+        )
+        trial.wait_for_success()
+        losses.append(float(trial.summary()["train_loss"]))
+    return Unsplit(shares, *losses)
+
+
+def _how_of_script(options: VerifyNOptions, exact: bool) -> str:
+    demand = "every N must end with the same bits"
+    if not exact:
+        demand = f"every N must agree to {AGREEMENT:g}, which takes a model in float64"
+    return f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}; {demand}"
+
+
+def _of(options: VerifyNOptions) -> str:
+    return options.training.controller
+
+
+def _how(config: TrainConfig, options: VerifyNOptions, exact: bool) -> str:
+    text = f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}"
+    if exact:
+        return f"{text}; every N must end with the same bits"
+    text += "; in float64, as float32 rounds differently for each N"
+    precision = config.precision
+    flags = (("amp", precision.amp), ("compression", precision.compression))
+    left_out = [f"--{name} {value}" for name, value in flags if value != "none"]
+    return f"{text}, and without {' and '.join(left_out)}" if left_out else text
+
+
+def _run_to_end(options: VerifyNOptions, workers: int, scratch: Path) -> Trial:
+    """Return the finished run on N workers. Raises UsageError and TrainingError."""
+    # Without --max-steps checkpoints are those of the evaluations.
+    steps = options.config.schedule.max_steps if options.config else None
+    kept = checkpoint_options(math.ceil(steps / PARTS) if steps else 0)
+    trial = Trial(options.training, workers, scratch, str(workers), **kept)
+    trial.wait()
+    if refused := trial.refusal():
+        raise UsageError(f"on {counted(workers, 'worker')}: {refused}")
+    try:
+        trial.wait_for_success()
+    except TrainingError as error:
+        raise TrainingError(f"on {counted(workers, 'worker')} {error}") from error
+    return trial
+
+
+def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) -> TrialResult:
+    """Return the difference of a finished run from the `first`, if there is one."""
+    digest = run.summary()["params_sha256"]
+    if not first:
+        return TrialResult(workers, digest, None, same=True)
+    one, other = map(read_saved, map(newest, (run.path.parent / str(first[0].workers), run.path)))
+    above = one.gap_above(AGREEMENT, other)
+    same = digest == first[0].params_sha256 if exact else above is None
+    return TrialResult(workers, digest, above or one.largest_gap(other), same)
+
+
+def _explain(
+    options: VerifyNOptions, exact: bool, apart: TrialResult, scratch: Path
+) -> Explanation:
+    """Return where the run that differs parts from the reference, and why."""
+    workers = (options.counts[0], apart.workers)
+    say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
+    runs = (scratch / str(workers[0]), scratch / str(workers[1]))
+    pair = Pair(options.training, workers, runs, limit=0.0 if exact else AGREEMENT)
+    parting = pair.first_difference(apart.gap or Gap())
+    if options.config is None:
+        return Explanation(workers, parting, Findings([], IN_A_SCRIPT))
+    question = Question(options.config, parting.last_equal + 1, parting.before, workers[1], exact)
+    return Explanation(workers, parting, likely_causes(question, scratch))
+
+
+def _verdict(
+    results: list[TrialResult], exact: bool, explained: Explanation | None, is_wrong: bool
+) -> str:
+    counts = _listed([result.workers for result in results])
+    if is_wrong:
+        return f"verdict: the same is learned on {counts} workers, but not from the batch as it is"
+    if explained is not None:
+        return "\n".join([*explained.lines(), "verdict: what is learned DEPENDS ON N"])
+    measure = "the same bits" if exact else f"every tensor to {AGREEMENT:g} of its largest value"
+    return f"verdict: the same is learned on {counts} workers ({measure})"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _as_json(
+    results: list[TrialResult], exact: bool, explained: Explanation | None
+) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "same": explained is None,
+        "demanded": "same bits" if exact else AGREEMENT,
+        "runs": [asdict(result) for result in results],
+    }
+    if explained is not None:
+        parting = asdict(explained.parting)
+        del parting["before"]  # a path in the scratch folder
+        content["difference"] = {"workers": explained.workers, **parting}
+        content["causes"] = [asdict(cause) for cause in explained.findings.causes]
+        content["note"] = explained.findings.note
+    return content

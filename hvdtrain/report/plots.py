@@ -1,0 +1,265 @@
+"""Plots of runs: curves over steps, time per phase, and confusions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from hvdtrain.report.charts import (
+    GREY,
+    HEIGHT,
+    LEGEND_ROW,
+    PALETTE,
+    WIDTH,
+    Plot,
+    dress,
+    is_wide,
+    legend_below,
+    look_of,
+    name_kinds,
+    name_runs,
+    new_figure,
+    shorten,
+)
+from hvdtrain.report.confusions import draw_confusions
+from hvdtrain.report.runs import Run, number
+
+UNITS = {  # what the caption and the axis call a metric
+    "loss": ("Mean loss per sample", "loss (mean per sample)"),
+    "accuracy": ("Accuracy", "accuracy (part of samples, 0 to 1)"),
+}
+NOT_METRICS = ("loss", "samples", "class_accuracy")
+LINE_WIDTH = 1.6
+MOST_WIDER = 2.5  # the first of many runs is so much wider than the last
+BOUND_AT_MOST = 1.2  # where the axis ends, so that the bound at 1 stands clear of the frame
+FAILURE = "#B00020"
+FEW = 40  # most points that are marked: a line of a single point would be invisible
+PHASE_COLOURS = {  # bottom to top
+    "data": PALETTE[5],
+    "compute": PALETTE[0],
+    "exchange": PALETTE[1],
+    "update": PALETTE[4],
+}
+ROW_HEIGHT, LOW_ROW_HEIGHT = 2.0, 1.5  # inches per run, for up to MANY runs, and for more
+MANY = 4
+
+
+Style = dict[str, Any]  # of a line of matplotlib
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values of one run over steps; NaN, drawn as a gap, where not finite."""
+
+    run: int
+    label: str  # of all lines of this kind, if any
+    style: Style
+    steps: list[float]
+    values: list[float]
+
+
+def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
+    """Return the plots for which a run has data, and the descriptions of the missing ones."""
+    metrics = dict.fromkeys(name for run in runs for name in _metrics_of(run))
+    drawn: dict[str, Sequence[Plot | None]] = {
+        "loss": [draw_metric(runs, "loss")],
+        "accuracy or another metric": [draw_metric(runs, metric) for metric in metrics],
+        "throughput": [draw_throughput(runs)],
+        "time per phase of a step": [draw_phases(runs)],
+        "learning rate": [draw_learning_rate(runs)],
+        "audits": [draw_audits(runs)],
+        "confusion matrix": draw_confusions(runs),
+    }
+    plots = [plot for group in drawn.values() for plot in group if plot]
+    return plots, [what for what, group in drawn.items() if not any(group)]
+
+
+def _metrics_of(run: Run) -> list[str]:
+    """Return accuracy where the run has it, else all metrics of its records."""
+    names = {
+        name.partition("_")[2]: None
+        for record in run.steps + run.epochs + run.evaluations
+        for name in record
+        if name.startswith(("train_", "valid_")) and math.isfinite(number(record, name))
+    }
+    metrics = [name for name in names if name not in NOT_METRICS]
+    return ["accuracy"] if "accuracy" in metrics else metrics
+
+
+def draw_metric(runs: Sequence[Run], metric: str) -> Plot | None:
+    """Plot a metric, or the loss, in training and validation."""
+    thin = {"linewidth": 0.9, "alpha": 0.5}
+    round_marks = {"linewidth": 1.0, "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+    diamonds = {"marker": "D", "markersize": 4}
+    lines = [
+        *_lines(runs, "steps", f"train_{metric}", "train, by step", thin),
+        *_lines(runs, "epochs", f"train_{metric}", "train, by epoch", round_marks),
+        *_lines(runs, "evaluations", f"valid_{metric}", "valid", diamonds),
+    ]
+    title = metric.replace("_", " ").capitalize()
+    what, label = UNITS.get(metric, (title, metric))
+    caption = f"{what}: thin by logged step, round by epoch, diamonds in validation."
+    return _draw(runs, lines, metric, title, label, caption)
+
+
+def draw_throughput(runs: Sequence[Run]) -> Plot | None:
+    """Plot samples per second over all workers."""
+    lines = _lines(runs, "steps", "samples_per_s")
+    caption = "Samples per second over all workers, since the logged step before."
+    plot = _draw(runs, lines, "throughput", "Throughput", "samples per second", caption)
+    if plot and plot.figure.axes[0].get_yscale() == "linear":
+        plot.figure.axes[0].set_ylim(bottom=0)
+    return plot
+
+
+def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
+    """Plot the learning rate."""
+    lines = _lines(runs, "steps", "lr")
+    caption = "The learning rate that the optimizer used at each logged step."
+    plot = _draw(runs, lines, "learning-rate", "Learning rate", "learning rate", caption)
+    if plot:
+        plot.figure.axes[0].set(yscale="linear", ylim=(0, None))
+    return plot
+
+
+def draw_audits(runs: Sequence[Run]) -> Plot | None:
+    """Plot the worst error over bound of each audit; rounding does not explain values above 1."""
+    style = {"marker": "o", "markersize": 3}
+    lines = _lines(runs, "audits", "worst_error_over_bound", style=style)
+    caption = "Above 1, rounding cannot explain a difference between gradients and reference."
+    plot = _draw(runs, lines, "audit", "Audit", "worst error ÷ rounding bound", caption)
+    if not plot:
+        return None
+    axes = plot.figure.axes[0]
+    axes.axhline(1, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
+    at: Style = {"xytext": (-2, 2), "textcoords": "offset points", "ha": "right"}
+    at |= {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
+    axes.annotate("bound", (1, 1), **at)
+    if is_wide([1.0, *(value for line in lines for value in line.values)]):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, max(axes.get_ylim()[1], BOUND_AT_MOST))
+    failed = [one["step"] for run in runs for one in run.audits if one.get("ok") is False]
+    if failed:  # marked above all ratios, as their own may be infinite
+        axes.set_ylim(top=axes.get_ylim()[1] * (10 if axes.get_yscale() == "log" else 1.15))
+        cross: Style = {"marker": "x", "linestyle": "none", "color": FAILURE}
+        axes.plot(failed, [0.96] * len(failed), transform=axes.get_xaxis_transform(), **cross)
+        name_kinds(axes, [Line2D([], [], **cross)], ["audit failed"])
+    return plot
+
+
+def _lines(
+    runs: Sequence[Run], source: str, name: str, label: str = "", style: Style | None = None
+) -> list[Line]:
+    """Return a line for each run with a finite value of `name` in the records of `source`."""
+    lines = []
+    for index, run in enumerate(runs):
+        records = [record for record in getattr(run, source) if name in record]
+        values = [number(record, name) for record in records]
+        steps = [number(record, "step") for record in records]
+        # Audits are kept without one: a failed audit is marked even if its ratio is infinite.
+        if any(map(math.isfinite, values)) or (values and source == "audits"):
+            lines.append(Line(index, label, style or {}, steps, values))
+    return lines
+
+
+def _draw(
+    runs: Sequence[Run], lines: Sequence[Line], name: str, title: str, label: str, caption: str
+) -> Plot | None:
+    """Plot the lines; return None where there are none."""
+    if not lines:
+        return None
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for line in lines:
+        _plot(axes, line, len(runs))
+    dress(axes, title, label)
+    if is_wide([value for line in lines for value in line.values]):
+        axes.set_yscale("log")
+    styles = {line.label: line.style for line in lines if line.label}
+    if styles:
+        colour = look_of(0).colour if len(runs) == 1 else GREY
+        handles = [Line2D([], [], color=colour, **style) for style in styles.values()]
+        name_kinds(axes, handles, list(styles))
+    name_runs(figure, [run.name for run in runs], sorted({line.run for line in lines}))
+    return Plot(name, title, caption, figure)
+
+
+def _plot(axes: Axes, line: Line, runs: int) -> None:
+    look = look_of(line.run)
+    style: Style = {"linewidth": LINE_WIDTH, **line.style}
+    if len(line.steps) <= FEW:
+        style = {"marker": ".", "markersize": 4, **style}
+    # Equal runs all stay visible: each is drawn thinner than those below it.
+    wider = 1 + min(runs - 1, MOST_WIDER) * (1 - line.run / max(runs - 1, 1))
+    style |= {name: style[name] * wider for name in ("linewidth", "markersize") if name in style}
+    axes.plot(line.steps, line.values, color=look.colour, linestyle=look.dash, **style)
+
+
+class Times(NamedTuple):
+    """Mean time of a step by phase: column i of `seconds` from `edges[i]` to `edges[i + 1]`."""
+
+    name: str
+    edges: np.ndarray
+    seconds: np.ndarray  # phase, logged step
+    exchange_share: float
+
+
+def draw_phases(runs: Sequence[Run]) -> Plot | None:
+    """Plot one panel per run, with shared axes; None where no run has measured its phases."""
+    measured = [times for run in runs if (times := _times_of(run))]
+    if not measured:
+        return None
+    row_height = ROW_HEIGHT if len(measured) <= MANY else LOW_ROW_HEIGHT
+    height = HEIGHT if len(measured) == 1 else row_height * len(measured) + 0.6
+    figure = new_figure(WIDTH, height + LEGEND_ROW)
+    panels = figure.subplots(len(measured), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    longest = max(times.seconds.sum(axis=0).max() for times in measured)
+    unit, factor = ("ms", 1e3) if longest < 1 else ("s", 1.0)
+    for axes, times in zip(panels, measured, strict=True):
+        _stack(axes, times, factor)
+        title = "Time per step" if len(runs) == 1 else f"Time per step: {shorten(times.name)}"
+        dress(axes, title, f"{unit} per step", "step" if axes is panels[-1] else "")
+    panels[0].set_xlim(min(t.edges[0] for t in measured), max(t.edges[-1] for t in measured))
+    panels[0].set_ylim(0, longest * factor * 1.05)
+    handles = [Patch(color=colour) for colour in PHASE_COLOURS.values()]
+    legend_below(figure, handles, list(PHASE_COLOURS))
+    shares = [
+        f"{times.exchange_share:.0%}" + ("" if len(runs) == 1 else f" in {times.name}")
+        for times in measured
+    ]
+    caption = f"Mean time of a step by phase. The exchange takes {'; '.join(shares)}."
+    return Plot("phases", "Time per step", caption, figure)
+
+
+def _times_of(run: Run) -> Times | None:
+    """Return the times of a run; None where it has measured none, or only zeros."""
+    by_step: dict[float, list[float]] = {}  # the newest of each step
+    for record in run.steps:
+        measured = [number(record, f"{phase}_s") for phase in PHASE_COLOURS]
+        if any(map(math.isfinite, measured)):
+            by_step[number(record, "step")] = measured
+    steps = sorted(by_step)
+    seconds = np.nan_to_num(np.array([by_step[step] for step in steps]).T).clip(min=0)
+    if not seconds.sum() > 0:
+        return None
+    interval = steps[1] - steps[0] if len(steps) > 1 else steps[0]
+    edges = np.array([min(steps[0] - 1, max(0.0, steps[0] - interval)), *steps])
+    totals = dict(zip(PHASE_COLOURS, seconds @ np.diff(edges), strict=True))
+    return Times(run.name, edges, seconds, totals["exchange"] / sum(totals.values()))
+
+
+def _stack(axes: Axes, times: Times, factor: float) -> None:
+    """Stack the phases as stairs, as a mean over an interval holds for all its steps."""
+    base = np.zeros(times.seconds.shape[1])
+    for (phase, colour), seconds in zip(PHASE_COLOURS.items(), times.seconds, strict=True):
+        top = base + seconds * factor
+        axes.stairs(top, times.edges, baseline=base, fill=True, color=colour, label=phase)
+        base = top
