@@ -138,7 +138,7 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
-        for path in self._records():
+        for path in filter(os.path.lexists, self._records()):
             self._write(path.name, (line for line in _lines(path) if _step_of(line) <= step))
 
     def last_step(self) -> int:
