@@ -56,7 +56,7 @@ class SlurmTask(NamedTuple):
     local_rank: int
 
 
-class Step(NamedTuple):
+class SlurmStep(NamedTuple):
     """The step of a Slurm job that this task belongs to."""
 
     task: SlurmTask
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     identity: str  # the same in all tasks, and in no other step
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Step:
+    def from_environment(cls, environment: Mapping[str, str]) -> SlurmStep:
         """Read Slurm's variables. Raises UsageError if one is invalid or the job heterogeneous."""
         if environment.get("SLURM_HET_SIZE", "1") != "1":
             raise UsageError(
@@ -98,7 +98,7 @@ def first_host(nodes: str) -> str:
 
 
 def meet(
-    step: Step, start_rendezvous: Callable[[list[Variables]], int], limit_s: float = MEETING_S
+    step: SlurmStep, start_rendezvous: Callable[[list[Variables]], int], limit_s: float = MEETING_S
 ) -> tuple[Variables, str]:
     """Collective: wait for all tasks of the step and exchange their positions.
 
@@ -143,7 +143,7 @@ def placement(tasks: list[SlurmTask]) -> list[Variables]:
 
 
 def _gather(
-    step: Step, start_rendezvous: Callable[[list[Variables]], int], deadline: float
+    step: SlurmStep, start_rendezvous: Callable[[list[Variables]], int], deadline: float
 ) -> tuple[Variables, str]:
     """Collect the reports of all other tasks, in task 0, then answer them."""
     tasks, lines, address = {0: step.task}, {}, "127.0.0.1"
@@ -184,7 +184,7 @@ def _gather(
     return ranks[0] | shared, address
 
 
-def _greet(connection: socket.socket, step: Step) -> SlurmTask | None:
+def _greet(connection: socket.socket, step: SlurmStep) -> SlurmTask | None:
     """Return the place that a task reports; None if the peer is not a task of this step."""
     connection.settimeout(GREETING_S)
     _send(connection, {"step": step.identity})
@@ -198,7 +198,7 @@ def _greet(connection: socket.socket, step: Step) -> SlurmTask | None:
     return task if task.rank in range(1, step.size) else None
 
 
-def _report(step: Step, deadline: float) -> tuple[Variables, str]:
+def _report(step: SlurmStep, deadline: float) -> tuple[Variables, str]:
     """Report to task 0, in any other task, and wait for the answer."""
     with _reach(step, deadline) as connection:
         _send(connection, {"step": step.identity, **step.task._asdict()})
@@ -216,14 +216,14 @@ def _report(step: Step, deadline: float) -> tuple[Variables, str]:
         return answer["variables"], address
 
 
-def _listen(step: Step) -> socket.socket:
+def _listen(step: SlurmStep) -> socket.socket:
     for port in step.ports:
         with suppress(OSError):
             return socket.create_server(("", port), backlog=step.size)
     raise PreflightError(f"task 0 found none of the ports {step.ports} of this step free")
 
 
-def _reach(step: Step, deadline: float) -> socket.socket:
+def _reach(step: SlurmStep, deadline: float) -> socket.socket:
     """Connect to task 0, on the first port of the step on which it answers."""
     problem: object = "no answer"
     while time.monotonic() < deadline:

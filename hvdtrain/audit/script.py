@@ -34,7 +34,7 @@ from hvdtrain.topology import Topology
 
 
 @dataclass
-class Progress:
+class AuditCounts:
     """The counts of a script's audits. They hold no reference to the model, and may outlive it."""
 
     rank: int
@@ -111,7 +111,7 @@ class GradientAudit:
         _refuse_sparse(model, optimizer)
         self._on_record = on_record
         ring = transport or _ring_of_this_job()
-        self._progress = Progress(ring.rank, ring.size, every)
+        self._progress = AuditCounts(ring.rank, ring.size, every)
         atexit.register(self._progress.warn_if_idle)
         _notice_first_backward(model, self._progress)
         self._auditor = Auditor(
@@ -200,7 +200,7 @@ def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:
         )
 
 
-def _notice_first_backward(model: torch.nn.Module, progress: Progress) -> None:
+def _notice_first_backward(model: torch.nn.Module, progress: AuditCounts) -> None:
     def notice(_: torch.Tensor) -> None:
         progress.trains = True
         for hook in hooks:

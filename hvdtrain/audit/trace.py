@@ -28,7 +28,7 @@ LOSS_ROUNDING = 1e-12  # of the mean: float64, added in another order
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepConditions:
     """What may change when a run is resumed, and yet decides a step's bits.
 
     Of runs with virtual workers only the first two do.
@@ -47,7 +47,7 @@ class TraceRecord:
     """The digests of one step, as hexadecimal texts; empty ones for what does not exist."""
 
     step: int
-    setting: Setting
+    setting: StepConditions
     samples: str  # the numbers of the global batch, in order
     batches: Sequence[str]  # by share
     gradients: Sequence[Sequence[str]]  # by share and parameter, before they are reduced
@@ -66,7 +66,7 @@ class Tracer:
         self,
         job: Job,
         exchange: Exchange,
-        setting: Setting,
+        setting: StepConditions,
         is_due: Callable[[int], bool],
         on_record: Callable[[TraceRecord], None],
         keeps_sums: bool = False,

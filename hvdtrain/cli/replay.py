@@ -45,9 +45,9 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         problems.append(f"--sample={sample}: must be at least 1")
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.evidence.replay import Choice, replay
+    from hvdtrain.evidence.replay import StepChoice, replay
 
-    return replay(arguments, VALUES, Choice(first, last, sample, arguments["seed"]))
+    return replay(arguments, VALUES, StepChoice(first, last, sample, arguments["seed"]))
 
 
 def _range(text: str | None, problems: list[str]) -> tuple[int, int]:

@@ -23,9 +23,9 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import ReplayMismatch
 from hvdtrain.evidence.replay import Replayer, place_of
 from hvdtrain.log import say
-from hvdtrain.records.trace_file import RecordedRun, stretch_of
+from hvdtrain.records.trace_file import RecordedRun, segment_of
 from hvdtrain.train.job import Job
-from hvdtrain.train.step import computed
+from hvdtrain.train.step import compute_all
 
 SHOWN = 8  # samples
 
@@ -46,7 +46,7 @@ def bisect(
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
             return {"wrong": [letter]}
-        replayed.append(computed(replayer.records(agreed + 1, last)))
+        replayed.append(compute_all(replayer.records(agreed + 1, last)))
         reason = _first_wrong(run, replayed[-1], replayer.names)
         steps = f"steps {agreed + 1} to {last}" if last > agreed + 1 else f"step {last}"
         text = f"bisect: {letter}, {steps}, computed again from {place_of(start)}: "
@@ -70,7 +70,7 @@ def bisect(
 def _replayer(run: RecordedRun, config: TrainConfig, first: int, last: int) -> Replayer:
     """Return what computes steps of a run again; a run with --deterministic leaves that mode on."""
     torch.use_deterministic_algorithms(False)
-    return Replayer(run, config, stretch_of(run, first, last))
+    return Replayer(run, config, segment_of(run, first, last))
 
 
 def _first_wrong(
@@ -97,7 +97,7 @@ def _name_first(
         replayer = _replayer(run, config, step, step)
         replayer.start_before(step)
         passes.append(PassDigests(replayer.job.model, step))
-        computed(replayer.advance(step, passes[-1]))
+        compute_all(replayer.advance(step, passes[-1]))
         samples.append(_sample_digests(replayer.job, step, passes[-1].indices))
     if parting.what == "data order":
         return _first_place(*(digests.indices.tolist() for digests in passes))

@@ -29,7 +29,7 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
 from hvdtrain.records.machine import changes, machine
-from hvdtrain.records.trace_file import RecordedRun, Stretch, origin_of, stretches
+from hvdtrain.records.trace_file import RecordedRun, RecordedSegment, origin_of, segments
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import find_source
@@ -41,11 +41,11 @@ from hvdtrain.train.loop import State, steps_from
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.simulated import SimulatedRanks
 from hvdtrain.train.state import restore
-from hvdtrain.train.step import Audit, Step, computed
+from hvdtrain.train.step import Audit, Step, compute_all
 
 
 @dataclass(frozen=True)
-class Choice:
+class StepChoice:
     """The recorded steps to compute again: all, a range, or some at random."""
 
     first: int = 1
@@ -75,7 +75,7 @@ class Choice:
         return chosen
 
 
-def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) -> int:
+def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: StepChoice) -> int:
     """Check the chain, the checkpoints and the data of a run, then compute steps again.
 
     `overrides`: the training options that `arguments` may replace. Returns the exit code; raises
@@ -90,7 +90,7 @@ def replay(arguments: dict[str, Any], overrides: Sequence[str], choice: Choice) 
             run.path,
             run.config.get("loop", 1),
         )
-    exit_code: int = computed(_replay(arguments, run, config, choice))
+    exit_code: int = compute_all(_replay(arguments, run, config, choice))
     return exit_code
 
 
@@ -98,11 +98,11 @@ def _replay(
     arguments: dict[str, Any],
     run: RecordedRun,
     config: TrainConfig,
-    choice: Choice,
+    choice: StepChoice,
     script: Script | None = None,
 ) -> Generator[Step, None, int]:
     """Yield the steps to compute again; return the exit code."""
-    each = stretches(run)
+    each = segments(run)
     possible = [step for stretch in each for step in stretch.computable(run.checkpoints)]
     steps = choice.of(possible, len(run.records))
     agreed: list[int] = []
@@ -177,7 +177,7 @@ class Replayer:
         self,
         run: RecordedRun,
         config: TrainConfig,
-        stretch: Stretch,
+        stretch: RecordedSegment,
         script: Script | None = None,
     ) -> None:
         """Build the job. Raises ReplayMismatch if the data are not those of the run."""

@@ -245,7 +245,7 @@ def joined() -> Exchange | None:
     return _joined
 
 
-def agree(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
+def run_on_all(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
     """Collective: run `action` on every rank; return its result if it succeeded on all of them.
 
     Otherwise every rank raises the same AgreedFailure, which names each failing rank, so no rank is
@@ -278,7 +278,7 @@ def check_same_settings(exchange: Exchange, what: str, settings: Mapping[str, ob
             if value != expected[name]:
                 raise UsageError(f"{what}: {name}={value!r}, on rank 0 {expected[name]!r}")
 
-    agree(exchange, f"{what}.settings", check)
+    run_on_all(exchange, f"{what}.settings", check)
 
 
 def agree_on_layout(
@@ -287,7 +287,7 @@ def agree_on_layout(
     """Collective: raise AgreedFailure, naming the ranks, unless all have rank 0's layout."""
     layout = layout_of(model, optimizer)
     expected = exchange.broadcast_object(layout, "hvdtrain.layout")
-    agree(exchange, "layout", lambda: check_layout(layout, expected))
+    run_on_all(exchange, "layout", lambda: check_layout(layout, expected))
 
 
 def adopt_optimizer_state(
@@ -307,7 +307,7 @@ def adopt_optimizer_state(
         check_layout(layout, expected)
         load_exactly(optimizer, state)
 
-    agree(exchange, "distribute", adopt)
+    run_on_all(exchange, "distribute", adopt)
 
 
 def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:

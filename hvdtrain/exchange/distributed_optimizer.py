@@ -46,9 +46,9 @@ def reduce_before_step(
     `carrier`: Horovod's DistributedOptimizer over the same parameters, but with the flat tensors of
     `buckets` in place of their parameters. Its `step` is never called. It is stored as
     `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are set as on Horovod's
-    optimizers. `copies`: see `Flight`.
+    optimizers. `copies`: see `GradientsInFlight`.
     """
-    carrier.flight = flight = Flight(carrier, buckets, copies)
+    carrier.flight = flight = GradientsInFlight(carrier, buckets, copies)
 
     def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], options.get("closure"))):
@@ -209,7 +209,7 @@ def is_reduced(carrier: Any) -> bool:
     )
 
 
-class Flight:
+class GradientsInFlight:
     """The gradients that Horovod is reducing, which no other code may change meanwhile.
 
     `copies`: how often Horovod itself changes one by an operation of torch: once, at a time of its

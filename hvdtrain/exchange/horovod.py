@@ -397,7 +397,7 @@ def ring_of_horovod() -> Transport:
 
 def _join_step() -> None:
     """Collective: set Horovod's variables, as horovodrun does, in all tasks of a Slurm step."""
-    variables, address = slurm.meet(slurm.Step.from_environment(os.environ), _start_rendezvous)
+    variables, address = slurm.meet(slurm.SlurmStep.from_environment(os.environ), _start_rendezvous)
     interface = os.environ.get(OF_GLOO) or interface_of(address)
     if interface is None:
         raise PreflightError(

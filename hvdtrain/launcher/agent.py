@@ -33,7 +33,7 @@ from hvdtrain.launcher.protocol import (
     read_orders,
     remove_ticket,
 )
-from hvdtrain.launcher.worker import CANNOT_START, Worker, run_guarded
+from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, run_guarded
 from hvdtrain.log import complain
 from hvdtrain.pulse import WorkerPulse
 
@@ -65,9 +65,9 @@ class Agent:
         os.set_blocking(output, False)
         self._pulse = WorkerPulse(beats)
         self._output = output
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         try:
-            self._worker = Worker(orders, environment, writing, pulse)
+            self._worker = WorkerProcess(orders, environment, writing, pulse)
         except OSError as error:
             self._exit_code = CANNOT_START
             reason = _explain_start(error, orders)

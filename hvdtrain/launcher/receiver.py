@@ -42,7 +42,7 @@ class StageError(Exception):
     """A reason why a folder cannot be staged to this host."""
 
 
-class Progress:
+class Reporter:
     """Reports, at most every REPORT_S, that work goes on; its end, if it does not, by an alarm."""
 
     def __init__(self, marker: str = "", limit_s: int = 0) -> None:
@@ -64,7 +64,7 @@ class Progress:
         sys.stdout.flush()
 
 
-progress = Progress()
+progress = Reporter()
 
 
 def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
@@ -356,7 +356,7 @@ def main() -> None:
     progress after which it ends.
     """
     global progress
-    progress = Progress(sys.argv[1], int(sys.argv[2]))
+    progress = Reporter(sys.argv[1], int(sys.argv[2]))
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     copies: list[Copy] = []

@@ -40,7 +40,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-class Worker:
+class WorkerProcess:
     """One worker: its command and all descendants."""
 
     def __init__(self, orders: Orders, variables: dict[str, str], output: int, pulse: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.audit.trace import Setting, TraceRecord
+from hvdtrain.audit.trace import StepConditions, TraceRecord
 from hvdtrain.config.options import read_recorded, train_options
 from hvdtrain.data.sketch import SKETCH
 from hvdtrain.documents import lines_of, parse_json, read_json
@@ -176,10 +176,10 @@ class RecordedRun:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RecordedSegment:
     """Recorded steps that were computed with one setting, by the same number of ranks."""
 
-    setting: Setting
+    setting: StepConditions
     ranks: int  # that one process must compute as they did; 1: as a single one does
     steps: Sequence[int]
 
@@ -207,24 +207,24 @@ class Stretch:
         ]
 
 
-def stretches(run: RecordedRun) -> list[Stretch]:
+def segments(run: RecordedRun) -> list[RecordedSegment]:
     """Return the stretches of a run, in order; a resume may begin another one."""
     is_virtual = run.config.get("virtual_workers") is not None
-    result: list[Stretch] = []
+    result: list[RecordedSegment] = []
     for record in run.records:
         ranks = 1 if is_virtual else len(record.batches)
         if result and (result[-1].setting, result[-1].ranks) == (record.setting, ranks):
             result[-1] = replace(result[-1], steps=[*result[-1].steps, record.step])
         else:
-            result.append(Stretch(record.setting, ranks, [record.step]))
+            result.append(RecordedSegment(record.setting, ranks, [record.step]))
     return result
 
 
-def stretch_of(run: RecordedRun, first: int, last: int) -> Stretch:
+def segment_of(run: RecordedRun, first: int, last: int) -> RecordedSegment:
     """Return the stretch of all steps from `first` to `last`. Raises UsageError if one process
     cannot compute them again.
     """
-    recorded = stretches(run)
+    recorded = segments(run)
     held = [
         stretch for stretch in recorded if any(first <= step <= last for step in stretch.steps)
     ] or recorded[-1:]
@@ -246,7 +246,7 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     if not isinstance(values, dict) or not isinstance(values["previous"], str):
         raise TypeError("not an object with the SHA-256 of the previous record")
     fields = {name: value for name, value in values.items() if name not in ("previous", FIELD)}
-    record = TraceRecord(**fields | {"setting": Setting(**fields["setting"])})
+    record = TraceRecord(**fields | {"setting": StepConditions(**fields["setting"])})
     setting = record.setting
     if not isinstance(setting.order, str | None):
         raise TypeError(f"its order of additions is {setting.order!r}")

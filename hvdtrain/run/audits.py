@@ -10,10 +10,10 @@ import torch
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.compute import ComputeAudit
-from hvdtrain.audit.trace import Setting, Tracer
+from hvdtrain.audit.trace import StepConditions, Tracer
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, agree, known_order_of
+from hvdtrain.exchange import Exchange, known_order_of, run_on_all
 from hvdtrain.records.ledger import Ledger
 from hvdtrain.records.machine import changes, machine
 from hvdtrain.ring.orders import KnownOrder
@@ -63,7 +63,7 @@ def _make_tracer(
     is_virtual = config.batch.virtual_workers is not None
     order = None if is_virtual else known_order_of(exchange, job.device)
     repeats = is_virtual or order is not None
-    setting = Setting(job.total_steps, torch.get_num_threads())
+    setting = StepConditions(job.total_steps, torch.get_num_threads())
     if not is_virtual:
         setting = replace(
             setting,
@@ -100,7 +100,7 @@ def _make_compute_audit(
         every, seed = config.check.audit_compute, config.run.seed
         return ComputeAudit(job, exchange, hosts, every, seed, ledger.recomputed)
 
-    return agree(exchange, "compute_audit", make)
+    return run_on_all(exchange, "compute_audit", make)
 
 
 def _make_auditor(

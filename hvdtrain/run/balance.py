@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, run_on_all
 from hvdtrain.log import say
 from hvdtrain.run.prepare import prepare
-from hvdtrain.run.tasks import Source, share_out
+from hvdtrain.run.tasks import TaskData, share_out
 from hvdtrain.topology import Topology
 from hvdtrain.train.balance import measure_weights
 
 
 def balance(
     config: TrainConfig,
-    source: Source,
+    source: TaskData,
     global_batch_size: int,
     exchange: Exchange,
     topology: Topology,
     before: str | None,
-) -> tuple[TrainConfig, Source]:
+) -> tuple[TrainConfig, TaskData]:
     """Collective: return the configuration with weights of the ranks, and the shares that follow.
 
     `before`: the weights with which the run was started, kept for the same number of ranks: they
@@ -30,7 +30,7 @@ def balance(
     if before is None or len(before.split(",")) != exchange.size:
         weights = None
         if exchange.size > 1:
-            job = agree(
+            job = run_on_all(
                 exchange,
                 "balance",
                 lambda: prepare(config, global_batch_size, source, exchange, topology),

@@ -23,7 +23,7 @@ from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.script import Script
-from hvdtrain.run.tasks import Source, build_model
+from hvdtrain.run.tasks import TaskData, build_model
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
@@ -44,7 +44,7 @@ TRIED_SAMPLES = 2
 def prepare(
     config: TrainConfig,
     global_batch_size: int,
-    source: Source,
+    source: TaskData,
     exchange: Exchange,
     topology: Topology,
     script: Script | None = None,
@@ -131,7 +131,7 @@ def _bucket_bytes(choice: str, exchange: Exchange) -> int:
 
 def _trained(
     config: TrainConfig,
-    source: Source,
+    source: TaskData,
     exchange: Exchange,
     device: torch.device,
     sampler: GlobalBatchSampler,
@@ -162,7 +162,7 @@ def _refuse_virtual_workers(virtual: int | None, workers: int, global_batch_size
 
 
 def _make_model(
-    config: TrainConfig, source: Source, exchange: Exchange, device: torch.device
+    config: TrainConfig, source: TaskData, exchange: Exchange, device: torch.device
 ) -> torch.nn.Module:
     """Return the model with the same initial weights on every rank; then seed each rank alone. Rank
     0 prints the notices on pretrained weights. Raises UsageError.
@@ -314,7 +314,7 @@ def _refuse_other_sums(config: TrainConfig, exchange: Exchange) -> None:
 
 
 def _try_once(
-    model: torch.nn.Module, source: Source, config: TrainConfig, rank: int, device: torch.device
+    model: torch.nn.Module, source: TaskData, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
     """Evaluate a few samples, so that a model that rejects its data fails before files are written.
 

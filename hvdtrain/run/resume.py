@@ -24,13 +24,13 @@ from hvdtrain.data.sketch import SKETCH
 from hvdtrain.data.splits import Fingerprint, Split, difference
 from hvdtrain.documents import read_json
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, run_on_all
 from hvdtrain.log import counted, say
 from hvdtrain.pulse import RESTART
 from hvdtrain.records.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirectory
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
-from hvdtrain.run.tasks import Source
+from hvdtrain.run.tasks import TaskData
 from hvdtrain.train.base import refuse_another_base
 from hvdtrain.train.built import built_of, refuse_other_build
 from hvdtrain.train.checkpoint import (
@@ -113,7 +113,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
 
 
 def refuse_changed_data(
-    config: TrainConfig, resumable: Resumable | None, source: Source, chooser: str
+    config: TrainConfig, resumable: Resumable | None, source: TaskData, chooser: str
 ) -> None:
     """Raise UsageError on rank 0, naming the differences, unless the data are those of the run.
 
@@ -186,7 +186,7 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
         )
         return weights, {name: state[name] for name in needed if name in state}
 
-    loaded = agree(exchange, "last_state", read)
+    loaded = run_on_all(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(loaded, "hvdtrain.last_state")
     load_model(script.model, weights)
     load_optimizers(state, script.model, script.optimizers, script.further_state)
@@ -230,12 +230,12 @@ def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
         return Resumable(directory, Resumed(batch_size, None, finished))
     checkpoint, state = _load_state(config, directory.path / CHECKPOINTS)
     if state:
-        _tell_of_other_buckets(config, stored, size)
+        _warn_if_buckets_differ(config, stored, size)
     resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
     return Resumable(directory, resumed, checkpoint)
 
 
-def _tell_of_other_buckets(config: TrainConfig, stored: dict[str, Any], size: int) -> None:
+def _warn_if_buckets_differ(config: TrainConfig, stored: dict[str, Any], size: int) -> None:
     before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
     order_counts = size > 2 and config.batch.virtual_workers is None
     if order_counts and str(before) != now:

@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.data.sketch import SKETCH, alike, sketch_of
 from hvdtrain.data.splits import Fingerprint, Split, Splits
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, run_on_all
 from hvdtrain.log import complain, counted
 
 ADVICE = (
@@ -43,7 +43,7 @@ def refuse_other_data(
             problems[-1] += f". {ADVICE}"
             raise UsageError(*problems)
 
-    agree(exchange, "data_of_ranks", check)
+    run_on_all(exchange, "data_of_ranks", check)
 
 
 def difference(expected: dict[str, Any], actual: dict[str, Any], split: Split) -> str | None:

@@ -28,7 +28,7 @@ from hvdtrain.data.mixing import mixed
 from hvdtrain.data.sketch import SKETCH, sketch_of
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, run_on_all
 from hvdtrain.log import counted
 from hvdtrain.models import IMAGE_SIZES, check_model, fit_dataset
 from hvdtrain.models import build_model as build_network
@@ -44,7 +44,7 @@ Fingerprints = dict[str, Fingerprint]  # of `train` and `valid`
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskData:
     """A task, its data over all hosts, and the distribution of samples over ranks."""
 
     task: Task
@@ -78,7 +78,7 @@ class Source:
 
 def find_source(
     config: TrainConfig, exchange: Exchange, local_rank: int, script: Script | None = None
-) -> Source:
+) -> TaskData:
     """Collective: build the task and read its data on every rank, and compare the ranks' results.
 
     `script`: has a task and data of its own.
@@ -89,7 +89,9 @@ def find_source(
     hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
     if script is None:
-        agree(exchange, "download", lambda: download(config, host) if local_rank == 0 else None)
+        run_on_all(
+            exchange, "download", lambda: download(config, host) if local_rank == 0 else None
+        )
     shared = config.data.data_placement == "shared"
 
     def build() -> tuple[Task, Splits, Fingerprints]:
@@ -102,7 +104,7 @@ def find_source(
             )
         return task, data, _fingerprints(data, config, script)
 
-    task, data, fingerprints = agree(exchange, "data", build)
+    task, data, fingerprints = run_on_all(exchange, "data", build)
     if not shared:
         weights, virtual = config.batch.weights(exchange.size), config.batch.virtual_workers
         source = _place(task, data, fingerprints, hosts, weights, virtual, exchange)
@@ -110,7 +112,7 @@ def find_source(
         return source
     refuse_other_data(exchange, data, fingerprints, [0] * exchange.size)
     shares = share_out(config, exchange.size)
-    return Source(task, data, (), shares, shares, [fingerprints])
+    return TaskData(task, data, (), shares, shares, [fingerprints])
 
 
 def share_out(config: TrainConfig, workers: int) -> SharesLike:
@@ -144,13 +146,13 @@ def _place(
     weights: Sequence[float],
     virtual: int | None,
     exchange: Exchange,
-) -> Source:
+) -> TaskData:
     """Collective: return the parts of all hosts as one data set."""
     local_part = (task.takeaway().get("classes"), len(data.train), len(data.valid))
     all_parts = exchange.all_gather_object(local_part, "hvdtrain.parts")
     all_fingerprints = exchange.all_gather_object(fingerprints, "hvdtrain.fingerprints")
     firsts = [hosts.index(host) for host in range(hosts[-1] + 1)]
-    agree(
+    run_on_all(
         exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights, virtual)
     )
     placed = []
@@ -163,7 +165,7 @@ def _place(
     parts = tuple(all_parts[rank][1] for rank in firsts)
     note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
     whole = replace(data, train=placed[0], valid=placed[1], note=note)
-    return Source(
+    return TaskData(
         task, whole, parts, shares[0], shares[1], [all_fingerprints[rank] for rank in firsts]
     )
 

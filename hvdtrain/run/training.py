@@ -20,7 +20,7 @@ from hvdtrain.config.options import as_flat_dict
 from hvdtrain.config.plugins import exits_as_failures
 from hvdtrain.data.drawing import kept
 from hvdtrain.errors import PeerFailure, Stopped, TrainingError
-from hvdtrain.exchange import Exchange, agree, join
+from hvdtrain.exchange import Exchange, join, run_on_all
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
@@ -137,7 +137,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    resumable = agree(exchange, "resume", lambda: _find_resumable(config, exchange))
+    resumable = run_on_all(exchange, "resume", lambda: _find_resumable(config, exchange))
     try:
         with _run_or_none(config, session, resumable) as run:
             yield run
@@ -165,7 +165,7 @@ def _run_or_none(
     saved = resumed.state if resumed else None
     if saved:
         chooser = _place_of_data(config, session.script)
-        agree(
+        run_on_all(
             exchange, "same_data", lambda: refuse_changed_data(config, resumable, source, chooser)
         )
         # The weights of the checkpoint replace pretrained ones.
@@ -174,16 +174,18 @@ def _run_or_none(
     if config.batch.rank_weights == AUTO:
         before = resumed.rank_weights if resumed else None
         config, source = balance(config, source, batch_size, exchange, topology, before)
-    job = agree(
+    job = run_on_all(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )
     check_devices(job.device, exchange)
     if saved:
-        agree(exchange, "same_build", lambda: refuse_changed_build(saved, job.model, job.built))
-    order = agree(exchange, "audit", lambda: find_order(config, job, exchange))
+        run_on_all(
+            exchange, "same_build", lambda: refuse_changed_build(saved, job.model, job.built)
+        )
+    order = run_on_all(exchange, "audit", lambda: find_order(config, job, exchange))
     job = job.distributed(exchange)
     state = _restored(saved, job, session)
-    directory = agree(exchange, "output", lambda: _take_directory(config, exchange, resumable))
+    directory = run_on_all(exchange, "output", lambda: _take_directory(config, exchange, resumable))
     config = _named(config, exchange, directory)
     with kept():  # trackers may draw random numbers
         ledger = _open_ledger(config, job, session, resumable, directory)
@@ -216,7 +218,7 @@ def _restored(saved: dict[str, Any] | None, job: Job, session: Session) -> State
     exchange, samples = session.exchange, job.sampler.samples
     state = State(Meter(exchange, samples, job.task.metrics, session.pulse, job.device))
     if saved:
-        lost = agree(exchange, "restore", lambda: restore(saved, job, state))
+        lost = run_on_all(exchange, "restore", lambda: restore(saved, job, state))
         if lost and exchange.rank == 0:
             say(f"resume: {lost}")
         for name in saved.keys() - NEEDED_LATER:  # the rest would stay in memory until the end
@@ -290,7 +292,7 @@ def _open_ledger(
             return Ledger(config.folder, exchange.rank)
         return _open_records(config, job, session, directory, resumable, hosts)
 
-    return agree(exchange, "ledger", open_ledger)
+    return run_on_all(exchange, "ledger", open_ledger)
 
 
 def _take_directory(

@@ -14,7 +14,7 @@ from hvdtrain.exchange import tensors_sha256
 
 
 @dataclass(frozen=True)
-class Base:
+class FrozenWeights:
     """The frozen parameters of a script's model, which the script makes at each start.
 
     Checkpoints hold their names and SHA-256 in place of their values.
@@ -24,7 +24,7 @@ class Base:
     sha256: str
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Base:
+    def of(cls, model: torch.nn.Module) -> FrozenWeights:
         """Return the base of a model."""
         state = model.state_dict(keep_vars=True)
         frozen = {
@@ -68,10 +68,10 @@ class Base:
         return filled
 
 
-def saved_base(state: Mapping[str, Any]) -> Base | None:
+def saved_base(state: Mapping[str, Any]) -> FrozenWeights | None:
     """Return the base that a checkpoint's state leaves out; None if it leaves nothing out."""
     saved = state.get("base")
-    return Base(tuple(saved["names"]), saved["sha256"]) if saved else None
+    return FrozenWeights(tuple(saved["names"]), saved["sha256"]) if saved else None
 
 
 def refuse_another_base(state: Mapping[str, Any], model: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UsageError, name_ranks
-from hvdtrain.exchange import Exchange, agree
+from hvdtrain.exchange import Exchange, run_on_all
 from hvdtrain.exchange.gpus import SHARES_GPU, find_devices
 from hvdtrain.topology import Topology
 
@@ -78,7 +78,7 @@ def check_devices(device: torch.device, exchange: Exchange) -> None:
                 "GPU, or use --device cpu"
             )
 
-    agree(exchange, "devices", check)
+    run_on_all(exchange, "devices", check)
 
 
 def describe(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from hvdtrain.data.splits import Splits
 from hvdtrain.exchange import SUM, Exchange, Reduction, make_gradients_dense
 from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.tasks import Task
-from hvdtrain.train.base import Base
+from hvdtrain.train.base import FrozenWeights
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
@@ -63,7 +63,7 @@ class Job:
     built: Mapping[str, Any] = field(default_factory=dict)  # settings of optimizers and of these
     save_frozen: bool = True
     gathers: bool = False  # the passes of a script gather features of all samples
-    base: Base | None = None  # the frozen parameters that checkpoints leave out
+    base: FrozenWeights | None = None  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 
     def distributed(self, exchange: Exchange) -> Job:
@@ -92,9 +92,9 @@ class Job:
         each = [messages_of(self.model, optimizer, bucket_bytes) for optimizer in self.optimizers]
         return [message for messages in each for message in messages]
 
-    def _base(self) -> Base | None:
+    def _base(self) -> FrozenWeights | None:
         """Return the base of the model, once it has rank 0's values."""
-        return None if self.save_frozen else Base.of(self.model)
+        return None if self.save_frozen else FrozenWeights.of(self.model)
 
     @property
     def lr(self) -> float:

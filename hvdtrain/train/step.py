@@ -455,7 +455,7 @@ def compute(step: Step) -> None:
     step.update()
 
 
-def computed(steps: Iterable[Step]) -> Any:
+def compute_all(steps: Iterable[Step]) -> Any:
     """Collective: compute each step as `compute` does; return what their generator returns."""
     iterator = iter(steps)
     while True:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from hvdtrain.evidence.children import guarded
-from hvdtrain.lab.bench.contestants import OURS, ScalingCase, Starter
+from hvdtrain.lab.bench.contestants import OURS, ScalingCase, ScalingStarter
 from hvdtrain.lab.bench.within_job import DATA
 from hvdtrain.lab.plan.predicting import (
     Cluster,
@@ -248,7 +248,7 @@ def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
 
 def _train(controller: str, model: str) -> dict[str, list[float]]:
     """Return samples per second of each N and round, over all workers."""
-    start = Starter(controller, LIMIT_S, fork_server())
+    start = ScalingStarter(controller, LIMIT_S, fork_server())
     with guarded(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         running = {}
         for workers in WORKERS:

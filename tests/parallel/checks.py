@@ -39,10 +39,10 @@ from hvdtrain.exchange import (
     SUM,
     Exchange,
     SingleProcess,
-    agree,
     check_equal_on_all_ranks,
     join,
     params_sha256,
+    run_on_all,
 )
 from hvdtrain.exchange.horovod import ENVIRONMENT_DEFAULTS, HorovodExchange
 from hvdtrain.models import build_model
@@ -525,7 +525,7 @@ def failures_are_agreed_on(exchange: Exchange) -> None:
     error = expect(
         AgreedFailure,
         f"rank {last}: --data-dir=x: not on this host",
-        lambda: agree(exchange, "test", prepare),
+        lambda: run_on_all(exchange, "test", prepare),
     )
     assert error.exit_code == 2
 

@@ -11,9 +11,9 @@ from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench.classic import (
     SETTINGS,
+    ClassicCase,
     ClassicPlan,
     ClassicResult,
-    Setting,
     as_json,
     data_that_is_there,
     draw_classic,
@@ -35,7 +35,7 @@ PLAN = ClassicPlan(
 )
 
 
-def run(setting: Setting, folder: Path) -> ClassicResult:
+def run(setting: ClassicCase, folder: Path) -> ClassicResult:
     """The first epoch takes longer; the rest 4, 2 and 1 s."""
     seconds = 4.0 / setting.workers * 256 / setting.global_batch_size
     return ClassicResult([9.0, seconds, seconds], 0.75)
@@ -86,5 +86,5 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
     ]
     rows = json.loads(json.dumps(as_json(PLAN, results)))["rows"]
     assert [row["speed_up"] for row in rows] == [1.0, 2.0, 4.0]
-    assert [Setting(r["workers"], r["global_batch_size"], r["lr"]) for r in rows] == [*SETTINGS]
+    assert [ClassicCase(r["workers"], r["global_batch_size"], r["lr"]) for r in rows] == [*SETTINGS]
     assert len(to_png(draw_classic(PLAN, results).figure)) > 5000

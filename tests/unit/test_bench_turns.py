@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.evidence.children import Child, ChildFailure, CommandProcess
 from hvdtrain.lab.bench.jobs import Logged, read_steps, steps_per_s
-from hvdtrain.lab.bench.turns import TurnJob, Turns
+from hvdtrain.lab.bench.turns import PausableJob, TurnJob
 from hvdtrain.launcher.processes import process_state
 
 # Reports a step every hundredth of a second, and ends after so many.
@@ -28,7 +28,9 @@ sys.exit(int(sys.argv[3]))
 
 
 @contextmanager
-def running(folder: Path, steps: int = 100_000, code: int = 0) -> Iterator[tuple[Turns, Path]]:
+def running(
+    folder: Path, steps: int = 100_000, code: int = 0
+) -> Iterator[tuple[PausableJob, Path]]:
     """One that has warmed up, and its log."""
     folder.mkdir(exist_ok=True)
     log = folder / "steps"
@@ -38,7 +40,7 @@ def running(folder: Path, steps: int = 100_000, code: int = 0) -> Iterator[tuple
         children.append(CommandProcess(argv, folder / "process-0.log"))
 
     job = TurnJob(folder, start, [log], lambda children: None, lambda: [read_steps(log)])
-    turns = Turns(job, time.monotonic() + 30)
+    turns = PausableJob(job, time.monotonic() + 30)
     try:
         yield turns, log
     finally:
@@ -97,7 +99,7 @@ def test_cpu_time_is_told_by_thread(thread: str, tmp_path: Path) -> None:
         children.append(CommandProcess(argv, tmp_path / "process-0.log"))
 
     job = TurnJob(tmp_path, start, [log], lambda children: None, lambda: [read_steps(log)])
-    turns = Turns(job, time.monotonic() + 30)
+    turns = PausableJob(job, time.monotonic() + 30)
     try:
         for _ in range(2):
             turns.take(0.5)
@@ -140,7 +142,7 @@ def test_a_deadline_ends_it(tmp_path: Path) -> None:
 
     job = TurnJob(tmp_path, start, [tmp_path / "log"], lambda children: None, list)
     with pytest.raises(ChildFailure, match="not over in time"):
-        Turns(job, time.monotonic() + 0.2)
+        PausableJob(job, time.monotonic() + 0.2)
 
 
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.errors import AgreedFailure, TrainingError
 from hvdtrain.exchange import adopt_optimizer_state
 from hvdtrain.exchange.buckets import Bucket, messages_of
-from hvdtrain.exchange.distributed_optimizer import Flight, Trainable, is_reduced
+from hvdtrain.exchange.distributed_optimizer import GradientsInFlight, Trainable, is_reduced
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
 
@@ -78,7 +78,7 @@ class Doubled:
             _handles={},
             _synchronized=False,
         )
-        self.flight = self.carrier.flight = Flight(self.carrier, self.buckets)
+        self.flight = self.carrier.flight = GradientsInFlight(self.carrier, self.buckets)
 
     def submit(self, flat: nn.Parameter) -> tuple[int, None]:
         self.sent.append(flat.grad.tolist())

@@ -288,12 +288,14 @@ def test_a_ticket_that_could_not_be_written() -> None:
 
 def test_noise_on_standard_output() -> None:
     """Fails when what a login script prints goes unnoticed."""
-    (found,) = checks.check_ssh({"alpha": (), "beta": ("Welcome!", "You have mail")})
+    (found,) = checks.check_login_is_quiet({"alpha": (), "beta": ("Welcome!", "You have mail")})
     assert (found.status, found.host) == ("warn", "beta")
     assert "'Welcome!'" in found.text
-    assert [item.status for item in checks.check_ssh({"alpha": ()})] == ["ok"]
-    assert checks.check_ssh({"alpha": ()}, silent=1)[0].text == "every other host answers"
-    assert checks.check_ssh({}) == []  # no host that is reached by ssh
+    assert [item.status for item in checks.check_login_is_quiet({"alpha": ()})] == ["ok"]
+    assert (
+        checks.check_login_is_quiet({"alpha": ()}, silent=1)[0].text == "every other host answers"
+    )
+    assert checks.check_login_is_quiet({}) == []  # no host that is reached by ssh
 
 
 @pytest.mark.parametrize(

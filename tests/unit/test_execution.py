@@ -14,7 +14,7 @@ from torch import nn
 from hvdtrain.config.options import build_config
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.exchange.distributed_optimizer import Flight
+from hvdtrain.exchange.distributed_optimizer import GradientsInFlight
 from hvdtrain.models import execution
 from hvdtrain.models.execution import (
     compile_forward,
@@ -135,7 +135,7 @@ def test_horovod_receives_contiguous_gradients() -> None:
         _requires_update=set(model.parameters()),
         _parameter_names={it: name for name, it in model.named_parameters()},
     )
-    flight = Flight(carrier)
+    flight = GradientsInFlight(carrier)
     model(torch.rand(2, 1, 4, 4)).square().sum().backward()
     expected = {it: it.grad.clone() * 2 for it in model.parameters()}
     assert is_last(model[2].weight.grad)
@@ -158,7 +158,7 @@ def test_a_change_during_a_reduction_is_found(copies: int, changes: int) -> None
         _requires_update={weight},
         _parameter_names={weight: "weight"},
     )
-    flight = Flight(carrier, copies=copies)
+    flight = GradientsInFlight(carrier, copies=copies)
     carrier._allreduce_grad_async(weight)
     for _ in range(copies):
         weight.grad.copy_(torch.zeros(3))

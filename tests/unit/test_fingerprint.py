@@ -16,7 +16,7 @@ from hvdtrain.data.transforms import ResizedSplit
 from hvdtrain.errors import AgreedFailure, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.run.resume import Resumable, Resumed, refuse_changed_data
-from hvdtrain.run.tasks import Source, find_source
+from hvdtrain.run.tasks import TaskData, find_source
 from tests.unit.folders import make_folder
 from tests.unit.threads import connect, run_ranks
 
@@ -117,7 +117,7 @@ class Scene:
             [],
         )
 
-    def source(self) -> Source:
+    def source(self) -> TaskData:
         exchanges = connect(3)
         local_ranks = [0, 1, 0]
         return run_ranks(exchanges, lambda ex: find_source(self.config, ex, local_ranks[ex.rank]))[

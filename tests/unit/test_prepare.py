@@ -16,7 +16,7 @@ from hvdtrain.data import Shares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Reduction, SingleProcess
 from hvdtrain.run.prepare import prepare
-from hvdtrain.run.tasks import Source, build_data, build_task
+from hvdtrain.run.tasks import TaskData, build_data, build_task
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import SyncBatchNorm
 from hvdtrain.train.devices import choose_device
@@ -43,11 +43,11 @@ def prepared(samples: int, batch: int, workers: int = 1, rank: int = 0, **option
     return prepare(config, batch, source, exchange, Topology(rank, workers))
 
 
-def source_of(config: TrainConfig, workers: int) -> Source:
+def source_of(config: TrainConfig, workers: int) -> TaskData:
     """As `find_source`, which needs all ranks, finds it where all data is on every host."""
     task = build_task(config)
     shares = Shares(workers, config.batch.weights(workers))
-    return Source(task, build_data(task, config), (), shares, shares, [{}])
+    return TaskData(task, build_data(task, config), (), shares, shares, [{}])
 
 
 SMALL = {

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from hvdtrain.errors import HvdtrainError, PreflightError, UsageError
-from hvdtrain.slurm import SlurmTask, Step, Variables, first_host, meet, placement
+from hvdtrain.slurm import SlurmStep, SlurmTask, Variables, first_host, meet, placement
 from hvdtrain.topology import Topology
 
 # What srun gives the third of four tasks, on the second of three hosts (1, 2 and 1 tasks).
@@ -63,10 +63,10 @@ def test_who_a_task_is(changes: dict[str, str | None], expected: Topology) -> No
 
 def test_step() -> None:
     """Fails if a step is read wrongly, or two steps have the same identity or ports."""
-    step = Step.from_environment(TASK)
+    step = SlurmStep.from_environment(TASK)
     assert (step.task, step.size) == (SlurmTask(2, "gpu009", 1, 1), 4)
     assert step.first_host == "gpu008"
-    others = [Step.from_environment(TASK | {name: "8"}) for name in list(TASK)[:3]]
+    others = [SlurmStep.from_environment(TASK | {name: "8"}) for name in list(TASK)[:3]]
     assert len({it.identity for it in [step, *others]}) == 4
     assert len({tuple(it.ports) for it in [step, *others]}) == 4
 
@@ -85,7 +85,7 @@ def test_step() -> None:
 def test_bad_step(variable: str, value: str, expected: str) -> None:
     """Fails if such an environment starts something, or is not named."""
     with pytest.raises(UsageError) as caught:
-        Step.from_environment(TASK | {variable: value})
+        SlurmStep.from_environment(TASK | {variable: value})
     assert expected in str(caught.value)
 
 
@@ -116,15 +116,15 @@ def test_placement() -> None:
         placement([SlurmTask(0, "a", 0, 0), SlurmTask(1, "b", 1, 0), SlurmTask(2, "a", 0, 1)])
 
 
-def steps(places: list[SlurmTask]) -> list[Step]:
+def steps(places: list[SlurmTask]) -> list[SlurmStep]:
     """A step on this machine; its identity, and so its ports, are its own."""
     identity = f"hvdtrain {uuid.uuid4()}"
-    return [Step(place, len(places), "localhost", identity) for place in places]
+    return [SlurmStep(place, len(places), "localhost", identity) for place in places]
 
 
 @contextmanager
 def meeting(
-    tasks: list[Step], start: Callable[[list[Variables]], int], limit_s: float = LIMIT_S
+    tasks: list[SlurmStep], start: Callable[[list[Variables]], int], limit_s: float = LIMIT_S
 ) -> Iterator[list[Future[tuple[Variables, str]]]]:
     """Each task in a thread, the first one last."""
     with ThreadPoolExecutor(len(tasks)) as pool:

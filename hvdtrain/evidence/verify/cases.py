@@ -14,7 +14,7 @@ SMALL_BYTES = 1 << 17  # the largest tensor that is submitted together with othe
 
 
 @dataclass(frozen=True)
-class Operation:
+class Collective:
     """A collective and its reduction."""
 
     name: str  # one of hvdtrain.evidence.verify.OPERATIONS
@@ -26,7 +26,7 @@ class Operation:
 class Case:
     """A submission: a tensor alone, several at once (`together`), or one explicit group."""
 
-    operation: Operation
+    operation: Collective
     dtype: str
     lengths: tuple[int, ...]  # elements (see `length` for allgather)
     submission: str  # alone, together, grouped
@@ -61,13 +61,15 @@ def plan_cases(
     cases: list[Case] = []
     for name in operations:
         kind, _, reduction = name.partition("-")
-        operation = Operation(name, kind, reduction or "none")
+        operation = Collective(name, kind, reduction or "none")
         for dtype in dtypes:
             cases += _cases_of(operation, dtype, sizes, ranks)
     return cases
 
 
-def _cases_of(operation: Operation, dtype: str, sizes: Sequence[int], ranks: int) -> Iterator[Case]:
+def _cases_of(
+    operation: Collective, dtype: str, sizes: Sequence[int], ranks: int
+) -> Iterator[Case]:
     itemsize = np.dtype(dtype).itemsize
     lengths = sorted({-(-size // itemsize) for size in sizes} | {ranks - 1, ranks + 1})
     for length in lengths:

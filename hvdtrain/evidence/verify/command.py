@@ -17,7 +17,7 @@ from hvdtrain.evidence.verify import VerifyOptions
 from hvdtrain.evidence.verify.cases import Case, plan_cases
 from hvdtrain.evidence.verify.collectives import FaultyRunner, Runner
 from hvdtrain.evidence.verify.running import REPEATS, Result, run_cases
-from hvdtrain.exchange import agree
+from hvdtrain.exchange import run_on_all
 from hvdtrain.exchange.connect import connect_workers
 from hvdtrain.exchange.gpus import CPU, find_own_gpu
 from hvdtrain.files import check_json, write_json
@@ -57,7 +57,7 @@ def verify(options: VerifyOptions, topology: Topology) -> int:
 def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
     """Collective: run all cases; rank 0 prints the table and writes the JSON."""
     first = exchange.rank == 0
-    agree(exchange, "json", lambda: check_json(options.json) if first else None)
+    run_on_all(exchange, "json", lambda: check_json(options.json) if first else None)
     transport = exchange.ring()
     threshold = int(os.environ["HOROVOD_FUSION_THRESHOLD"])
     if first:

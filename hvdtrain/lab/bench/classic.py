@@ -28,7 +28,7 @@ from hvdtrain.report.charts import Plot
 
 
 @dataclass(frozen=True)
-class Setting:
+class ClassicCase:
     """A row of the table."""
 
     workers: int
@@ -39,7 +39,7 @@ class Setting:
         return f"{self.workers} x {self.global_batch_size}"
 
 
-SETTINGS = (Setting(1, 256, 0.1), Setting(2, 256, 0.1), Setting(2, 512, 0.2))
+SETTINGS = (ClassicCase(1, 256, 0.1), ClassicCase(2, 256, 0.1), ClassicCase(2, 512, 0.2))
 # Published seconds per epoch, in the order of SETTINGS, on Fashion-MNIST with one and two GPUs.
 # These figures are quoted without a citable source. The nearest source found is
 # d2l-ai/1day-notebooks of July 2019 (notebooks-3, two Tesla V100), with 13.2 s for the first
@@ -71,7 +71,7 @@ class ClassicResult:
         return f"{epoch_time([self]):.3f} s an epoch, accuracy {self.accuracy:.4f}"
 
 
-Results = dict[Setting, list[ClassicResult]]
+Results = dict[ClassicCase, list[ClassicResult]]
 
 
 def run(arguments: dict[str, Any]) -> int:
@@ -93,7 +93,7 @@ def data_that_is_there(data_dir: Path) -> str:
     return "fashion-mnist" if complete else "digits"
 
 
-def train(plan: ClassicPlan, setting: Setting, folder: Path) -> ClassicResult:
+def train(plan: ClassicPlan, setting: ClassicCase, folder: Path) -> ClassicResult:
     """Run one setting under `hvdtrain launch`. Raises ChildFailure."""
     flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
     flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]

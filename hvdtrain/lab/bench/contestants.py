@@ -27,7 +27,7 @@ from hvdtrain.data import Shares
 from hvdtrain.evidence.children import POLL_S, Child, CommandProcess
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import jobs
-from hvdtrain.lab.bench.turns import TurnJob, Turns
+from hvdtrain.lab.bench.turns import PausableJob, TurnJob
 from hvdtrain.lab.systems.contract import (
     Member,
     Parameters,
@@ -68,22 +68,24 @@ class ScalingCase:
 
 
 @dataclass(frozen=True)
-class Starter:
+class ScalingStarter:
     """A starter of contestants."""
 
     controller: str
     time_limit_s: float
     context: ForkServerContext
 
-    def __call__(self, case: ScalingCase, folder: Path) -> dict[str, Callable[[], Turns]]:
+    def __call__(self, case: ScalingCase, folder: Path) -> dict[str, Callable[[], PausableJob]]:
         """Return what starts each contestant of a case, and raises ChildFailure."""
         return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
 
-    def _start(self, case: ScalingCase, name: str, folder: Path) -> Turns:
+    def _start(self, case: ScalingCase, name: str, folder: Path) -> PausableJob:
         deadline_s = time.monotonic() + self.time_limit_s
         if name == OURS:
-            return Turns(self._ours(case, folder), deadline_s)
-        return Turns(self._peer(case, PlainDdp if name == DDP else Independent, folder), deadline_s)
+            return PausableJob(self._ours(case, folder), deadline_s)
+        return PausableJob(
+            self._peer(case, PlainDdp if name == DDP else Independent, folder), deadline_s
+        )
 
     def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
         """Return the job of `hvdtrain train`, with all that it does by default."""

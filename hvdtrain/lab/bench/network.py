@@ -36,7 +36,7 @@ from hvdtrain.lab.bench.scaling import (
     cpu_table,
     examine,
 )
-from hvdtrain.lab.bench.turns import Results, TurnJob, Turns
+from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
 from hvdtrain.lab.hosts.node import HostProcess
 from hvdtrain.launcher.command import (
@@ -130,7 +130,7 @@ def run(arguments: dict[str, Any]) -> int:
     examine(plan.models, [])
     examine(plan.models, [case.work for case in plan.cases()])
     with rounds.scratch_folder("network") as folder:
-        starter = Starter(plan.time_limit_s)
+        starter = NetworkStarter(plan.time_limit_s)
         results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
     say(table(plan, results))
     say(cpu_table(results, lambda case: case.work))
@@ -140,16 +140,16 @@ def run(arguments: dict[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Starter:
+class NetworkStarter:
     """A starter of contestants."""
 
     time_limit_s: float
 
-    def __call__(self, case: NetworkCase, folder: Path) -> dict[str, Callable[[], Turns]]:
+    def __call__(self, case: NetworkCase, folder: Path) -> dict[str, Callable[[], PausableJob]]:
         """Return what starts each contestant of a case, and raises ChildFailure."""
         return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
 
-    def _start(self, case: NetworkCase, name: str, folder: Path) -> Turns:
+    def _start(self, case: NetworkCase, name: str, folder: Path) -> PausableJob:
         deadline_s = time.monotonic() + self.time_limit_s
         folder.mkdir(mode=0o700)
         with ExitStack() as stack:
@@ -163,7 +163,7 @@ class Starter:
             else:
                 kind = contestants.PlainDdp if name == DDP else contestants.Independent
                 job = self._peer(case, kind, hosts, folder)
-            return Turns(job, deadline_s, stack.pop_all())
+            return PausableJob(job, deadline_s, stack.pop_all())
 
     def _ours(
         self, case: NetworkCase, controller: str, hosts: HostNetwork, folder: Path

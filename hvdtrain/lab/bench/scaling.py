@@ -84,7 +84,7 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(ScalingPlan, arguments)
     with rounds.scratch_folder("scaling") as folder:
         examine(plan.models, plan.cases())
-        starter = contestants.Starter(plan.controller, plan.time_limit_s, fork_server())
+        starter = contestants.ScalingStarter(plan.controller, plan.time_limit_s, fork_server())
         results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
     rates, problems = results.rates, results.problems
     points = points_of(plan, rates)

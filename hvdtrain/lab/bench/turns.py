@@ -42,7 +42,7 @@ class TurnJob:
     samples: float = 1  # of each process in a step
 
 
-class Turns:
+class PausableJob:
     """A job from start to end, stopped except during its turns."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Turns:
 
 
 def in_turns(
-    starts: Mapping[str, Callable[[], Turns]],
+    starts: Mapping[str, Callable[[], PausableJob]],
     rounds: int,
     turn_s: float,
     note: Callable[[str, ChildFailure], None],
@@ -139,7 +139,7 @@ def in_turns(
     by job and round. A failure is noted with the job's name; it is left out from then on; its
     rounds are NaN.
     """
-    running: dict[str, Turns] = {}
+    running: dict[str, PausableJob] = {}
     rates = {name: [math.nan] * rounds for name in starts}
     cores = {name: [NOTHING] * rounds for name in starts}
 
@@ -171,13 +171,13 @@ def in_turns(
     return rates, cores
 
 
-class Case(Protocol):
+class Compared(Protocol):
     """What contestants are compared on; its text is shown."""
 
     def __hash__(self) -> int: ...
 
 
-class Turning(Protocol):
+class TurnOptions(Protocol):
     """The settings of turns."""
 
     @property
@@ -187,8 +187,8 @@ class Turning(Protocol):
     def turn_s(self) -> float: ...
 
 
-CaseKind = TypeVar("CaseKind", bound=Case)
-Starts = Callable[[CaseKind, Path], Mapping[str, Callable[[], Turns]]]
+CaseKind = TypeVar("CaseKind", bound=Compared)
+Starts = Callable[[CaseKind, Path], Mapping[str, Callable[[], PausableJob]]]
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Results(Generic[CaseKind]):
 def measure_cases(
     cases: Sequence[CaseKind],
     starts: Starts[CaseKind],
-    turning: Turning,
+    turning: TurnOptions,
     folder: Path,
     report: Callable[[str], None],
 ) -> Results[CaseKind]:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.audit.compute import ComputeAudit
-from hvdtrain.audit.trace import Setting, Tracer
+from hvdtrain.audit.trace import StepConditions, Tracer
 from hvdtrain.data import Shares, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed, to_device
 from hvdtrain.errors import EXIT_OK, UsageError
@@ -252,7 +252,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
         check = BoundCheck(ring, job.reduction)
         audit = Auditor(job.model, ring, every=1, check=check, parts=parts)
         contestants[name] = our_step(job, exchange, audit)
-    setting = Setting(ENDLESS, torch.get_num_threads())
+    setting = StepConditions(ENDLESS, torch.get_num_threads())
     tracer = Tracer(job, exchange, setting, lambda step: True, lambda record: None)
     contestants[TRACED] = our_step(job, exchange, tracer)
     one_host, every, seed = [""] * exchange.size, 1, 0

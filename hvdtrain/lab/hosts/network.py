@@ -60,7 +60,7 @@ def why_not() -> str | None:
 
 
 @dataclass(frozen=True)
-class Host:
+class NamespaceHost:
     """One host; `folder` holds its SSH files (`ssh/` is its ~/.ssh) and the log of its sshd."""
 
     name: str
@@ -94,7 +94,7 @@ class HostNetwork:
         self.folder = folder
         self.ssh_port = ssh_port
         self.hosts = tuple(
-            Host(name, f"10.77.0.{i}", f"fd77::{i}", count, folder / name)
+            NamespaceHost(name, f"10.77.0.{i}", f"fd77::{i}", count, folder / name)
             for i, (name, count) in enumerate(zip(names, slots, strict=False), start=1)
         )
         assert len(self.hosts) == len(slots), "more hosts than names"

@@ -16,11 +16,11 @@ from hvdtrain.files import write_json
 from hvdtrain.lab.plan.predicting import (
     METHODS,
     Cluster,
+    LargestUsefulN,
     Link,
     Prediction,
     Queue,
     Scenario,
-    Useful,
     largest_useful,
     predict,
     worker_counts,
@@ -188,7 +188,7 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-def describe_useful(useful: Mapping[str, Useful], least: float) -> list[str]:
+def describe_useful(useful: Mapping[str, LargestUsefulN], least: float) -> list[str]:
     """Return a heading, and the largest useful N of each method."""
     width = max(map(len, useful))
     return [
@@ -202,7 +202,7 @@ def describe_useful(useful: Mapping[str, Useful], least: float) -> list[str]:
 
 
 def draw_plot(
-    predictions: Sequence[Prediction], useful: Mapping[str, Useful], least: float, name: str
+    predictions: Sequence[Prediction], useful: Mapping[str, LargestUsefulN], least: float, name: str
 ) -> Plot:
     """Draw efficiency above, throughput below; circles mark the largest useful N."""
     figure = new_figure(WIDTH, 1.75 * HEIGHT)

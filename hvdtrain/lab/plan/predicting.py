@@ -165,7 +165,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Useful:
+class LargestUsefulN:
     """The largest N that, like every smaller N of the table, is efficient enough."""
 
     workers: int
@@ -173,7 +173,7 @@ class Useful:
     is_limit: bool  # whether it is the largest N requested
 
 
-class Exchanged(NamedTuple):
+class ExchangeTimes(NamedTuple):
     """The times of all exchanges of a step."""
 
     end_s: float  # from the beginning of the backward pass
@@ -185,7 +185,7 @@ def predict(setting: Scenario, method: str, workers: int) -> Prediction:
     """Predict one method on N workers, each with the batch of the profile (weak scaling)."""
     profile, cluster = setting.profile, setting.cluster
     factor = compute_factor(setting, workers)
-    exchanged = Exchanged(0.0, 0.0, 0)
+    exchanged = ExchangeTimes(0.0, 0.0, 0)
     if workers > 1:
         message_s = setting.negotiation_message_s
         if message_s is None:
@@ -254,7 +254,7 @@ def exchange(
     cost: Callable[[float], float],
     queue: Queue,
     negotiation_s: float,
-) -> Exchanged:
+) -> ExchangeTimes:
     """Simulate the exchange of the gradients of one step.
 
     `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
@@ -272,7 +272,7 @@ def exchange(
         end, busy = now + spent, busy + spent
         now = max(end, now + queue.cycle_s)
         done, exchanges = done + len(ready), exchanges + len(buffers)
-    return Exchanged(end, busy, exchanges)
+    return ExchangeTimes(end, busy, exchanges)
 
 
 def in_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> list[Gradient]:
@@ -301,7 +301,9 @@ def worker_counts(most: int) -> list[int]:
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
-def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: float) -> Useful:
+def largest_useful(
+    setting: Scenario, method: str, most: int, least_efficiency: float
+) -> LargestUsefulN:
     """Return the largest useful N: search the N of the table, then bisect between the last
     efficient one and the first inefficient one.
     """
@@ -316,4 +318,4 @@ def largest_useful(setting: Scenario, method: str, most: int, least_efficiency: 
         last_good = counts[counts.index(first_bad) - 1]
         between = range(last_good + 1, first_bad)
         workers = last_good + bisect_left(between, True, key=is_bad)
-    return Useful(workers, predict(setting, method, workers).efficiency, first_bad is None)
+    return LargestUsefulN(workers, predict(setting, method, workers).efficiency, first_bad is None)

@@ -165,7 +165,7 @@ def check_built_for(facts: ByHost) -> list[Finding]:
     return findings
 
 
-def check_ssh(noise: Mapping[str, Sequence[str]], silent: int = 0) -> list[Finding]:
+def check_login_is_quiet(noise: Mapping[str, Sequence[str]], silent: int = 0) -> list[Finding]:
     """Check that login scripts print nothing. `noise`: unexpected lines by host that answers;
     `silent`: number of hosts that do not, which have findings of their own.
     """

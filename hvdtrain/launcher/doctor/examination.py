@@ -141,7 +141,7 @@ def _begin(
         *checks.check_names(
             facts, {host: addresses_of(session.host.name) for host, session in named_hosts}
         ),
-        *checks.check_ssh(noise, silent=len(failures)),
+        *checks.check_login_is_quiet(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),
         *checks.check_built_for(facts),

@@ -24,7 +24,7 @@ END_S = 2.0  # for the last lines of a process that has ended
 TRACES_SENT = 100  # per host, some KiB each
 
 
-class Training:
+class BurnInTraining:
     """The process that trains on one core or GPU, and its results so far."""
 
     def __init__(self, what: str, number: int, command: Sequence[str], uuid: str = "") -> None:
@@ -84,7 +84,7 @@ class Trainings:
     """The trainings on all cores of this host, and on the GPUs that torch finds."""
 
     def __init__(self) -> None:
-        self._trainings: list[Training] = []
+        self._trainings: list[BurnInTraining] = []
         self._listing: subprocess.Popen[str] | None = None
         self._listing_since_s = self._seconds = 0.0
         self._problem: str | None = None
@@ -99,7 +99,7 @@ class Trainings:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-burn-in-")
         for core in sorted(os.sched_getaffinity(0)):
             command = [*ON_CORE, str(core), str(seconds)]
-            self._trainings.append(Training(CORE, core, command))
+            self._trainings.append(BurnInTraining(CORE, core, command))
         self._listing = subprocess.Popen(
             [*ON_DEVICE, "list"],
             stdin=subprocess.DEVNULL,
@@ -150,7 +150,7 @@ class Trainings:
         for number, (device, uuid) in enumerate(devices):
             among = [str(number), str(len(devices)), f"{self._folder.name}/store"]
             command = [*ON_DEVICE, device, str(self._seconds), *among]
-            self._trainings.append(Training(GPU, number, command, uuid))
+            self._trainings.append(BurnInTraining(GPU, number, command, uuid))
 
     def _end_listing(self) -> None:
         if self._listing is not None:
