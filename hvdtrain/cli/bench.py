@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
-from hvdtrain.launcher.command import find_controller
+from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.topology import Topology
 
 HELP = "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint"

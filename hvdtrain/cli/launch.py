@@ -25,7 +25,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_OK, HvdtrainError, PeerFailure, Stopped, UsageError, closest
 from hvdtrain.files import time_at
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.horovodrun import (
     SETTING_REASONS,
     agent_argv,
     find_controller,

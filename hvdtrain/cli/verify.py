@@ -72,7 +72,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
     if problems:
         raise UsageError(*problems)
-    from hvdtrain.evidence.verify.command import verify
+    from hvdtrain.evidence.verify.verification import verify
 
     json, seed = arguments["json"], arguments["seed"]
     return verify(VerifyOptions(operations, dtypes, sizes, fault, json, seed), topology)

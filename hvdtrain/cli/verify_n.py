@@ -32,7 +32,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     counts = _counts(arguments["np"], problems)
     problems += json_problems(arguments["json"])
     training, config = read_training(arguments, problems, "verify-n", "-np 1,2,3")
-    from hvdtrain.evidence.verify_n.command import VerifyNOptions, unfit_for_every_n, verify_n
+    from hvdtrain.evidence.verify_n.certificate import VerifyNOptions, unfit_for_every_n, verify_n
 
     if config is not None:
         problems += unfit_for_every_n(config, counts)

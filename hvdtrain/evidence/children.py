@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.command import horovodrun_environment
+from hvdtrain.launcher.horovodrun import horovodrun_environment
 from hvdtrain.launcher.processes import marked
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

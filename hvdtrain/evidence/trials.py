@@ -21,7 +21,7 @@ from hvdtrain.config.options import LOOP_OPTIONS
 from hvdtrain.errors import EXIT_USAGE, TrainingError
 from hvdtrain.evidence.children import CommandProcess, guarded
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.command import search_path
+from hvdtrain.launcher.horovodrun import search_path
 from hvdtrain.launcher.processes import marked
 
 MARK = "HVDTRAIN_TRIAL"

@@ -11,7 +11,7 @@ import torch.distributed
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.interfaces import OF_GLOO, OF_NCCL, OF_OPEN_MPI, address_of, route_to
+from hvdtrain.network import OF_GLOO, OF_NCCL, OF_OPEN_MPI, address_of, route_to
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.tcp import join_ring
 from hvdtrain.topology import Topology

@@ -57,7 +57,7 @@ from hvdtrain.exchange.waiting import (
     rest_until,
     waits,
 )
-from hvdtrain.interfaces import OF_GLOO, OF_NCCL, interface_of, take_own_interface
+from hvdtrain.network import OF_GLOO, OF_NCCL, interface_of, take_own_interface
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version

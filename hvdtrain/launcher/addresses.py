@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 
-from hvdtrain.interfaces import interfaces
+from hvdtrain.network import interfaces
 
 ANYWHERE = "0.0.0.0"  # listen on all interfaces
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from types import FrameType
 
 from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError
-from hvdtrain.launcher.command import worker_environment
+from hvdtrain.launcher.horovodrun import worker_environment
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     Connection,

@@ -21,7 +21,7 @@ from hvdtrain.launcher.protocol import (
     is_proof,
     prove,
 )
-from hvdtrain.listener import GuardedListener
+from hvdtrain.network import GuardedListener
 
 BACKLOG = 1024
 AWAY_S = 3.0  # between two polls

@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import EXIT_OK, PreflightError
-from hvdtrain.interfaces import TOWARDS, interfaces
 from hvdtrain.launcher.addresses import ANYWHERE
 from hvdtrain.launcher.channel import Channel
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.doctor import Finding
+from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
+from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
     HorovodrunOptions,
@@ -24,8 +25,6 @@ from hvdtrain.launcher.command import (
     mpi_prefix,
     search_path,
 )
-from hvdtrain.launcher.doctor import Finding
-from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
 from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import (
@@ -39,6 +38,7 @@ from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
+from hvdtrain.network import TOWARDS, interfaces
 from hvdtrain.pulse import COMMAND, JOB, RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

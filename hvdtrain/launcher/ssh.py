@@ -22,7 +22,7 @@ from typing import IO
 from hvdtrain.errors import UsageError
 from hvdtrain.horovod_build.runner.any_shell import for_any_shell
 from hvdtrain.launcher.addresses import resolves_here
-from hvdtrain.launcher.command import find_mpirun
+from hvdtrain.launcher.horovodrun import find_mpirun
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import own_passwd_entry, programs_folder, spared_by_slurm
 from hvdtrain.slurm import in_job

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from hvdtrain import __version__
 from hvdtrain.config.plugins import PLACES
 from hvdtrain.data import VirtualShares
+from hvdtrain.documents import HEAD
 from hvdtrain.exchange import Exchange, SingleProcess
-from hvdtrain.formats import HEAD
 from hvdtrain.log import counted, duration, rate, say
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.devices import shown

@@ -16,7 +16,15 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.documents import lines_of, parse_json, read_json, read_text
+from hvdtrain.documents import (
+    FORMATS,
+    lines_of,
+    parse_json,
+    read_json,
+    read_text,
+    refuse_newer,
+    stamped,
+)
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import (
     json_ready,
@@ -26,7 +34,6 @@ from hvdtrain.files import (
     why_not_written,
     write_new,
 )
-from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.log import say
 
 LOCK = ".lock"

@@ -18,10 +18,9 @@ from typing import Any
 from hvdtrain.audit.trace import StepConditions, TraceRecord
 from hvdtrain.config.options import read_recorded, train_options
 from hvdtrain.data.sketch import SKETCH
-from hvdtrain.documents import lines_of, parse_json, read_json
+from hvdtrain.documents import FIELD, lines_of, parse_json, read_json, refuse_newer, stamped
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
-from hvdtrain.formats import FIELD, refuse_newer, stamped
 from hvdtrain.log import counted, say
 from hvdtrain.records.directory import CONFIG, SUMMARY, TRACE, RunDirectory
 from hvdtrain.ring.orders import KnownOrder, order_named

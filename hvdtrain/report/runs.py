@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.options import read_recorded
-from hvdtrain.documents import lines_of, parse_json, read_json
+from hvdtrain.documents import lines_of, parse_json, read_json, refuse_newer
 from hvdtrain.errors import UsageError
-from hvdtrain.formats import refuse_newer
 from hvdtrain.log import shown
 
 CONFIG = "config.yaml"

@@ -31,7 +31,6 @@ from hvdtrain.records.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirector
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import TaskData
-from hvdtrain.train.base import refuse_another_base
 from hvdtrain.train.built import built_of, refuse_other_build
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
@@ -43,6 +42,7 @@ from hvdtrain.train.checkpoint import (
     read_manifest,
 )
 from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.frozen import refuse_another_base
 from hvdtrain.train.state import (
     completed,
     evaluation_in,

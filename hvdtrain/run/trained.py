@@ -45,7 +45,7 @@ from hvdtrain.weights import find_weights
 
 PREDICTED_AT_A_TIME = 64
 MOST_PIXELS_AT_A_TIME = 1 << 26
-# What `predict` needs of a checkpoint; see `hvdtrain.formats.FIELDS`.
+# What `predict` needs of a checkpoint; see `hvdtrain.documents.FIELDS`.
 IMAGE_FORMAT = {
     **dict.fromkeys(("channels", "height", "width"), int),
     "crop": bool,

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from hvdtrain.documents import check, parse_json, read_text
+from hvdtrain.documents import FIELDS, check, parse_json, read_text, refuse_newer, stamped
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
 from hvdtrain.files import obey_umask, open_bytes, replace_file, sync
-from hvdtrain.formats import FIELDS, refuse_newer, stamped
 from hvdtrain.train.bounded import Inflated, most_bytes, read_safetensors, read_torch
 from hvdtrain.train.portable import native, refuse_unreadable
 

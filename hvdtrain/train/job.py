@@ -16,7 +16,7 @@ from hvdtrain.data.splits import Splits
 from hvdtrain.exchange import SUM, Exchange, Reduction, make_gradients_dense
 from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.tasks import Task
-from hvdtrain.train.base import FrozenWeights
+from hvdtrain.train.frozen import FrozenWeights
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers

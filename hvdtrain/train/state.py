@@ -19,9 +19,9 @@ from hvdtrain.exchange.distributed_optimizer import (
     parameters_of,
 )
 from hvdtrain.tensors import copied_to_cpu
-from hvdtrain.train.base import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.frozen import refuse_another_base, saved_base
 from hvdtrain.train.job import Job, Stateful
 from hvdtrain.train.loop import State
 from hvdtrain.train.portable import portable

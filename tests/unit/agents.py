@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launcher.channel import Channel
-from hvdtrain.launcher.command import agent_argv
+from hvdtrain.launcher.horovodrun import agent_argv
 from hvdtrain.launcher.processes import descendants
 from hvdtrain.launcher.protocol import Message, Orders, ticket_paths, write_ticket
 

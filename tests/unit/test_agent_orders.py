@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.agent import CANNOT_START
-from hvdtrain.launcher.command import GPU_SELECTION
+from hvdtrain.launcher.horovodrun import GPU_SELECTION
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from tests.unit.agents import JOB, LIMIT_S, TOKEN, Job, hostname, parse_environment

@@ -17,7 +17,7 @@ from hvdtrain.cli.compare import SYSTEMS, check_flags
 from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import MARK, ChildFailure, CommandProcess, explain
 from hvdtrain.files import json_ready
-from hvdtrain.lab.compare.command import as_json, examine, exit_code, make_spec
+from hvdtrain.lab.compare.comparison import as_json, examine, exit_code, make_spec
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
     AGREES,

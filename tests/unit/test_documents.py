@@ -15,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.config.options import read_recorded
-from hvdtrain.documents import DEEPEST, LARGEST_BYTES, check, lines_of, parse_json, read_json
+from hvdtrain.documents import (
+    DEEPEST,
+    FIELDS,
+    LARGEST_BYTES,
+    check,
+    lines_of,
+    parse_json,
+    read_json,
+)
 from hvdtrain.errors import UsageError
-from hvdtrain.formats import FIELDS
 from tests.unit.forging import VALUES
 
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import listener as listener_module
+from hvdtrain import network as listener_module
 from hvdtrain.launcher.protocol import connect
-from hvdtrain.listener import GuardedListener
+from hvdtrain.network import GuardedListener
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
 from tests.rings import TOKEN
 

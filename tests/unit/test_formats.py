@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
+from hvdtrain.documents import FORMATS, refuse_newer, stamped
 from hvdtrain.errors import UsageError
-from hvdtrain.formats import FORMATS, refuse_newer, stamped
 from hvdtrain.records.trace_file import digest_of
 from hvdtrain.train import checkpoint
 from tests.data.make import CODE, INTERVAL

@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.horovodrun import (
     SETTING_REASONS,
     HorovodrunOptions,
     agent_argv,
@@ -217,8 +217,8 @@ def test_the_controller_is_the_faster_one(
 ) -> None:
     """Fails if the slower one is taken, the user's choice is not, or a reason is not its own."""
     path = "/usr/bin/mpirun" if has_mpi else None
-    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: path)
-    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.find_mpirun", lambda: path)
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.is_open_mpi", lambda mpirun: True)
     assert find_controller(wanted, hosts) == expected
 
 
@@ -226,9 +226,11 @@ def test_a_space_in_the_folder_of_open_mpi(monkeypatch: pytest.MonkeyPatch) -> N
     """Fails if Open MPI, which splits such a folder in two, is started on other hosts from it, or
     refused where no other host is needed.
     """
-    monkeypatch.setattr("hvdtrain.launcher.command.mpi_prefix", lambda: "/opt/my venv")
-    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: "/opt/my venv/bin/mpirun")
-    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.mpi_prefix", lambda: "/opt/my venv")
+    monkeypatch.setattr(
+        "hvdtrain.launcher.horovodrun.find_mpirun", lambda: "/opt/my venv/bin/mpirun"
+    )
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.is_open_mpi", lambda mpirun: True)
     assert find_controller("mpi", 1).name == "mpi"
     with pytest.raises(UsageError, match="has a space in it; use --controller gloo"):
         find_controller("mpi", 2)
@@ -236,7 +238,7 @@ def test_a_space_in_the_folder_of_open_mpi(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_underscore_in_the_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if Open MPI, which ends with an internal error there, is started all the same."""
-    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: "/usr/bin/mpirun")
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.find_mpirun", lambda: "/usr/bin/mpirun")
     monkeypatch.setattr("socket.gethostname", lambda: "my_host")
     assert find_controller("auto").name == "gloo"
     with pytest.raises(UsageError, match="my_host, a name with an underscore; use --controller gl"):
@@ -281,7 +283,7 @@ def test_a_dry_run_contacts_no_host(tmp_path: Path, monkeypatch, capsys) -> None
     for name in ("getaddrinfo", "create_connection"):
         monkeypatch.setattr(f"socket.{name}", refuse)
     monkeypatch.setattr("subprocess.Popen", refuse)
-    monkeypatch.setattr("hvdtrain.launcher.command.is_open_mpi", lambda mpirun: True)
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.is_open_mpi", lambda mpirun: True)
     looked_up: list[str] = []
 
     def look_up(name: str) -> str:

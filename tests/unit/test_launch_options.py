@@ -237,7 +237,7 @@ def test_the_controller_that_is_there(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"#!/bin/sh\necho '{answer}'\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr("hvdtrain.launcher.command.find_mpirun", lambda: answer and str(mpirun))
+    monkeypatch.setattr("hvdtrain.launcher.horovodrun.find_mpirun", lambda: answer and str(mpirun))
     assert read("-np", "1", "--", "train").plan.controller == expected
     assert read("-np", "1", "--controller", "gloo", "--", "train").plan.controller == "gloo"
 

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.exchange.connect import own_address
-from hvdtrain.interfaces import (
+from hvdtrain.network import (
     OF_GLOO,
     OF_NCCL,
     OF_OPEN_MPI,

@@ -12,7 +12,7 @@ from torch import nn
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
-from hvdtrain.lab.plan.command import draw_plot
+from hvdtrain.lab.plan.planning import draw_plot
 from hvdtrain.lab.plan.predicting import METHODS, Cluster, Link, Scenario, largest_useful, predict
 from hvdtrain.lab.plan.profiles import (
     WARM_UP_STEPS,
@@ -102,7 +102,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 def run_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["hvdtrain", "plan", *arguments])
-    monkeypatch.setattr("hvdtrain.lab.plan.command.StopRequests", lambda: None)
+    monkeypatch.setattr("hvdtrain.lab.plan.planning.StopRequests", lambda: None)
     return main()
 
 
@@ -144,8 +144,8 @@ def test_bad_files_end_with_2_before_anything_is_measured(
     def never(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("hvdtrain.lab.plan.command.measure_network", never)
-    monkeypatch.setattr("hvdtrain.lab.plan.command.measure_profile", never)
+    monkeypatch.setattr("hvdtrain.lab.plan.planning.measure_network", never)
+    monkeypatch.setattr("hvdtrain.lab.plan.planning.measure_profile", never)
     path = write(tmp_path, {"name": 3})
     assert run_plan(monkeypatch, f"--profile={path}", f"--output={tmp_path}") == 2
     assert run_plan(monkeypatch, f"--network={path}", f"--output={tmp_path}") == 2

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher import processes
-from hvdtrain.launcher.command import horovodrun_environment, login_of
+from hvdtrain.launcher.horovodrun import horovodrun_environment, login_of
 from hvdtrain.launcher.processes import programs_folder, working_folders
 from hvdtrain.launcher.protocol import Orders
 from tests.unit.commands import environment

@@ -12,8 +12,8 @@ import torch
 from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS, collectives
 from hvdtrain.evidence.verify.cases import Case, make_values, plan_cases
 from hvdtrain.evidence.verify.collectives import FaultyRunner, Runner, Tensors
-from hvdtrain.evidence.verify.command import as_json, explain, table_row
 from hvdtrain.evidence.verify.running import Result, run_cases
+from hvdtrain.evidence.verify.verification import as_json, explain, table_row
 from hvdtrain.ring import Transport, all_reduce, broadcast, split_evenly
 from hvdtrain.ring.bound import sum_error_bound
 from tests.rings import run_in_process

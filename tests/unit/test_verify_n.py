@@ -17,7 +17,7 @@ from torch.nn import functional
 from hvdtrain.config import TrainConfig
 from hvdtrain.evidence.trials import Trial
 from hvdtrain.evidence.verify_n.causes import causes_of_processes
-from hvdtrain.evidence.verify_n.command import unfit_for_every_n
+from hvdtrain.evidence.verify_n.certificate import unfit_for_every_n
 from hvdtrain.evidence.verify_n.experiments import find_causes
 from hvdtrain.evidence.verify_n.parting import (
     AGREEMENT,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.horovodrun import (
     HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,

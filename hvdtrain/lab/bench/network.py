@@ -39,7 +39,7 @@ from hvdtrain.lab.bench.scaling import (
 from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
 from hvdtrain.lab.hosts.node import HostProcess
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.horovodrun import (
     HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,

@@ -15,9 +15,9 @@ from torch import distributed
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.gpus import CPU
-from hvdtrain.interfaces import address_of
 from hvdtrain.lab.bench.ratios import ratio
 from hvdtrain.lab.bench.rounds import Measured, Options, run_rounds
+from hvdtrain.network import address_of
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports.mpi import MpiTransport

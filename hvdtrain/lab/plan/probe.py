@@ -50,7 +50,7 @@ from hvdtrain.lab.plan.profiles import (
     wrong_rows,
     wrong_values,
 )
-from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv
+from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange

@@ -29,7 +29,7 @@ from hvdtrain.interpreter import module_argv, peak_memory, started_elsewhere
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.command import HorovodrunOptions, horovodrun_argv, in_own_session
+from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, in_own_session
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.interfaces import interfaces
 from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK, addresses_of
 from hvdtrain.launcher.doctor import (
     ALL_HOSTS,
@@ -42,6 +41,7 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import working_folders
 from hvdtrain.launcher.protocol import Ticket
 from hvdtrain.launcher.ssh import SshSetup, is_local
+from hvdtrain.network import interfaces
 
 FACTS_S = 45.0
 PINGS = 5

@@ -24,10 +24,10 @@ from typing import Any
 
 from hvdtrain import __version__, cgroups
 from hvdtrain.files import why_not_written
-from hvdtrain.interfaces import interfaces
 from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.processes import own_passwd_entry, run_child
+from hvdtrain.network import interfaces
 
 Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "numpy")

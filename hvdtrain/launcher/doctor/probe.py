@@ -21,13 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.interfaces import interface_of
-from hvdtrain.launcher.command import login_of
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
+from hvdtrain.launcher.horovodrun import login_of
 from hvdtrain.launcher.processes import marked
 from hvdtrain.launcher.protocol import remove_ticket, write_ticket
+from hvdtrain.network import interface_of
 
 MARKER = "@@ hvdtrain probe answers @@"
 MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its own processes

@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.interfaces import TOWARDS
-from hvdtrain.launcher.command import (
+from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
+from hvdtrain.launcher.doctor.probe import MARK, sweep
+from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
+from hvdtrain.launcher.horovodrun import (
     GPU_SELECTION,
     HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
     mpi_prefix,
 )
-from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
-from hvdtrain.launcher.doctor.probe import MARK, sweep
-from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.network import TOWARDS
 
 LIMIT_S = 60.0
 END_S = 5.0

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import TransportError, UsageError
-from hvdtrain.listener import GuardedListener
+from hvdtrain.network import GuardedListener
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S, Work

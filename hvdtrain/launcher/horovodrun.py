@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
-from hvdtrain.interfaces import own_interfaces
 from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.processes import is_writable
 from hvdtrain.launcher.protocol import Orders
+from hvdtrain.network import own_interfaces
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 

@@ -35,7 +35,7 @@ from hvdtrain.lab.plan.profiles import (
     share_out,
 )
 from hvdtrain.lab.systems.work import WorkSpec
-from hvdtrain.launcher.command import find_controller
+from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.log import counted, say
 from hvdtrain.report.charts import (

@@ -34,7 +34,7 @@ from hvdtrain.lab.systems import ORACLE, find_strategy
 from hvdtrain.lab.systems.contract import Spec, SystemOptions
 from hvdtrain.lab.systems.process import fork_server, run_system
 from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
-from hvdtrain.launcher.command import find_controller
+from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.log import say
 
